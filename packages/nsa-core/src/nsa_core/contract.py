@@ -1,0 +1,170 @@
+"""The contract between nsa_core and a backend: all a plugin author needs to read. No torch here.
+
+A backend is a distribution with an entry point in group ``nsa.backends`` naming a torch-free module that holds
+
+    @hookimpl
+    def nsa_register_backends() -> BackendSpec: ...
+
+A backend fills any of five slots, each alone. Shapes are for [B, S, heads, D]; packed calls drop B, and
+carry ``cu_seqlens`` (int32, on the device) and ``max_seqlen`` (host int). A slot is a pair of plain functions:
+
+    cmp      forward(q, k_cmp, v_cmp, *, call) -> o, lse
+             backward(do, q, k_cmp, v_cmp, o, lse, *, call) -> dq, dk_cmp, dv_cmp
+    select   forward(q, k_cmp, lse, *, call) -> blocks
+    sel      forward(q, k, v, blocks, *, call) -> o, lse
+             backward(do, q, k, v, blocks, o, lse, *, call) -> dq, dk, dv
+    win      forward(q, k, v, *, call) -> o, lse
+             backward(do, q, k, v, o, lse, *, call) -> dq, dk, dv
+    combine  forward(gates, o_cmp, o_sel, o_win, *, call) -> o
+             backward(do, gates, o_cmp, o_sel, o_win, *, call) -> dgates, do_cmp, do_sel, do_win
+
+    q [B,S,Hq,Dk]  k [B,S,G,Dk]  v [B,S,G,Dv]  k_cmp [B,n_c,G,Dk]  v_cmp [B,n_c,G,Dv]  o [B,S,Hq,Dv]
+    lse [B,Hq,S] natural log, fp32 (fp64 for fp64 q), -inf where no key is visible; packed [Hq,T]
+    blocks int32 [B,S,G,n], local to the document; `select` returns them ascending, -1 at the end;
+           `sel` accepts any order, duplicates, -1, out-of-range and future blocks (the last two are not read)
+    gates [B,S,Hq,3] fp32 (fp64 for fp64) in the order cmp, sel, win
+    packed k_cmp has T // d rows; document i's rows start at the sum of num_compressed() of the documents
+           before it, the tail is never read, and its gradient is zero
+
+``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema, shape inference for torch.compile,
+autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, or no
+compressed token) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out
+otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below autograd:
+torch.func.vjp works inside a backward, torch.autograd.grad does not.
+What each slot computes: docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from nsa_core.errors import InvalidInput
+from nsa_core.layout import BlockGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+API_VERSION = (1, 0)  # (major, minor): a plugin for another major, or a later minor, is not loaded
+PROJECT = "nsa"
+ENTRY_POINT_GROUP = "nsa.backends"
+SLOTS = ("cmp", "select", "sel", "win", "combine")
+BRANCHES = ("cmp", "sel", "win")
+PHASES = ("prefill", "decode")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a backend does not take a request."""
+
+    code: str  # stable, snake_case: "sm_too_old"
+    message: str  # "needs sm_90, this GPU is sm_80"
+    hint: str = ""  # "use triton"
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of one slot: hashable metadata, no tensors."""
+
+    slot: str
+    geometry: BlockGeometry
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int  # Dk
+    v_head_dim: int  # Dv
+    dtype: str = "float32"
+    device: str = "cpu"  # a torch device type
+    capability: tuple[int, int] | None = None  # of the CUDA device: (8, 0)
+    phase: str = "prefill"
+    needs_grad: bool = False
+    deterministic: bool = False
+    varlen: bool = False  # packed documents
+    batch: int | None = None  # None: not known when planning
+    seq_len: int | None = None  # tokens per sequence, or in all when packed; None: not known
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name, allowed in (("slot", SLOTS), ("phase", PHASES)):
+            if getattr(self, name) not in allowed:
+                wrong.append(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.n_heads < 1 or self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            wrong.append(f"{self.n_heads} query heads do not divide over {self.n_kv_heads}")
+        for name in ("head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                wrong.append(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            wrong.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if wrong:
+            raise InvalidInput("; ".join(wrong))
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCall:
+    """What a slot's functions are told besides tensors."""
+
+    geometry: BlockGeometry
+    scale: float
+    cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1], on the device; None: not packed
+    max_seqlen: int = 0  # length of the longest sequence, or a bound of it
+    deterministic: bool = False  # the same bits every run are demanded
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSpec:
+    """One slot of a backend. Functions are named "module:function" and imported when a plan first uses them."""
+
+    forward: str
+    backward: str | None = None  # None: forward only (`select` needs none)
+    evidence: tuple[str, ...] = ()  # a profile of a call shows at least one event whose name holds one of these
+    workspace: str | None = (
+        None  # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
+    )
+    deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendSpec:
+    """A backend: its slots, and a probe that says what it can do here.
+
+    ``probe`` names a function Request -> Sequence[Reason]: cheap, without side effects, returning ALL reasons against
+    the request (empty: the backend takes it). It is called only for slots listed in ``slots``.
+    ``priority`` orders `auto` among the accepting backends, highest first; a slot may override it.
+    """
+
+    name: str
+    api_version: tuple[int, int]
+    slots: Mapping[str, SlotSpec]
+    probe: str
+    priority: int = 0
+    slot_priority: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    summary: str = ""
+
+    def priority_of(self, slot: str) -> int:
+        """Priority of this backend for ``slot``."""
+        return self.slot_priority.get(slot, self.priority)
+
+
+class Hooks:
+    """The hooks nsa_core calls; a plugin implements the one below."""
+
+    @hookspec
+    def nsa_register_backends(self, api_version: tuple[int, int]) -> BackendSpec | Sequence[BackendSpec]:  # type: ignore[empty-body]
+        """Return the plugin's backend, or several. ``api_version`` is nsa_core's; the argument may be left out."""
+
+
+def import_named(path: str) -> Any:
+    """The object that "module:attribute" names."""
+    from importlib import import_module
+
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,259 @@
+"""A backend's plain functions as torch operators: schema, shape inference, autograd, and checks on both sides.
+
+One operator pair per (backend, slot), named ``nsa_<backend>::<slot>`` and ``..._backward``, so that torch.compile,
+CUDA graphs, checkpointing and the profiler see every backend alike. Nothing is checked twice: what the operator
+checks here, a backend need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.contract import SlotCall, SlotSpec, import_named
+from nsa_core.errors import NSAError, Unsupported
+from nsa_core.layout import BlockGeometry
+from nsa_core.validate import SLOT_AXES, check_cu_seqlens, check_slot
+
+INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
+DIFFERENTIABLE = {slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()}
+DIFFERENTIABLE["select"] = ()  # no gradient flows through the choice
+_TAIL = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic"
+
+Shape = tuple[Any, ...]
+TensorSpec = tuple[Shape, torch.dtype]
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of LSE and gates beside tensors of ``dtype``: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def output_specs(slot: str, tensors: Sequence[torch.Tensor], n_selected: int) -> list[TensorSpec]:
+    """(shape, dtype) of each output of ``slot`` for these inputs."""
+    if slot == "combine":
+        return [(tuple(tensors[1].shape), tensors[1].dtype)]
+    q = tensors[0]
+    *lead, heads, _ = q.shape
+    if slot == "select":
+        return [((*lead, tensors[1].shape[-2], n_selected), torch.int32)]
+    lse = (*lead[:-1], heads, lead[-1])
+    return [((*lead, heads, tensors[2].shape[-1]), q.dtype), (lse, stats_dtype(q.dtype))]
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchRecord:
+    """One call of a backend's function."""
+
+    backend: str
+    slot: str
+    direction: str  # forward or backward
+
+
+_traces: list[list[DispatchRecord]] = []
+
+
+@contextlib.contextmanager
+def record_dispatch() -> Iterator[list[DispatchRecord]]:
+    """Collect every backend call made inside the block, from any thread, in order."""
+    trace: list[DispatchRecord] = []
+    _traces.append(trace)
+    try:
+        yield trace
+    finally:
+        _traces[:] = [t for t in _traces if t is not trace]
+
+
+@contextlib.contextmanager
+def _running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
+    for trace in _traces:
+        trace.append(DispatchRecord(backend, slot, direction))
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        with guard:
+            yield
+    except (NSAError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}") from error
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _checked(
+    backend: str, slot: str, direction: str, results: Any, specs: list[TensorSpec], device: torch.device
+) -> list[torch.Tensor]:
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
+    for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
+        got = (tuple(result.shape), result.dtype, result.device)
+        if got != (tuple(shape), dtype, device):
+            wrong.append(
+                f"result {index} is {got[0]} {got[1]} on {got[2]}, expected {tuple(shape)} {dtype} on {device}"
+            )
+    if wrong:
+        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong))
+    return [result.contiguous() for result in results]
+
+
+def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
+    """Nothing to compute: no tokens, or no compressed token that anyone could see."""
+    return tensors[0].numel() == 0 or (slot == "cmp" and tensors[1].shape[-3] == 0)
+
+
+class SlotOp:
+    """The operator pair of one backend's slot.
+
+    Attributes:
+        op: the overload; call it with the slot's tensors, then cu_seqlens, max_seqlen, scale, geometry, deterministic.
+    """
+
+    def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
+        self.backend, self.slot, self.spec = backend, slot, spec
+        self._forward: Callable[..., Any] = import_named(spec.forward)
+        self._backward: Callable[..., Any] | None = import_named(spec.backward) if spec.backward else None
+        self._n = len(INPUTS[slot])
+        self._grads = [INPUTS[slot].index(name) for name in DIFFERENTIABLE[slot]]
+        self._n_out = 1 if slot in ("select", "combine") else 2
+        namespace, short = name.split("::")
+        # FRAGMENT: several slots, and later plans, add to one namespace.
+        self._lib = torch.library.Library(namespace, "FRAGMENT")
+        self._define(short, self._forward_impl, self._forward_fake, [f"Tensor {i}" for i in INPUTS[slot]], self._n_out)
+        self.op = getattr(getattr(torch.ops, namespace), short).default
+        if self._grads:
+            saved = [f"Tensor {i}" for i in INPUTS[slot]] + (["Tensor o", "Tensor lse"] if self._n_out == 2 else [])
+            self._define(
+                f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
+            )
+            self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
+            torch.library.register_autograd(name, self._autograd, setup_context=self._setup_context, lib=self._lib)
+            torch.library.register_autograd(
+                f"{name}_backward", self._double, setup_context=lambda ctx, inputs, output: None, lib=self._lib
+            )
+
+    def _define(
+        self, short: str, impl: Callable[..., Any], fake: Callable[..., Any], tensors: list[str], outputs: int
+    ) -> None:
+        result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
+        self._lib.define(f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
+        self._lib.impl(short, impl, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{self._lib.ns}::{short}", fake, lib=self._lib)
+
+    def _forward_impl(self, *args: Any) -> Any:
+        tensors, call = [_unit_stride(t) for t in args[: self._n]], _slot_call(args[self._n :])
+        check_slot(self.slot, tensors, call.cu_seqlens, call.geometry)
+        check_cu_seqlens(call.cu_seqlens, tensors[0].shape[0])
+        specs, device = output_specs(self.slot, tensors, call.geometry.num_selected_blocks), tensors[0].device
+        if _trivial(self.slot, tensors):
+            outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
+            if self._n_out == 2:
+                outs[1].fill_(-torch.inf)
+        else:
+            with _running(self.backend, self.slot, "forward", device):
+                outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
+        return outs[0] if self._n_out == 1 else tuple(outs)
+
+    def _forward_fake(self, *args: Any) -> Any:
+        tensors, geometry = args[: self._n], BlockGeometry.from_ints(args[self._n + 3])
+        check_slot(self.slot, tensors, args[self._n], geometry)
+        specs = output_specs(self.slot, tensors, geometry.num_selected_blocks)
+        outs = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in specs]
+        return outs[0] if self._n_out == 1 else tuple(outs)
+
+    def _backward_impl(self, *args: Any) -> Any:
+        grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
+        inputs = saved[: self._n]
+        specs = [(tuple(inputs[i].shape), inputs[i].dtype) for i in self._grads]
+        device = inputs[0].device
+        if _trivial(self.slot, inputs):
+            outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
+        else:
+            assert self._backward is not None  # _setup_context refuses a forward-only slot
+            tensors = [_unit_stride(t) for t in (grad, *saved)]
+            with _running(self.backend, self.slot, "backward", device):
+                outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _backward_fake(self, *args: Any) -> Any:
+        outs = [args[1 + i].new_empty(args[1 + i].shape) for i in self._grads]
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._backward is None:
+            raise Unsupported(f"backend {self.backend!r} has no backward for {self.slot!r}; plan with needs_grad=True")
+        outs = output if self._n_out == 2 else ()
+        if self._n_out == 2:
+            ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[: self._n], *outs, inputs[self._n])
+        ctx.tail = inputs[self._n + 1 :]
+
+    def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        *saved, cu_seqlens = ctx.saved_tensors
+        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
+        given: list[Any] = [None] * (self._n + 5)
+        for index, result in zip(self._grads, results):
+            given[index] = result
+        return tuple(given)
+
+    def _double(self, ctx: Any, *grads: Any) -> Any:
+        raise Unsupported(
+            f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once, not twice"
+        )
+
+
+def _slot_call(tail: Sequence[Any]) -> SlotCall:
+    cu_seqlens, max_seqlen, scale, geometry, deterministic = tail
+    return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
+
+
+_ops: dict[tuple[str, str], list[SlotOp]] = {}
+_ops_lock = threading.Lock()
+
+
+def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
+    """The operator of ``backend``'s ``slot``, made once per process and spec.
+
+    Raises:
+        ImportError, AttributeError: the functions that ``spec`` names cannot be imported.
+    """
+    with _ops_lock:
+        made = _ops.setdefault((backend, slot), [])
+        for op in made:
+            if op.spec == spec:
+                return op
+        name = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}::{slot}" + (f"_{len(made) + 1}" if made else "")
+        made.append(SlotOp(backend, slot, spec, name))
+        return made[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A slot of a plan: a backend's operator with the layer's constants bound."""
+
+    backend: str
+    slot: str
+    op: Any
+    scale: float
+    geometry: tuple[int, ...]
+    deterministic: bool
+
+    def __call__(
+        self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> Any:
+        """Run the slot on ``tensors`` (contract.py gives their shapes).
+
+        Raises:
+            InvalidInput: shapes, dtypes or devices do not fit together.
+            NSAError: the backend broke its contract; the message names it.
+        """
+        if max_seqlen is None:
+            max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
+        return self.op(*tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic)

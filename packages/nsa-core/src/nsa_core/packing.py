@@ -1,0 +1,76 @@
+"""Packed documents: where each token and each compressed token lives, computed on the device without a synchronisation.
+
+``cu_seqlens`` int32 [documents + 1] holds the first token of each document and, last, the number of tokens T.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nsa_core.errors import InvalidInput
+from nsa_core.layout import BlockGeometry
+
+
+class TokenPlaces(NamedTuple):
+    """For each of T rows, all int64 [T]: its document, its position inside it, and the document's first row."""
+
+    document: torch.Tensor
+    position: torch.Tensor
+    start: torch.Tensor
+
+
+def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
+    """Document and position of each of ``total`` rows; rows past the last boundary fall in the last document.
+
+    Malformed boundaries give wrong places, never an index outside [0, documents).
+    """
+    rows = torch.arange(total, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows.to(cu_seqlens.dtype), right=True)
+    start = cu_seqlens.long()[document]
+    return TokenPlaces(document, rows - start, start)
+
+
+def compressed_cu_seqlens(cu_seqlens: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
+    """First compressed row of each document, int32 [documents + 1]: sums of :meth:`BlockGeometry.num_compressed`."""
+    lengths = cu_seqlens.diff()
+    counts = ((lengths - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def unpad(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Drop padding: [B, S, ...] and a bool mask [B, S] to packed rows.
+
+    Returns:
+        rows [T, ...], cu_seqlens int32 [B + 1], the longest length, and indices int64 [T] that :func:`pad` takes.
+        Reads the mask on the host once (T is a shape).
+
+    Raises:
+        InvalidInput: the mask is not [B, S], or keeps tokens that are not contiguous in a row.
+    """
+    if attention_mask.shape != x.shape[:2]:
+        raise InvalidInput(f"attention_mask must be {list(x.shape[:2])}, got {list(attention_mask.shape)}")
+    keep = attention_mask.bool()
+    breaks = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, :1].sum(1)
+    if bool((breaks > 1).any()):
+        raise InvalidInput(
+            f"attention_mask row {int((breaks > 1).nonzero()[0])} has a gap: kept tokens must be contiguous"
+        )
+    lengths = keep.sum(1)
+    indices = keep.flatten().nonzero().flatten()
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if len(lengths) else 0
+    return x.flatten(0, 1)[indices], cu_seqlens, longest, indices
+
+
+def pad(rows: torch.Tensor, indices: torch.Tensor, batch: int, seq_len: int) -> torch.Tensor:
+    """Inverse of :func:`unpad`: packed rows [T, ...] to [batch, seq_len, ...], zero where there was padding.
+
+    Raises:
+        InvalidInput: ``indices`` has another length than ``rows``.
+    """
+    if len(indices) != len(rows):
+        raise InvalidInput(f"indices must have one entry per row, got {len(indices)} for {len(rows)} rows")
+    out = rows.new_zeros((batch * seq_len, *rows.shape[1:]))
+    return out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))

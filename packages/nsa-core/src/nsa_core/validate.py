@@ -1,0 +1,137 @@
+"""Checks of tensors against the shapes of the contract; metadata only, unless the values are on the host anyway."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+
+import torch
+
+from nsa_core.errors import InvalidInput
+from nsa_core.layout import BlockGeometry
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{n} {list(t.shape)} {_short(t.dtype)} {t.device}" for n, t in zip(names, tensors))
+
+
+def check_tensors(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[str | int]], packed: bool
+) -> None:
+    """Refuse tensors that do not fit together.
+
+    ``shapes`` gives a symbol or a number per axis of the [B, S, ...] form ("B", "S", "Hq", "G", "Dk", 3); equal
+    symbols must have equal sizes, and ``packed`` drops "B". "Hq" must be a multiple of "G".
+
+    Raises:
+        InvalidInput: all tensors' names, shapes, dtypes and devices, and what is wrong.
+    """
+    wrong, sizes = [], dict[object, int]()
+    for name, tensor, axes in zip(names, tensors, shapes):
+        axes = [a for a in axes if not (packed and a == "B")]
+        if tensor.dim() != len(axes):
+            wrong.append(f"{name} must have {len(axes)} axes {axes}, got {tensor.dim()}")
+            continue
+        for axis, size in zip(axes, tensor.shape):
+            expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
+            if size != expected:
+                wrong.append(f"{name} has {axis} = {size}, expected {expected}")
+    if "Hq" in sizes and "G" in sizes and (sizes["G"] == 0 or sizes["Hq"] % sizes["G"]):
+        wrong.append(f"{sizes['Hq']} query heads do not divide over {sizes['G']}")
+    if len({t.device for t in tensors}) > 1:
+        wrong.append("all tensors must be on one device")
+    if wrong:
+        raise InvalidInput("; ".join(wrong) + f" ({_describe(names, tensors)})")
+
+
+_Q, _K, _V = ("B", "S", "Hq", "Dk"), ("B", "S", "G", "Dk"), ("B", "S", "G", "Dv")
+_O, _LSE = ("B", "S", "Hq", "Dv"), ("B", "Hq", "S")
+_K_CMP, _V_CMP = ("B", "C", "G", "Dk"), ("B", "C", "G", "Dv")
+# The tensors of each slot, in order, with their axes.
+SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
+    "cmp": {"q": _Q, "k_cmp": _K_CMP, "v_cmp": _V_CMP},
+    "select": {"q": _Q, "k_cmp": _K_CMP, "lse": _LSE},
+    "sel": {"q": _Q, "k": _K, "v": _V, "blocks": ("B", "S", "G", "n")},
+    "win": {"q": _Q, "k": _K, "v": _V},
+    "combine": {"gates": ("B", "S", "Hq", 3), "o_cmp": _O, "o_sel": _O, "o_win": _O},
+}
+
+
+def check_dtypes(named: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
+    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No silent cast.
+
+    Raises:
+        InvalidInput: otherwise, with every tensor's dtype.
+    """
+    everything = {**named, **stats}
+    text = _describe(list(everything), list(everything.values()))
+    dtypes = {t.dtype for t in named.values()}
+    if len(dtypes) > 1:
+        raise InvalidInput(f"{', '.join(named)} must share one dtype ({text})")
+    dtype = dtypes.pop()
+    if dtype not in _FLOATS:
+        raise InvalidInput(f"dtype must be bfloat16, float16, float32 or float64 ({text})")
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, tensor in stats.items():
+        if tensor.dtype != expected:
+            raise InvalidInput(f"{name} must be {_short(expected)} beside {_short(dtype)} ({text})")
+
+
+def check_slot(
+    slot: str, tensors: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, geometry: BlockGeometry
+) -> None:
+    """Refuse tensors a slot cannot take.
+
+    Raises:
+        InvalidInput: rank, size, dtype or device do not fit; all tensors are listed.
+    """
+    names = tuple(SLOT_AXES[slot])
+    given = dict(zip(names, tensors))
+    check_tensors(names, tensors, tuple(SLOT_AXES[slot].values()), packed=cu_seqlens is not None)
+    check_dtypes(
+        {n: t for n, t in given.items() if n not in ("lse", "gates", "blocks")},
+        {n: t for n, t in given.items() if n in ("lse", "gates")},
+    )
+    if slot == "sel" and given["blocks"].dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(f"blocks must be int32 or int64 ({_describe(names, tensors)})")
+    if slot in ("cmp", "select"):
+        length = given["q"].shape[-3]
+        rows = geometry.num_compressed(length) if cu_seqlens is None else geometry.max_compressed(length)
+        if given["k_cmp"].shape[-3] != rows:
+            raise InvalidInput(f"k_cmp must have {rows} rows for {length} tokens ({_describe(names, tensors)})")
+    if cu_seqlens is not None and (
+        cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != tensors[0].device
+    ):
+        raise InvalidInput(
+            f"cu_seqlens must be int32 [documents + 1] on {tensors[0].device}, "
+            f"got {_short(cu_seqlens.dtype)} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int) -> None:
+    """Refuse boundaries that do not start at 0, decrease, or do not end at ``total`` tokens.
+
+    Reads the values only where that costs no synchronisation: on the CPU, or with NSA_CHECK=1.
+
+    Raises:
+        InvalidInput: naming the boundary at fault.
+    """
+    if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"):
+        return
+    bounds = cu_seqlens.tolist()
+    if len(bounds) < 2:
+        raise InvalidInput(f"cu_seqlens must hold at least one document, got {bounds}")
+    if bounds[0] != 0:
+        raise InvalidInput(f"cu_seqlens must start at 0, got {bounds[0]}")
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+        if b < a:
+            raise InvalidInput(f"cu_seqlens must not decrease, got {a} then {b} at index {i + 1}")
+    if bounds[-1] != total:
+        raise InvalidInput(f"cu_seqlens must end at the {total} tokens given, got {bounds[-1]}")
