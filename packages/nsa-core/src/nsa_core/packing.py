@@ -73,4 +73,5 @@ def pad(rows: torch.Tensor, indices: torch.Tensor, batch: int, seq_len: int) -> 
     if len(indices) != len(rows):
         raise InvalidInput(f"indices must have one entry per row, got {len(indices)} for {len(rows)} rows")
     out = rows.new_zeros((batch * seq_len, *rows.shape[1:]))
-    return out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))
+    filled: torch.Tensor = out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))
+    return filled
