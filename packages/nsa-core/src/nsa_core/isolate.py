@@ -40,9 +40,10 @@ class Verdict:
 
 
 def crashed(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
-    """Try each plugin in a child process, several at once, unless its verdict is remembered; those that did not survive.
+    """The plugins that do not survive loading in a child process, with what became of each.
 
-    ``limit_s`` bounds each child. A plugin that merely raises survives: loading it here tells the reason.
+    Several children run at once, ``limit_s`` bounds each, and a remembered verdict takes the place of a child.
+    A plugin that merely raises survives: loading it here tells the reason.
     """
     known = _recall(plugins)
     # A hang under a shorter limit than this one says nothing about this one.
@@ -152,7 +153,7 @@ def _stamp(plugin: Plugin) -> str:
         torch = "none"
     try:
         spec = importlib.util.find_spec(plugin.value.partition(":")[0].partition(".")[0])
-        places = [*(spec.submodule_search_locations or [spec.origin])] if spec else []
+        places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec else []
         files = [f for p in places for f in (Path(p).iterdir() if os.path.isdir(p) else [Path(p)]) if f.is_file()]
         newest = max((f.stat().st_mtime_ns for f in files), default=0)
     except Exception:  # noqa: BLE001  a plugin may install its own finder
@@ -184,7 +185,7 @@ def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Verdict]:
         if reason is None:
             found[plugin] = Verdict(None, limit)
         elif isinstance(reason, list) and len(reason) == 2 and all(isinstance(text, str) for text in reason):
-            found[plugin] = Verdict(Reason(*reason, _hint()), limit)
+            found[plugin] = Verdict(Reason(reason[0], reason[1], _hint()), limit)
     return found
 
 

@@ -119,7 +119,7 @@ def describe_request(request: Request) -> str:
         f"Dk={request.head_dim} Dv={request.v_head_dim} l={g.compress_block_size} d={g.compress_stride} "
         f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
     )
-    device = request.device + (" sm_{}{}".format(*request.capability) if request.capability else "")
+    device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
     flags = [
         word for word, said in (("gradients", request.needs_grad), ("deterministic", request.deterministic)) if said
     ]
@@ -227,9 +227,12 @@ def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> st
     if others:
         sentences.append(f"no backend takes {', '.join(others)}" if answers.registry.ready() else _NO_BACKEND)
     lines = ["; ".join(sorted(sentences)), f"  request: {describe_request(answers.requests['cmp'])}"]
+    blocks: dict[tuple[str, ...], list[str]] = {}  # slots that got the same answers share one block
     for slot, candidates in refused.items():
-        lines.append(f"  {slot}" + (f" (asked for {named[slot]!r}):" if slot in named else ":"))
-        lines += [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
+        said = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
+        blocks.setdefault((named.get(slot, ""), *said), []).append(slot)
+    for (name, *said), slots in blocks.items():
+        lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *said]
     return "\n".join(lines)
 
 

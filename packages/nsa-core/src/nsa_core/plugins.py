@@ -1,6 +1,6 @@
 """Installed plugins: what the metadata says about them, and loading one of them inside its own guard. No torch here.
 
-Stock pluggy stops at the first bad plugin; here every entry point gets a pluggy manager, a guard and a status of its own.
+Stock pluggy stops at the first bad plugin; here every entry point has a pluggy manager, a guard and a status.
 """
 
 from __future__ import annotations
