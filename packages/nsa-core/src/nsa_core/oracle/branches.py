@@ -89,7 +89,8 @@ def sel(
 
         def see(t: int, g: int) -> Keys:
             mine = sorted({int(j) for j in chosen[t][g] if j >= 0 and j * size <= t})
-            return [i for j in mine for i in range(j * size, min((j + 1) * size, t + 1))]
+            spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in mine]
+            return torch.cat(spans) if spans else slice(0, 0)
 
         return see
 

@@ -46,7 +46,8 @@ class _Slot(torch.autograd.Function):
 
 
 def _slot(run: Callable[..., Truth], *tensors: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = _Slot.apply(run, *tensors)
+    apply: Any = _Slot.apply
+    out: torch.Tensor = apply(run, *tensors)
     return out
 
 
@@ -121,7 +122,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / ((x * x).mean(-1, keepdim=True) + _RMS_EPS).sqrt() * weight
+    scaled: torch.Tensor = x / ((x * x).mean(-1, keepdim=True) + _RMS_EPS).sqrt() * weight
+    return scaled
 
 
 def _gates(params: Mapping[str, torch.Tensor], x: torch.Tensor, config: NSAConfig) -> torch.Tensor:
@@ -130,7 +132,7 @@ def _gates(params: Mapping[str, torch.Tensor], x: torch.Tensor, config: NSAConfi
         logits = _linear(hidden * torch.sigmoid(hidden), params["gate.2.weight"], params["gate.2.bias"])
     else:
         logits = _linear(x, params["gate.weight"], params.get("gate.bias"))
-    return torch.sigmoid(logits).unflatten(-1, (config.n_heads, 3))
+    return torch.sigmoid(logits).reshape(*x.shape[:-1], config.n_heads, 3)
 
 
 def project(

@@ -11,7 +11,7 @@ import torch
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 
-Keys = slice | list[int]
+Keys = slice | torch.Tensor  # distinct positions, int64 [n]
 See = Callable[[int, int], Keys]  # (token, kv head) -> the keys of its document that it sees
 MAX_BYTES = 4 * 2**30
 
@@ -98,6 +98,17 @@ def refuse_absurd(rows: list[list[int]], keys: Sequence[int], heads: int) -> Non
         )
 
 
+def _take(x: torch.Tensor, seen: Keys) -> torch.Tensor:
+    return x[seen] if isinstance(seen, slice) else x.index_select(0, seen)
+
+
+def _add(x: torch.Tensor, seen: Keys, y: torch.Tensor) -> None:
+    if isinstance(seen, slice):
+        x[seen] += y
+    else:
+        x.index_add_(0, seen, y)
+
+
 def _accumulate_row(
     q: torch.Tensor,  # [h, Dk] the query heads of one group
     k: torch.Tensor,  # [L, Dk]
@@ -112,7 +123,7 @@ def _accumulate_row(
     p = softmax(scale q k), o = p v; dv += p do, ds = p (dp - sum p dp) with dp = do v, dq += scale ds k,
     dk += scale ds q.
     """
-    k_seen, v_seen = k[seen], v[seen]
+    k_seen, v_seen = _take(k, seen), _take(v, seen)
     s = scale * (q @ k_seen.T)
     top = s.amax(-1, keepdim=True)
     p = (s - top).exp()
@@ -123,8 +134,8 @@ def _accumulate_row(
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         dq, dk, dv = grads
         dq += scale * (ds @ k_seen)
-        dk[seen] += scale * (ds.T @ q)
-        dv[seen] += p.T @ do
+        _add(dk, seen, scale * (ds.T @ q))
+        _add(dv, seen, p.T @ do)
     return p @ v_seen, (top + total.log()).squeeze(-1)
 
 
@@ -141,15 +152,21 @@ def _attend_document(
     rows: list[int],
 ) -> None:
     heads, groups = q.shape[1], k.shape[1]
+    # One contiguous copy per kv head: gathering rows of a strided one costs more than the arithmetic.
+    of_group = [[x[:, g].contiguous() for x in (k, v, *grads[1:])] for g in range(groups)]
     for t, g in itertools.product(rows, range(groups)):
         group = slice(g * (heads // groups), (g + 1) * (heads // groups))
         seen = see(t, g)
-        if (seen.stop <= seen.start) if isinstance(seen, slice) else not seen:
+        if (seen.stop if isinstance(seen, slice) else len(seen)) == 0:
             lse[t, group] = -torch.inf
             continue
+        keys, values, *key_grads = of_group[g]
         row_do = do[t, group] if do is not None else None
-        row_grads = (grads[0][t, group], grads[1][:, g], grads[2][:, g]) if grads else ()
-        o[t, group], lse[t, group] = _accumulate_row(q[t, group], k[:, g], v[:, g], seen, scale, row_do, row_grads)
+        row_grads = (grads[0][t, group], *key_grads) if grads else ()
+        o[t, group], lse[t, group] = _accumulate_row(q[t, group], keys, values, seen, scale, row_do, row_grads)
+    for g, (_, _, *key_grads) in enumerate(of_group):
+        for whole, part in zip(grads[1:], key_grads):
+            whole[:, g] = part
 
 
 def attend(
