@@ -122,18 +122,21 @@ def _document(
                     grads[2][columns, g] += out[5]
 
 
-def _bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+def host_bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    """``cu_seqlens`` as int64 on the CPU."""
     return None if cu_seqlens is None else cu_seqlens.detach().cpu().long()
 
 
-def _compressed(bounds: torch.Tensor | None, geometry: BlockGeometry) -> torch.Tensor | None:
+def compressed_starts(bounds: torch.Tensor | None, geometry: BlockGeometry) -> torch.Tensor | None:
+    """First compressed row of each packed document, and the end of the last one's."""
     if bounds is None:
         return None
     counts = ((bounds.diff() - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def _spans(x: torch.Tensor, bounds: torch.Tensor | None) -> list[torch.Tensor]:
+def spans(x: torch.Tensor, bounds: torch.Tensor | None) -> list[torch.Tensor]:
+    """A view per batch entry, or per packed document."""
     if bounds is None:
         return [x.select(0, b) for b in range(len(x))]
     return list(x.narrow(0, 0, int(bounds[-1])).split(bounds.diff().tolist()))
@@ -144,8 +147,8 @@ def _pick(rows: Rows, bounds: torch.Tensor | None, batch: int, length: int) -> l
     total = length if bounds is None else int(bounds[-1])
     wanted = torch.zeros(total, dtype=torch.bool)
     wanted[slice(None) if rows is None else torch.as_tensor(rows, dtype=torch.long)] = True
-    spans = [wanted] * batch if bounds is None else _spans(wanted, bounds)
-    return [span.nonzero().flatten() for span in spans]
+    parts = [wanted] * batch if bounds is None else spans(wanted, bounds)
+    return [part.nonzero().flatten() for part in parts]
 
 
 def _attend(
@@ -163,9 +166,9 @@ def _attend(
     o, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1])
     top, grads = torch.zeros_like(lse), [torch.zeros_like(x) for x in (q, k, v)] if do is not None else []
     picked = _pick(rows, of_tokens, len(q), q.shape[-3])
-    token_spans = [_spans(x, of_tokens) for x in (q, o, lse, top, *grads[:1])]
-    key_spans = [_spans(x, of_keys) for x in (k, v, *grads[1:])]
-    do_spans = _spans(maths.take(do), of_tokens) if do is not None else [None] * len(picked)
+    token_spans = [spans(x, of_tokens) for x in (q, o, lse, top, *grads[:1])]
+    key_spans = [spans(x, of_keys) for x in (k, v, *grads[1:])]
+    do_spans = spans(maths.take(do), of_tokens) if do is not None else [None] * len(picked)
     for i, part in enumerate(picked):
         (q_, *results), (k_, v_, *dkv) = [x[i] for x in token_spans], [x[i] for x in key_spans]
         _document(maths, (q_, k_, v_), (*results, *dkv), do_spans[i], mask(i, len(k_)), scale, part)
@@ -192,9 +195,9 @@ def cmp(
         last = torch.arange(keys) * geometry.compress_stride + geometry.compress_block_size - 1
         return lambda rows, g: last <= rows[:, None]
 
-    bounds = _bounds(cu_seqlens)
-    names, spans = ("dq", "dk_cmp", "dv_cmp"), (bounds, _compressed(bounds, geometry))
-    return _attend((q, k_cmp, v_cmp), mask, scale, spans, names, do, rows, _Maths(arithmetic, dtype))
+    bounds = host_bounds(cu_seqlens)
+    names, both = ("dq", "dk_cmp", "dv_cmp"), (bounds, compressed_starts(bounds, geometry))
+    return _attend((q, k_cmp, v_cmp), mask, scale, both, names, do, rows, _Maths(arithmetic, dtype))
 
 
 def win(
@@ -219,7 +222,7 @@ def win(
 
         return seen
 
-    bounds = _bounds(cu_seqlens)
+    bounds = host_bounds(cu_seqlens)
     return _attend((q, k, v), mask, scale, (bounds, bounds), ("dq", "dk", "dv"), do, rows, _Maths(arithmetic, dtype))
 
 
@@ -238,8 +241,8 @@ def sel(
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
     """The selected branch: key j is seen by t where j <= t and j // l' is among t's blocks."""
-    bounds = _bounds(cu_seqlens)
-    chosen = _spans(blocks.detach().cpu().long(), bounds)
+    bounds = host_bounds(cu_seqlens)
+    chosen = spans(blocks.detach().cpu().long(), bounds)
 
     def mask(document: int, keys: int) -> Mask:
         key = torch.arange(keys)
