@@ -1,15 +1,14 @@
-"""Tests marked gpu run where there is a GPU and are skipped elsewhere."""
-
-from __future__ import annotations
+"""Shared by every test: what needs a CUDA GPU is skipped, by name, where there is none."""
 
 import pytest
-import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the gpu tests on a machine without one."""
-    if torch.cuda.is_available():
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
