@@ -20,6 +20,7 @@ TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "s
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two workers share two cores
 
 nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.default_venv_backend = "virtualenv"  # uv, where present, would not follow pip's settings
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 
@@ -49,18 +50,18 @@ def run_pytest(session: nox.Session, selection: str, *defaults: str) -> None:
     session.run("python", "-m", "pytest", "-m", selection, *arguments, env=ONE_THREAD)
 
 
-@nox.session(venv_location=".nox/tools")
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff check and ruff format --check over the repository."""
-    install(session, RUFF, MYPY)
+    install(session, RUFF)
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "-m", "ruff", "format", "--check", ".")
 
 
-@nox.session(venv_location=".nox/tools")
+@nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every package."""
-    install(session, RUFF, MYPY, "pluggy", "packaging", "typer", "rich")
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich")
     session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 
@@ -70,7 +71,7 @@ def tests(session: nox.Session) -> None:
     run_pytest(session, "not slow", "-n", "2")
 
 
-@nox.session(venv_params=["--system-site-packages"], venv_location=".nox/tests")
+@nox.session(venv_params=["--system-site-packages"])
 def full(session: nox.Session) -> None:
     """Every test, the slow ones too; those that need a GPU run where there is one."""
     run_pytest(session, "", "-n", "2")
