@@ -7,7 +7,6 @@ import math
 import misbehaving
 import pytest
 import torch
-
 from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
 from nsa_core.ops import record_dispatch
 from nsa_core.registry import default_registry

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
 from nsa_core.registry import discover
 from nsa_core.verify import suite

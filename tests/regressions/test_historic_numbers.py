@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from nsa_core import NSAConfig, oracle, resolve
 from nsa_core.verify.parity import judge_slot
 

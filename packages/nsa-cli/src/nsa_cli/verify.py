@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
 from nsa_cli import output
 
 if TYPE_CHECKING:
     import torch
-
     from nsa_core.verify.subject import Finding
 
 SCHEMA_VERSION = 1
@@ -77,7 +75,6 @@ def verify(
 
 def _dtypes(text: str) -> list[torch.dtype]:
     import torch
-
     from nsa_core.contract import DTYPES
     from nsa_core.errors import InvalidInput
 
@@ -100,7 +97,9 @@ def _read_text(path: Path | None) -> tuple[str, bytes]:
         else:
             from importlib.metadata import metadata
 
-            return "README of nsa-core", str(metadata("nsa-core").get_payload() or metadata("nsa-core")["Description"]).encode()
+            return "README of nsa-core", str(
+                metadata("nsa-core").get_payload() or metadata("nsa-core")["Description"]
+            ).encode()
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -114,7 +113,6 @@ def _run(
     named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], preset: str, text: tuple[str, bytes], seed: int
 ) -> dict[str, Any]:
     import torch
-
     from nsa_core.registry import discover
     from nsa_core.verify import suite
     from nsa_core.verify.subject import Subject

@@ -10,7 +10,7 @@ from pathlib import Path
 from nsa_core.errors import InvalidInput
 
 
-def write_atomic(path: str | Path, text: str, *, force: bool = False) -> None:
+def write_atomic(path: str | Path, text: str, force: bool = False) -> None:
     """Write ``text`` to ``path`` as UTF-8: a reader sees the old file or the whole new one, never a part.
 
     Raises:

@@ -111,11 +111,15 @@ def _bad_size(request: Request, name: str) -> bool:
     return isinstance(value, bool) or not isinstance(value, int) or value < 0
 
 
+def _size(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
 def describe_request(request: Request) -> str:
     """The request in one line: shapes in the contract's symbols, then what else matters to a backend."""
-    g, known = request.geometry, lambda size: "?" if size is None else size
+    g = request.geometry
     shape = (
-        f"B={known(request.batch)} S={known(request.seq_len)} Hq={request.n_heads} G={request.n_kv_heads} "
+        f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads} G={request.n_kv_heads} "
         f"Dk={request.head_dim} Dv={request.v_head_dim} l={g.compress_block_size} d={g.compress_stride} "
         f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
     )
@@ -175,7 +179,11 @@ def decide(answers: Survey) -> Plan:
     if refused:
         unavailable = any(error is BackendUnavailable for error in refused.values())
         text = _report(answers, {slot: outcomes[slot][1] for slot in refused})
-        raise (BackendUnavailable if unavailable else Unsupported)(text)
+        if not unavailable:
+            raise Unsupported(text)
+        unavailable_error = BackendUnavailable(text)
+        unavailable_error.nothing_usable = not answers.registry.ready()
+        raise unavailable_error
     choices, kernels, slots = {}, {}, {}
     for slot, (chosen, candidates, _) in outcomes.items():
         assert chosen is not None  # no error: somebody was chosen
