@@ -1,4 +1,4 @@
-"""Put one fault into a copy of a backend, or into one module of nsa_core, and ask the checks of `nsa verify` to find it."""
+"""Put one fault into a copy of a backend, or into a module of nsa_core, and let the checks of `nsa verify` find it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from nsa_core import oracle
-from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.cases import Case, CaseData
@@ -31,9 +30,16 @@ def _judge_run(
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
         verdict = judge_selection(
-            **run.inputs, blocks=run.outputs["blocks"], geometry=geometry, scale=scale, cu_seqlens=cu_seqlens, rows=case.rows
+            **run.inputs,
+            blocks=run.outputs["blocks"],
+            geometry=geometry,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            rows=case.rows,
         )
-        detail = verdict.why or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of the sets differ from the oracle's"
+        detail = (
+            verdict.why or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of the sets differ from the oracle's"
+        )
         yield Finding(check, slot, case.name, name_of(dtype), "blocks", verdict.ok, verdict.regret / 8, detail=detail)
         return
     verdicts = judge_slot(
@@ -43,7 +49,7 @@ def _judge_run(
 
 
 def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Where a branch is given everything, it is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
+    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
     length = max(case.lengths, default=0)
     if length == 0 or case.rows is not None:
         return
@@ -124,9 +130,7 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
         inputs = {"q": queries, "k_cmp": keys, "v_cmp": data.v_cmp}
         lse = run_slot(use, "cmp", inputs, None, data).outputs["lse"]
         got = run_slot(use, "select", {"q": queries, "k_cmp": keys, "lse": lse}, None, data).outputs["blocks"]
-        want = oracle.select(
-            queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens
-        )
+        want = oracle.select(queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens)
         if label == "zero keys":
             yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
         else:
@@ -158,11 +162,3 @@ def _zeros(
         yield same_bits("empty rows", slot, case, dtype, quantity, got, torch.zeros_like(got))
     lse = run.outputs["lse"][..., rows]
     yield same_bits("empty rows", slot, case, dtype, "lse", lse, torch.full_like(lse, -torch.inf))
-
-
-def layer_config(kind: str) -> NSAConfig:
-    """A layer small enough for the oracle, large enough that every branch has a choice to make."""
-    return NSAConfig(
-        dim=12, n_heads=4, n_kv_heads=2, head_dim=4, v_head_dim=6, compress_block_size=4, compress_stride=2,
-        select_block_size=8, num_selected_blocks=3, window_size=10, compress=kind,
-    )  # fmt: skip

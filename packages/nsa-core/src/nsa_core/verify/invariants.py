@@ -34,13 +34,15 @@ HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
 def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """nsa_attention is the five slots in order: same bits out, and the same bits into every branch's gradient."""
     data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    # Two runs are compared bit by bit, so both are asked for the same bits.
+    plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=True)
     do = masked_do(case, data.do)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
     kv = {n: leaves[n] for n in ("k_cmp", "v_cmp")}
+    k, v = (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"])
     o, blocks = nsa_attention(
-        leaves["q"], (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"]), leaves["gates"],
+        leaves["q"], k, v, leaves["gates"],
         config=case.config, plan=plan, cu_seqlens=data.cu_seqlens, max_seqlen=_longest(data), return_blocks=True, **kv,
     )  # fmt: skip
     got = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
@@ -48,8 +50,6 @@ def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fi
     yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
     yield same_bits("composition", "select", case, dtype, "blocks", blocks, runs["select"].outputs["blocks"])
     yield same_bits("composition", "combine", case, dtype, "dgates", got["gates"], runs["combine"].outputs["dgates"])
-    if not _all_deterministic(subject, plan):
-        return
     for branch in ("cmp", "sel", "win"):
         upstream = runs["combine"].outputs[f"do_{branch}"]
         run = run_slot(plan, branch, slot_inputs(branch, data, runs), upstream, data)
@@ -74,7 +74,8 @@ def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Find
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
         # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to the tokens.
         k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
-        return nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        o, blocks = nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        return o, blocks
 
     with torch.no_grad():
         o, blocks = run(data)
@@ -84,7 +85,9 @@ def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Find
         with torch.no_grad():
             changed_o, changed_blocks = run(_splice(data, other, t0))
         yield same_bits("causality", "whole", case, dtype, f"o before {t0}", changed_o[:, :t0], o[:, :t0])
-        yield same_bits("causality", "select", case, dtype, f"blocks before {t0}", changed_blocks[:, :t0], blocks[:, :t0])
+        yield same_bits(
+            "causality", "select", case, dtype, f"blocks before {t0}", changed_blocks[:, :t0], blocks[:, :t0]
+        )
     t0 = case.tokens // 2
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", "k_sel", "v_sel", "k_win", "v_win")}
     o, _ = run(_with(data, **leaves))
@@ -173,18 +176,19 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Where a backend declares a slot deterministic, three runs have the same bits, forward and backward."""
+    """Three runs have the same bits, forward and backward: as declared, and in every slot when it is demanded."""
     data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
-    first, *others = [run_slots(plan, case, data) for _ in range(3)]
-    for slot in SLOTS:
-        if not _spec(subject, plan, slot).slots[slot].deterministic:
-            detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
-            yield Finding("run to run", slot, case.name, name_of(dtype), "all", None, detail=detail)
-            continue
-        for other, quantity in itertools.product(others, first[slot].outputs):
-            got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
-            yield same_bits("run to run", slot, case, dtype, quantity, got, want)
+    for demanded in (False, True):
+        plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
+        first, *others = [run_slots(plan, case, data) for _ in range(3)]
+        for slot in SLOTS:
+            if not (demanded or _spec(subject, plan, slot).slots[slot].deterministic):
+                detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
+                yield Finding("run to run", slot, case.name, name_of(dtype), "as declared", None, detail=detail)
+                continue
+            for other, quantity in itertools.product(others, first[slot].outputs):
+                got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
+                yield same_bits("run to run", slot, case, dtype, quantity, got, want)
 
 
 def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
@@ -204,10 +208,6 @@ def _spec(subject: Subject, plan: Plan, slot: str) -> BackendSpec:
     entry = (subject.registry or default_registry()).get(plan.choices[slot].backend)
     assert entry.spec is not None  # a chosen backend is ready
     return entry.spec
-
-
-def _all_deterministic(subject: Subject, plan: Plan) -> bool:
-    return all(_spec(subject, plan, slot).slots[slot].deterministic for slot in SLOTS)
 
 
 def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
@@ -242,4 +242,3 @@ def _profiled(
     found = sorted({n for n in names for e in evidence if e in n})
     detail = f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
     return Finding("dispatch", slot, case.name, name_of(dtype), "profile", bool(found), detail=detail)
-

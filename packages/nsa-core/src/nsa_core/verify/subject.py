@@ -46,7 +46,15 @@ class Subject:
     device: str = "cpu"
     registry: Registry | None = None
 
-    def plan(self, config: NSAConfig, dtype: torch.dtype, *, needs_grad: bool = True, varlen: bool = False) -> Plan:
+    def plan(
+        self,
+        config: NSAConfig,
+        dtype: torch.dtype,
+        *,
+        needs_grad: bool = True,
+        varlen: bool = False,
+        deterministic: bool = False,
+    ) -> Plan:
         """The plan of this combination; resolve()'s errors pass through."""
         return resolve(
             config,
@@ -55,6 +63,7 @@ class Subject:
             backends=dict(self.backends),
             needs_grad=needs_grad,
             varlen=varlen,
+            deterministic=deterministic,
             registry=self.registry,
         )
 
