@@ -37,7 +37,9 @@ def plan_for(backend: str, slot: str, config: NSAConfig = CONFIG, device: str = 
     from nsa_core import Unsupported
 
     try:
-        return resolve(config, device=device, dtype=options.pop("dtype", torch.bfloat16), backends={slot: backend}, **options)
+        return resolve(
+            config, device=device, dtype=options.pop("dtype", torch.bfloat16), backends={slot: backend}, **options
+        )
     except Unsupported as refusal:
         pytest.skip(str(refusal))
 
@@ -161,7 +163,11 @@ def test_row_50_graph_replay_equals_eager_on_new_inputs(backend: str, slot: str)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         o, lse = kernel(*static.values())
-    fresh = slot_inputs(slot, CASE.data(torch.bfloat16, "cuda", seed=7), run_slots(plan, CASE, CASE.data(torch.bfloat16, "cuda", seed=7)))
+    fresh = slot_inputs(
+        slot,
+        CASE.data(torch.bfloat16, "cuda", seed=7),
+        run_slots(plan, CASE, CASE.data(torch.bfloat16, "cuda", seed=7)),
+    )
     for name, tensor in static.items():
         tensor.copy_(fresh[name])
     graph.replay()
@@ -244,7 +250,9 @@ def test_memory_slope_2k_to_64k() -> None:
     config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
     points = []
     for s in (2048, 4096, 8192, 16384, 32768, 65536):
-        q, k, v = (torch.randn(1, s, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2))
+        q, k, v = (
+            torch.randn(1, s, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)
+        )
         gates = torch.rand(1, s, 12, 3, device="cuda", requires_grad=True)
         torch.cuda.reset_peak_memory_stats()
         plan = resolve(config, device="cuda", dtype=torch.bfloat16, needs_grad=True, backends="sdpa")
