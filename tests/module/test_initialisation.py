@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from cases import small
 from nsa_core import NSAttention
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS

@@ -88,12 +88,14 @@ MUTANTS = (
         "(block > current - geometry.local_blocks)",
         "(block > current - geometry.local_blocks + 1)",
     ),
-    Mutant("select drops the first block", _SELECT, "(block < geometry.init_blocks)", "(block < geometry.init_blocks - 1)"),
+    Mutant(
+        "select drops the first block", _SELECT, "(block < geometry.init_blocks)", "(block < geometry.init_blocks - 1)"
+    ),
     Mutant(
         "select scores what is not visible yet",
         _SELECT,
         "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
-        "hidden = (last > (queries - step.start[:, None])[..., None] + 99) | (index < 0)",
+        "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
     ),
     Mutant("select reads Eq. 9 0-based", _SELECT, "p[..., tap - first :: every]", "p[..., tap - first + 1 :: every]"),
     Mutant(
@@ -105,7 +107,9 @@ MUTANTS = (
         "rank.sort(dim=-1, descending=True, stable=True).indices[..., :n]",
         "(count - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices)[..., :n]",
     ),
-    Mutant("select weighs every overlap alike", _SELECT, "total.add_(overlapping, alpha=weight)", "total.add_(overlapping)"),
+    Mutant(
+        "select weighs every overlap alike", _SELECT, "total.add_(overlapping, alpha=weight)", "total.add_(overlapping)"
+    ),
     Mutant(
         "select forgets where a document starts",
         _SELECT,
@@ -114,23 +118,67 @@ MUTANTS = (
     ),
     # all blockwise attention
     Mutant("lse in log2", _ENGINE, "lse = total.log()", "lse = total.log2()"),
-    Mutant("output a millionth too large", _ENGINE, "o.div_(total.masked_fill_(total == 0, 1))", "o.div_(total.masked_fill_(total == 0, 1)).mul_(1 + 2**-20)"),
+    Mutant(
+        "output a millionth too large",
+        _ENGINE,
+        "o.div_(total.masked_fill_(total == 0, 1))",
+        "o.div_(total.masked_fill_(total == 0, 1)).mul_(1 + 2**-20)",
+    ),
     Mutant("dS without delta", _ENGINE, "ds.sub_(delta.unsqueeze(-1)).mul_(p)", "ds.mul_(p)"),
-    Mutant("dk without the scale", _ENGINE, "dk = product(ds_operand.transpose(1, 2), flat_q).mul_(scale)", "dk = product(ds_operand.transpose(1, 2), flat_q)"),
+    Mutant(
+        "dk without the scale",
+        _ENGINE,
+        "dk = product(ds_operand.transpose(1, 2), flat_q).mul_(scale)",
+        "dk = product(ds_operand.transpose(1, 2), flat_q)",
+    ),
     # combine
-    Mutant("combine swaps two gates", _COMBINE, "total.addcmul_(g_sel, o_sel.to(gates.dtype))", "total.addcmul_(g_win, o_sel.to(gates.dtype))"),
-    Mutant("combine hands every branch the cmp gate", _COMBINE, "(wide * gate).to(do.dtype) for gate in gates", "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates"),
+    Mutant(
+        "combine swaps two gates",
+        _COMBINE,
+        "total.addcmul_(g_sel, o_sel.to(gates.dtype))",
+        "total.addcmul_(g_win, o_sel.to(gates.dtype))",
+    ),
+    Mutant(
+        "combine hands every branch the cmp gate",
+        _COMBINE,
+        "(wide * gate).to(do.dtype) for gate in gates",
+        "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
+    ),
     # the layer and the functional entry
-    Mutant("win is given the keys of sel", "nsa_core.attention", "plan.win(q, k_win, v_win", "plan.win(q, k_sel, v_win"),
-    Mutant("outputs reach the wrong gates", "nsa_core.attention", "plan.combine(gates, o_cmp, o_sel, o_win", "plan.combine(gates, o_cmp, o_win, o_sel"),
-    Mutant("selection by another head's lse", "nsa_core.attention", "plan.select(q.detach(), k_cmp.detach(), lse_cmp", "plan.select(q.detach(), k_cmp.detach(), lse_cmp.roll(1, -2)"),
+    Mutant(
+        "win is given the keys of sel", "nsa_core.attention", "plan.win(q, k_win, v_win", "plan.win(q, k_sel, v_win"
+    ),
+    Mutant(
+        "outputs reach the wrong gates",
+        "nsa_core.attention",
+        "plan.combine(gates, o_cmp, o_sel, o_win",
+        "plan.combine(gates, o_cmp, o_win, o_sel",
+    ),
+    Mutant(
+        "selection by another head's lse",
+        "nsa_core.attention",
+        "plan.select(q.detach(), k_cmp.detach(), lse_cmp",
+        "plan.select(q.detach(), k_cmp.detach(), lse_cmp.roll(1, -2)",
+    ),
     Mutant(
         "rotary over concatenated heads",
         "nsa_core.rope",
         "x1, x2 = x.to(table.cos.dtype).chunk(2, dim=-1)",
         "x1, x2 = (y.reshape(*x.shape[:-1], -1) for y in x.to(table.cos.dtype).flatten(-2).chunk(2, dim=-1))",
     ),
-    Mutant("layer swaps the keys of sel and win", "nsa_core.module", "k, v = k[-2:], v[-2:]", "k, v = k[-2:][::-1], v[-2:]"),
-    Mutant("compressed keys rotated at i*l", "nsa_core.module", "* self.config.compress_stride", "* self.config.compress_block_size"),
-    Mutant("phi without its position encoding", "nsa_core.compress", "layer(position.flatten())", "layer(position.flatten() * 0)"),
-)  # fmt: skip
+    Mutant(
+        "layer swaps the keys of sel and win", "nsa_core.module", "k, v = k[-2:], v[-2:]", "k, v = k[-2:][::-1], v[-2:]"
+    ),
+    Mutant(
+        "compressed keys rotated at i*l",
+        "nsa_core.module",
+        "* self.config.compress_stride",
+        "* self.config.compress_block_size",
+    ),
+    Mutant(
+        "phi without its position encoding",
+        "nsa_core.compress",
+        "layer(position.flatten())",
+        "layer(position.flatten() * 0)",
+    ),
+)

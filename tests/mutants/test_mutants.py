@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import MUTANTS
 
+from faults import MUTANTS
 from harness import Mutant, first_red, verdict_on
 from nsa_core.contract import SLOTS
 from nsa_core.verify.subject import Subject

@@ -10,6 +10,7 @@ import pathlib
 
 import pytest
 import torch
+
 from nsa_core import oracle
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput

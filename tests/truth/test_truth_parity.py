@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
+
 from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense, dense_selection

@@ -7,6 +7,7 @@ import itertools
 
 import torch
 from hypothesis import strategies as st
+
 from nsa_core.layout import BlockGeometry
 
 

@@ -27,9 +27,9 @@ class Case:
     batch: int = 1
     packed: bool = False
     fused: bool = False  # q, k, v are views of one buffer, as a fused projection leaves them
-    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error of s, about |s| 2^-24
-    # in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise does not grow with |s|, and is
-    # calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on such a row.
+    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error of s, about
+    # |s| 2^-24 in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise does not grow with
+    # |s|, and is calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on such a row.
     sharpness: float = 1.0
     text: bytes | None = None
     rows: tuple[int, ...] | None = None
@@ -162,6 +162,8 @@ def quick_cases() -> tuple[Case, ...]:
         Case("S=2w", small, (48,)),
         Case("S=1", small, (1,)),
         Case("S<l", small, (5,), batch=2),
+        # With two local blocks forced, a score that looks at invisible tokens changes no choice.
+        Case("nothing forced", dataclasses.replace(small, init_blocks=0, local_blocks=0), (70,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
     )
 
