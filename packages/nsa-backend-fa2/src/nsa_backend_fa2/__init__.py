@@ -1,0 +1,1 @@
+"""Native Sparse Attention branches on FlashAttention-2: no kernels yet; the plugin says so."""
