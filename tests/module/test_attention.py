@@ -2,10 +2,11 @@
 
 import contextlib
 
-import nsa_core.plan
 import pytest
 import torch
 import torch._dynamo.testing
+
+import nsa_core.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention

@@ -7,13 +7,14 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+
 from cases import boundaries, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.ops import record_dispatch
 from nsa_core.rope import rope_table, rotate
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("planned")
 OPTIONS = {
@@ -61,10 +62,7 @@ def by_hand(attn, x):
             return y
         return rotate(y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype))
 
-    if c.rope_before_compress:
-        k_cmp = attn.phi_k(turn(k[0]))
-    else:
-        k_cmp = turn(attn.phi_k(k[0]), c.compress_stride)
+    k_cmp = attn.phi_k(turn(k[0])) if c.rope_before_compress else turn(attn.phi_k(k[0]), c.compress_stride)
     o = nsa_attention(
         turn(q),
         (None, turn(k[1]), turn(k[2])),

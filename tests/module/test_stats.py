@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from cases import boundaries, small
 from nsa_core import BlockGeometry, NSAttention
 from nsa_core.stats import summarize

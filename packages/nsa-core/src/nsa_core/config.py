@@ -72,6 +72,9 @@ class NSAConfig:
         if wrong:
             raise InvalidInput("; ".join(wrong))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> NSAConfig:
+        return self  # immutable: copied layers keep one config, and torch.compile one program for all of them
+
     def _wrong_options(self) -> list[str]:
         wrong = []
         if self.n_heads % self.n_kv_heads:
