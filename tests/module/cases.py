@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
 from nsa_core import NSAConfig
 
 SMALL = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -25,9 +24,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         asked.append({"dtype": dtype, "varlen": varlen, "needs_grad": needs_grad, **others})
         return dense_plan(config, dtype, varlen=varlen, needs_grad=needs_grad)
 
-    stand_in = ModuleType("nsa_core.plan")
-    stand_in.resolve = resolve
-    monkeypatch.setitem(sys.modules, "nsa_core.plan", stand_in)
+    monkeypatch.setattr("nsa_core.plan.resolve", resolve)
     monkeypatch.setattr(attention, "_plans", attention._Plans())
     return asked
 

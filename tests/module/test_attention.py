@@ -5,6 +5,8 @@ import contextlib
 import pytest
 import torch
 import torch._dynamo.testing
+
+import nsa_core.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention
@@ -249,16 +251,14 @@ def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
 
 
 def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkeypatch):
-    import sys
-
-    resolve = sys.modules["nsa_core.plan"].resolve
+    resolve = nsa_core.plan.resolve
 
     def cannot_train(config, *, needs_grad, **others):
         if needs_grad:
             raise Unsupported("forward only")
         return resolve(config, needs_grad=needs_grad, **others)
 
-    monkeypatch.setattr(sys.modules["nsa_core.plan"], "resolve", cannot_train)
+    monkeypatch.setattr(nsa_core.plan, "resolve", cannot_train)
     given = inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(Unsupported, match="forward only"):
         nsa_attention(*given, config=CONFIG)
@@ -324,15 +324,35 @@ def test_row_31_double_backward_is_an_error():
         dq.sum().backward()
 
 
-def test_row_31_vmap_is_an_error_or_right():
+def test_row_31_vmap_is_right_and_its_gradient_an_error():
     given, q = inputs(CONFIG, 1, 12), torch.randn(3, 1, 12, 4, 8, dtype=torch.float64)
-    expected = torch.stack([attend(given._replace(q=x)) for x in q])
+
+    def one(x):
+        return attend(given._replace(q=x))
+
+    torch.testing.assert_close(torch.func.vmap(one)(q), torch.stack([one(x) for x in q]), rtol=1e-14, atol=1e-14)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.vmap(torch.func.grad(lambda x: one(x).sum()))(q)
+
+
+def test_row_31_forward_mode_is_an_error():
+    given = inputs(CONFIG, 1, 12)
+    with pytest.raises(Unsupported, match="forward-mode"):
+        torch.func.jvp(lambda x: attend(given._replace(q=x)), (given.q,), (given.q,))
+
+
+def test_row_31_dtensor_is_refused():
+    from torch import distributed
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        got = torch.func.vmap(lambda x: attend(given._replace(q=x)))(q)
-    except (RuntimeError, NSAError) as error:
-        assert str(error)
-    else:
-        torch.testing.assert_close(got, expected)
+        given = inputs(CONFIG, 1, 12)
+        q = distribute_tensor(given.q, DeviceMesh("cpu", [0]), [Replicate()])
+        with pytest.raises(InvalidInput, match=r"q must be a tensor, got DTensor .*to_local"):
+            attend(given._replace(q=q))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_row_32_in_place_change_of_a_saved_tensor():

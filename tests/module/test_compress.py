@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from cases import boundaries
 from nsa_core.compress import make_phi, mean_compress, packed_blocks
 from nsa_core.config import COMPRESS_KINDS

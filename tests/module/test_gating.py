@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from nsa_core.config import GATE_KINDS
 from nsa_core.gating import make_gate
 

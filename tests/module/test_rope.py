@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from nsa_core.rope import rope_table, rotate
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 
 from nsa_core.compress import mean_compress, packed_blocks
 from nsa_core.config import NSAConfig
@@ -139,9 +140,7 @@ def _check_inputs(
     given: dict[str, torch.Tensor], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> bool:
     """Refuse what no backend could take; True if a gradient will be wanted."""
-    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
-    if strangers:
-        raise InvalidInput("; ".join(strangers))
+    _check_kinds(given)
     axes: dict[str, tuple[str | int, ...]] = {"q": ("B", "S", "Hq", "Dk"), "gates": ("B", "S", "Hq", 3)}
     axes |= {"k_cmp": ("B", "C", "G", "Dk"), "v_cmp": ("B", "C", "G", "Dv"), "blocks": ("B", "S", "G", "n")}
     shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in given]
@@ -164,9 +163,19 @@ def _check_inputs(
     return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
 
 
+def _check_kinds(given: dict[str, torch.Tensor]) -> None:
+    """Refuse what is no plain tensor, and what the operators would silently take for one."""
+    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
+    if strangers:
+        raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in given.values()):
+        raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
+
+
 def _is_tensor(x: object) -> bool:
-    # A DTensor's shape is not its memory's: no operator here knows how to shard, so a plain error now, not a deep one.
-    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
+    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"  # whose shape is not that of its memory
 
 
 def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> list[str]:
@@ -241,16 +250,21 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
     """
-    plan: Plan = getattr(_plans, _plan_name(config, device, dtype, varlen, wants_grad, backends))
+    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends))
     return plan
 
 
 @torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
 def _plan_name(
-    config: NSAConfig, device: torch.device, dtype: torch.dtype, varlen: bool, wants_grad: bool, backends: Backends
+    values: tuple[Any, ...],  # of the config: torch.compile passes plain values on, not every torch a dataclass
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    wants_grad: bool,
+    backends: Backends,
 ) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (config, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
+    asked = (NSAConfig(*values), device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
     try:
         return _made(_plans, True, *asked)
     except Unsupported:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,13 +15,20 @@ from nsa_core.attention import default_plan, frozen_backends, nsa_attention
 from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.gating import autocasts, make_gate
+from nsa_core.gating import make_gate
+from nsa_core.ops import autocasts
 from nsa_core.packing import token_places
 from nsa_core.rope import RopeTable, rope_table, rotate
 
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
     from nsa_core.stats import NSAStats
+
+
+@functools.cache
+def _one_of_equal(config: NSAConfig) -> NSAConfig:
+    """The first config equal to this one: torch.compile tells layers apart by the object."""
+    return config
 
 
 class HeadNorm(nn.Module):
@@ -73,6 +81,7 @@ class NSAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
+        config = _one_of_equal(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
@@ -98,8 +107,11 @@ class NSAttention(nn.Module):
         attention_mask: None = None,
         context: None = None,
         key_value_states: None = None,
+        plan: Plan | None = None,
     ) -> torch.Tensor:
         """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
+
+        ``plan`` runs this call on its kernels instead of those that ``backends`` named.
 
         Raises:
             InvalidInput: x or cu_seqlens do not fit the layer; a padding mask, or keys from elsewhere, are given.
@@ -117,7 +129,7 @@ class NSAttention(nn.Module):
             config=self.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=self._plan(x, q, cu_seqlens is not None),
+            plan=plan or self._plan(x, q, cu_seqlens is not None),
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
