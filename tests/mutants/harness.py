@@ -56,7 +56,7 @@ def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
 
 
 def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
-    name = "nsa_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
+    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name.lower())
     original = Path(importlib.import_module(BACKEND).__file__ or "").parent
     copy = scratch / name
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))

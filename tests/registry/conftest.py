@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 
 import pytest
+
 import toys
 from nsa_core.registry import Registry, discover
 

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+
 import toys
 from nsa_core import isolate
 from nsa_core.plugins import Plugin, installed

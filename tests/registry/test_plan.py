@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Reason, SlotSpec
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+
 from nsa_core import survey as survey_module
 from nsa_core.contract import SLOTS, Reason
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported

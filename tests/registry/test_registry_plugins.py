@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+
 import toys
 from nsa_core.config import NSAConfig
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported

@@ -90,7 +90,7 @@ def test_0_575_cuda_varlen_selection(device: str) -> None:
     """'CUDA varlen selection, MAE 0.575 (tolerance 1e-5)': the distance to V[first of the span]."""
     inputs = spans(device, seed=0)
     number, to_first = distance_to_first(inputs, window=4)
-    assert to_first == 0
+    assert to_first < 1e-6  # fp32 softmax over one visible key
     if device == "cuda":
         assert number == pytest.approx(0.575, abs=0.003)
     mean = sum(distance_to_first(spans("cpu", seed), window=4)[0] for seed in range(40)) / 40
@@ -120,6 +120,6 @@ def test_0_766_sliding_fa2(device: str) -> None:
     k, v = (torch.randn(2, 2, 64, 64, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     inputs = {"q": q, "k": k, "v": v}
     number, to_first = distance_to_first(inputs, window=32)
-    assert to_first == 0
+    assert to_first < 1e-6  # fp32 softmax over one visible key
     assert number == pytest.approx(0.766, abs=0.003 if device == "cuda" else 0.04)
     assert judge_window(inputs, window=32) < 2e-4

@@ -57,7 +57,10 @@ def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Attribute, ast.Name)) or ast.unparse(node) not in ("os.environ", "os.getenv"):
             continue
-        outer = parents[parents[node]] if isinstance(parents[node], ast.Attribute) else parents[node]
+        inner = parents[node]
+        if isinstance(inner, ast.Attribute) and inner.attr == "setdefault":  # tells another library, reads nothing
+            continue
+        outer = parents[inner] if isinstance(inner, ast.Attribute) else inner
         key: ast.AST | None = None
         if isinstance(outer, ast.Call) and outer.args and outer.args[0] is not node:
             key = outer.args[0]

@@ -250,16 +250,21 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
     """
-    plan: Plan = getattr(_plans, _plan_name(config, device, dtype, varlen, wants_grad, backends))
+    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends))
     return plan
 
 
 @torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
 def _plan_name(
-    config: NSAConfig, device: torch.device, dtype: torch.dtype, varlen: bool, wants_grad: bool, backends: Backends
+    values: tuple[Any, ...],  # of the config: torch.compile passes plain values on, not every torch a dataclass
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    wants_grad: bool,
+    backends: Backends,
 ) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (config, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
+    asked = (NSAConfig(*values), device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
     try:
         return _made(_plans, True, *asked)
     except Unsupported:

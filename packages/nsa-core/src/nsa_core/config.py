@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
@@ -71,6 +72,7 @@ class NSAConfig:
         wrong += self._wrong_options()
         if wrong:
             raise InvalidInput("; ".join(wrong))
+        object.__setattr__(self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     def __deepcopy__(self, memo: dict[int, object]) -> NSAConfig:
         return self  # immutable: copied layers keep one config, and torch.compile one program for all of them
@@ -100,6 +102,12 @@ class NSAConfig:
         """The block integers alone."""
         made: BlockGeometry = vars(self)["_geometry"]
         return made
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Every field in order: NSAConfig(*config.values) == config."""
+        values: tuple[Any, ...] = self._values  # type: ignore[attr-defined]  # set in __post_init__
+        return values
 
     @property
     def qk_dim(self) -> int:

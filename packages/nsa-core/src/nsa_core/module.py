@@ -107,8 +107,11 @@ class NSAttention(nn.Module):
         attention_mask: None = None,
         context: None = None,
         key_value_states: None = None,
+        plan: Plan | None = None,
     ) -> torch.Tensor:
         """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
+
+        ``plan`` runs this call on its kernels instead of those that ``backends`` named.
 
         Raises:
             InvalidInput: x or cu_seqlens do not fit the layer; a padding mask, or keys from elsewhere, are given.
@@ -126,7 +129,7 @@ class NSAttention(nn.Module):
             config=self.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=self._plan(x, q, cu_seqlens is not None),
+            plan=plan or self._plan(x, q, cu_seqlens is not None),
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result

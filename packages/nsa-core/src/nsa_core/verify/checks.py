@@ -140,6 +140,23 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
                 yield dataclasses.replace(finding, quantity=label)
 
 
+def any_blocks(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are never read."""
+    if case.tokens == 0 or case.rows is not None:
+        return
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    last = case.config.geometry.num_select_blocks(max(case.lengths))
+    shape = (*data.q.shape[:-2], case.config.n_kv_heads, 6)
+    blocks = torch.randint(-1, last + 2, shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.int32)
+    blocks[..., 4] = blocks[..., 0]
+    blocks[..., 5] = 2**30
+    for kind in (torch.int32, torch.int64):
+        inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks.to(data.q.device, kind)}
+        run = run_slot(plan, "sel", inputs, data.do, data)
+        yield from _judge_run("any blocks", "sel", case, dtype, run, data.cu_seqlens)
+
+
 def empty_rows(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """A row that sees no key has output exactly 0, LSE -inf, and gradients exactly 0."""
     if case.packed or case.tokens == 0 or case.rows is not None:

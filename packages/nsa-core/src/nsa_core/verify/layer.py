@@ -14,8 +14,9 @@ import torch
 
 from nsa_core import oracle
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
-from nsa_core.errors import BackendUnavailable, Unsupported
+from nsa_core.errors import Unsupported
 from nsa_core.module import NSAttention
+from nsa_core.plan import Plan
 from nsa_core.verify.cases import Case
 from nsa_core.verify.judge import judge
 from nsa_core.verify.subject import Finding, Subject, judged
@@ -49,7 +50,7 @@ def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]
     """NSAttention equals the oracle's layer, given the layer's own blocks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        attn = NSAttention(case.config, backends=_backends(subject, case)).to(dtype)
+        attn = NSAttention(case.config).to(dtype)
         x = torch.randn(*(() if case.packed else (case.batch,)), case.tokens, case.config.dim, dtype=dtype)
     cu_seqlens = case.data(dtype).cu_seqlens
     with torch.no_grad():
@@ -61,13 +62,15 @@ def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         magnitude = positive.flatten(-2) @ state["out.weight"].abs().T
-        y = attn(x, cu_seqlens)
+        y = attn(x, cu_seqlens, plan=_plan(subject, case, dtype))
     yield from judged("layer", "", case, dtype, {"y": judge(y, golden, golden, magnitude, dtype)})
 
 
-def _backends(subject: Subject, case: Case) -> dict[str, str] | None:
-    try:
-        subject.plan(case.config, torch.float64, varlen=case.packed)
-    except (Unsupported, BackendUnavailable):
+def _plan(subject: Subject, case: Case, dtype: torch.dtype) -> Plan | None:
+    """The subject's plan if it computes ``dtype`` on the CPU, where the oracle's layer is compared; None: the best."""
+    if subject.device != "cpu":
         return None
-    return dict(subject.backends) if subject.device == "cpu" else None
+    try:
+        return subject.plan(case.config, dtype, varlen=case.packed)
+    except Unsupported:
+        return None

@@ -41,6 +41,7 @@ _CHECKS: tuple[tuple[str, Check, int, int], ...] = (
     ("parity", checks.parity, 1 << 20, 1 << 20),
     ("ties", checks.ties, 1 << 10, 1 << 13),
     ("packed", checks.packed_equals_separate, 1 << 12, 1 << 13),
+    ("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
     ("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     ("composition", invariants.composition, 1 << 14, 1 << 15),
     ("causality", invariants.causality, 1 << 11, 1 << 14),
