@@ -95,10 +95,9 @@ def test_layers_of_one_config_share_a_compilation():
     layers = [NSAttention(small(), layer=index) for index in range(3)]
     for attn in (*layers, copy.deepcopy(layers[0])):
         torch.compile(attn, backend=counter, fullgraph=True)(torch.randn(1, 20, 24))
-    assert counter.frame_count == 1
-    for attn in pickle.loads(pickle.dumps(layers)):  # these share their own
+    for attn in pickle.loads(pickle.dumps(layers)):
         torch.compile(attn, backend=counter, fullgraph=True)(torch.randn(1, 20, 24))
-    assert counter.frame_count == 2
+    assert counter.frame_count == 1
 
 
 def test_default_plan_follows_the_demand_for_determinism():
