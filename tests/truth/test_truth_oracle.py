@@ -15,6 +15,7 @@ from nsa_core import oracle
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.verify import dense_selection
 
 TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 CONFIG = NSAConfig(12, 4, 2, 6, 3, *dataclasses.astuple(TINY)[:4], window_size=5)
@@ -138,6 +139,8 @@ def test_eq9_read_from_0_picks_another_block() -> None:
 )
 def test_row_39_choice(score: list[float], t: int, expected: list[int]) -> None:
     assert oracle.choose(score, t, TINY) == expected
+    every = torch.tensor(score, dtype=torch.float64).expand(t + 1, 1, -1)
+    assert [j for j in dense_selection.choose(every, TINY)[t, 0].tolist() if j >= 0] == expected
 
 
 def test_a_freed_place_goes_to_the_next_score() -> None:
