@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+
 from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.regret import SelectionVerdict, judge_selection
