@@ -1,0 +1,1 @@
+"""FlashAttention-2 as a backend of nsa_core; plugin.py says what it offers."""
