@@ -18,6 +18,7 @@ _HOME = {
     "Reason": "contract",
     "Request": "contract",
     "SlotSpec": "contract",
+    "Unavailable": "contract",
     "hookimpl": "contract",
     "Plan": "plan",
     "resolve": "plan",

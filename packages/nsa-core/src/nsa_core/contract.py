@@ -5,6 +5,7 @@ A backend is a distribution with an entry point in group ``nsa.backends`` naming
     @hookimpl
     def nsa_register_backends() -> BackendSpec: ...
 
+(or ``-> Unavailable``, when the plugin already knows that it has nothing to run here).
 A backend fills any of five slots, each alone. Shapes are for [B, S, heads, D]; packed calls drop B, and
 carry ``cu_seqlens`` (int32, on the device) and ``max_seqlen`` (host int). A slot is a pair of plain functions:
 
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pluggy
 
@@ -154,11 +155,26 @@ class BackendSpec:
         return self.slot_priority.get(slot, self.priority)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unavailable:
+    """What a plugin returns in place of a BackendSpec when the backend ``name`` cannot run here, whatever is asked.
+
+    For facts known without torch: kernels not shipped yet, wrong platform, a package missing. What depends on the
+    request or the GPU is the probe's to say.
+    """
+
+    name: str
+    reason: Reason
+
+
+Registered: TypeAlias = BackendSpec | Unavailable
+
+
 class Hooks:
     """The hooks nsa_core calls; a plugin implements the one below."""
 
     @hookspec
-    def nsa_register_backends(self, api_version: tuple[int, int]) -> BackendSpec | Sequence[BackendSpec]:  # type: ignore[empty-body]
+    def nsa_register_backends(self, api_version: tuple[int, int]) -> Registered | Sequence[Registered]:  # type: ignore[empty-body]
         """Return the plugin's backend, or several. ``api_version`` is nsa_core's; the argument may be left out."""
 
 

@@ -18,4 +18,10 @@ class Unsupported(NSAError, NotImplementedError):
 
 
 class BackendUnavailable(NSAError, RuntimeError):
-    """The backend is known but cannot run here: no GPU, package missing, plugin broken."""
+    """The backend is known but cannot run here: no GPU, package missing, plugin broken.
+
+    Attributes:
+        nothing_usable: there is no backend at all, not only not the one asked for.
+    """
+
+    nothing_usable = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,37 +18,51 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+def describe(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    """Name, shape, dtype and device of each tensor, as error messages show them."""
     return ", ".join(f"{n} {list(t.shape)} {_short(t.dtype)} {t.device}" for n, t in zip(names, tensors))
 
 
-def check_tensors(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[str | int]], packed: bool
-) -> None:
-    """Refuse tensors that do not fit together.
+def tensor_problems(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Sequence[str | int]],
+    packed: bool,
+    sizes: Mapping[str, int] | None = None,
+) -> list[str]:
+    """What does not fit together among ``tensors``; empty: nothing.
 
     ``shapes`` gives a symbol or a number per axis of the [B, S, ...] form ("B", "S", "Hq", "G", "Dk", 3); equal
-    symbols must have equal sizes, and ``packed`` drops "B". "Hq" must be a multiple of "G".
-
-    Raises:
-        InvalidInput: all tensors' names, shapes, dtypes and devices, and what is wrong.
+    symbols must have equal sizes, those of ``sizes`` the given ones, and ``packed`` drops "B". "Hq" must be a
+    multiple of "G".
     """
-    wrong, sizes = [], dict[object, int]()
+    wrong, known = [], dict[object, int](sizes or {})
     for name, tensor, axes in zip(names, tensors, shapes):
         axes = [a for a in axes if not (packed and a == "B")]
         if tensor.dim() != len(axes):
             wrong.append(f"{name} must have {len(axes)} axes {axes}, got {tensor.dim()}")
             continue
         for axis, size in zip(axes, tensor.shape):
-            expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
+            expected = axis if isinstance(axis, int) else known.setdefault(axis, size)
             if size != expected:
                 wrong.append(f"{name} has {axis} = {size}, expected {expected}")
-    if "Hq" in sizes and "G" in sizes and (sizes["G"] == 0 or sizes["Hq"] % sizes["G"]):
-        wrong.append(f"{sizes['Hq']} query heads do not divide over {sizes['G']}")
+    if "Hq" in known and "G" in known and (known["G"] == 0 or known["Hq"] % known["G"]):
+        wrong.append(f"{known['Hq']} query heads do not divide over {known['G']}")
     if len({t.device for t in tensors}) > 1:
         wrong.append("all tensors must be on one device")
-    if wrong:
-        raise InvalidInput("; ".join(wrong) + f" ({_describe(names, tensors)})")
+    return wrong
+
+
+def check_tensors(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[str | int]], packed: bool
+) -> None:
+    """Refuse tensors that :func:`tensor_problems` finds fault with.
+
+    Raises:
+        InvalidInput: all tensors' names, shapes, dtypes and devices, and what is wrong.
+    """
+    if wrong := tensor_problems(names, tensors, shapes, packed):
+        raise InvalidInput("; ".join(wrong) + f" ({describe(names, tensors)})")
 
 
 _Q, _K, _V = ("B", "S", "Hq", "Dk"), ("B", "S", "G", "Dk"), ("B", "S", "G", "Dv")
@@ -64,24 +78,27 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
 }
 
 
-def check_dtypes(named: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
-    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No silent cast.
-
-    Raises:
-        InvalidInput: otherwise, with every tensor's dtype.
-    """
-    everything = {**named, **stats}
-    text = _describe(list(everything), list(everything.values()))
+def dtype_problems(named: Mapping[str, torch.Tensor], stats: Mapping[str, torch.Tensor]) -> list[str]:
+    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No silent cast."""
     dtypes = {t.dtype for t in named.values()}
     if len(dtypes) > 1:
-        raise InvalidInput(f"{', '.join(named)} must share one dtype ({text})")
+        return [f"{', '.join(named)} must share one dtype"]
     dtype = dtypes.pop()
     if dtype not in _FLOATS:
-        raise InvalidInput(f"dtype must be bfloat16, float16, float32 or float64 ({text})")
+        return [f"dtype must be bfloat16, float16, float32 or float64, got {_short(dtype)}"]
     expected = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, tensor in stats.items():
-        if tensor.dtype != expected:
-            raise InvalidInput(f"{name} must be {_short(expected)} beside {_short(dtype)} ({text})")
+    return [f"{n} must be {_short(expected)} beside {_short(dtype)}" for n, t in stats.items() if t.dtype != expected]
+
+
+def check_dtypes(named: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
+    """Refuse dtypes that :func:`dtype_problems` finds fault with.
+
+    Raises:
+        InvalidInput: with every tensor's dtype.
+    """
+    if wrong := dtype_problems(named, stats):
+        everything = {**named, **stats}
+        raise InvalidInput("; ".join(wrong) + f" ({describe(list(everything), list(everything.values()))})")
 
 
 def check_slot(
@@ -100,12 +117,12 @@ def check_slot(
         {n: t for n, t in given.items() if n in ("lse", "gates")},
     )
     if slot == "sel" and given["blocks"].dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"blocks must be int32 or int64 ({_describe(names, tensors)})")
+        raise InvalidInput(f"blocks must be int32 or int64 ({describe(names, tensors)})")
     if slot in ("cmp", "select"):
         length = given["q"].shape[-3]
         rows = geometry.num_compressed(length) if cu_seqlens is None else geometry.max_compressed(length)
         if given["k_cmp"].shape[-3] != rows:
-            raise InvalidInput(f"k_cmp must have {rows} rows for {length} tokens ({_describe(names, tensors)})")
+            raise InvalidInput(f"k_cmp must have {rows} rows for {length} tokens ({describe(names, tensors)})")
     if cu_seqlens is not None and (
         cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != tensors[0].device
     ):

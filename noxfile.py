@@ -1,0 +1,141 @@
+"""Everything a contributor or CI runs: `nox -s lint typecheck tests`, `full`, `wheels`, `bump`."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import zipfile
+
+import nox
+
+ROOT = pathlib.Path(__file__).parent
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+FIRST_PARTY = {"sdpa", "triton", "fa2"}
+TORCH = "torch==2.13.0"
+RUFF = "ruff>=0.17,<0.18"  # a formatter's minor version changes what is formatted
+MYPY = "mypy>=2.4,<3"
+TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "setuptools>=77", "wheel")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two workers share two cores
+
+nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.default_venv_backend = "virtualenv"  # uv, where present, would not follow pip's settings
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """Install torch first, then ``packages``.
+
+    Torch goes first and pinned, so that nothing after it pulls in another one. An environment that already sees a
+    torch of the user's keeps it.
+    """
+    probe = "import importlib.util as u; print(u.find_spec('torch') is not None)"
+    if "True" not in str(session.run("python", "-c", probe, silent=True)):
+        session.install(TORCH)
+    session.install(*packages)
+
+
+def install_ours(session: nox.Session) -> None:
+    """Our five packages, editable. Their build needs setuptools in the environment."""
+    session.install("--no-build-isolation", *(arg for path in PACKAGES for arg in ("-e", str(path))))
+
+
+def run_pytest(session: nox.Session, selection: str, *defaults: str) -> None:
+    """pytest in an environment that sees the user's torch; arguments after ``--`` replace ``defaults``."""
+    install(session, *TEST_TOOLS)
+    install_ours(session)
+    arguments = session.posargs or defaults
+    session.run("python", "-m", "pytest", "-m", selection, *arguments, env=ONE_THREAD)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff check and ruff format --check over the repository."""
+    install(session, RUFF)
+    session.run("python", "-m", "ruff", "check", ".")
+    session.run("python", "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, on every package."""
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich")
+    session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def tests(session: nox.Session) -> None:
+    """The ordinary suite, on two workers."""
+    run_pytest(session, "not slow", "-n", "2")
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def full(session: nox.Session) -> None:
+    """Every test, the slow ones too; those that need a GPU run where there is one."""
+    run_pytest(session, "", "-n", "2")
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build all wheels, install them in a fresh environment, and use it; then again without the sdpa backend."""
+    install(session, "setuptools>=77", "wheel")
+    dist = pathlib.Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for path in PACKAGES:
+        shutil.rmtree(path / "build", ignore_errors=True)  # a file deleted since the last build would come back
+    session.run(
+        "python", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(dist), *map(str, PACKAGES)
+    )
+    built = sorted(dist.glob("*.whl"))
+    for wheel in built:
+        check_wheel(session, wheel)
+    session.install(*map(str, built))
+    session.chdir(dist)  # away from the sources, so that only the wheels are imported
+    check_listing(session)
+    session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
+    check_without_sdpa(session)
+
+
+def check_wheel(session: nox.Session, wheel: pathlib.Path) -> None:
+    """A wheel holds one package, its type marker and its licence, and nothing else."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    package = wheel.name.split("-")[0]
+    missing = [end for end in (f"{package}/py.typed", "licenses/LICENSE") if not any(n.endswith(end) for n in names)]
+    if missing or len(tops) != 2:
+        session.error(f"{wheel.name}: holds {sorted(tops)}, misses {missing}")
+
+
+def check_listing(session: nox.Session) -> None:
+    """`nsa backends list --json` sees every backend of ours, and sdpa is ready."""
+    text = session.run("nsa", "backends", "list", "--json", silent=True, stderr=None)
+    listed = {entry["name"]: entry["status"] for entry in json.loads(str(text))["backends"]}
+    if not listed.keys() >= FIRST_PARTY or listed["sdpa"] != "ready":
+        session.error(f"nsa backends list --json: {listed}")
+
+
+def check_without_sdpa(session: nox.Session) -> None:
+    """With the sdpa backend removed the list still works, and verify says what is missing: exit code 3 or 4."""
+    for command, codes in ((["backends", "list"], [0, 4]), (["verify", "--sel", "sdpa"], [2, 3]), (["verify"], [3, 4])):
+        text = str(session.run("nsa", *command, silent=True, success_codes=codes))
+        session.log(f"nsa {' '.join(command)}: {text.strip()}")
+        if "Traceback" in text or not text.strip():
+            session.error(f"nsa {' '.join(command)} without nsa-backend-sdpa: a traceback or no message")
+        if command[0] == "verify" and "sdpa" not in text:
+            session.error(f"nsa {' '.join(command)} without nsa-backend-sdpa does not name it")
+
+
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """Write one version into all five packages: `nox -s bump -- 0.2.0`. Installs nothing."""
+    if len(session.posargs) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", session.posargs[0]):
+        session.error(f"give one version such as 0.2.0, got {session.posargs}")
+    version = session.posargs[0]
+    for path in PACKAGES:
+        file = path / "pyproject.toml"
+        text = re.sub(r'(?m)^version = "[^"]*"', f'version = "{version}"', file.read_text(encoding="utf-8"))
+        text = re.sub(r'"(nsa-[a-z0-9-]+)==[^"]*"', rf'"\1=={version}"', text)
+        file.write_text(text, encoding="utf-8")
+    session.log(f"{len(PACKAGES)} packages are now {version}; give it a heading in CHANGELOG.md")

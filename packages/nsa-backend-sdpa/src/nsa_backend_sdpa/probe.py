@@ -1,0 +1,31 @@
+"""What the backend takes, from metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa_core.contract import Reason, Request
+
+# Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for reference.
+FP64_CUDA_MAX_SEQ_LEN = 16384
+
+
+def probe(request: Request) -> Sequence[Reason]:
+    """All reasons against ``request``; none: every slot, dtype, width, head count and packing runs."""
+    reasons = []
+    if request.device not in ("cpu", "cuda", "meta"):
+        reasons.append(
+            Reason("device_not_supported", f"runs on cpu and cuda, got {request.device}", "move the tensors")
+        )
+    if request.phase == "decode":
+        reasons.append(Reason("decode_not_implemented", "has no decode form yet", "use phase='prefill'"))
+    longest = request.seq_len or 0
+    if request.device == "cuda" and request.dtype == "float64" and longest > FP64_CUDA_MAX_SEQ_LEN:
+        reasons.append(
+            Reason(
+                "fp64_too_long",
+                f"takes fp64 on cuda up to {FP64_CUDA_MAX_SEQ_LEN} tokens, got {longest}",
+                "use float32, or the CPU",
+            )
+        )
+    return reasons

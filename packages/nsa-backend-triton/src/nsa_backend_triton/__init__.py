@@ -1,0 +1,1 @@
+"""Native Sparse Attention kernels in Triton: no kernels yet; the plugin says so."""

@@ -1,0 +1,1 @@
+"""The command line of Native Sparse Attention. Importing it imports no torch."""

@@ -1,0 +1,5 @@
+"""`python -m nsa_cli` is `nsa`."""
+
+from nsa_cli.app import main
+
+main()

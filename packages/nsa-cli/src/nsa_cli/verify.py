@@ -1,0 +1,157 @@
+"""`nsa verify`: run a combination of backends against the oracle, and say how far each is from its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from nsa_cli import output
+
+if TYPE_CHECKING:
+    import torch
+    from nsa_core.verify.subject import Finding
+
+SCHEMA_VERSION = 1
+
+
+class Preset(str, enum.Enum):
+    """How much to run."""
+
+    quick = "quick"
+    full = "full"
+
+
+class Device(str, enum.Enum):
+    """Where to run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+_Backend = typer.Option(help="Backend of this slot; left out, the best that is ready.", show_default=False)
+
+
+def verify(
+    cmp: Annotated[str | None, _Backend] = None,
+    sel: Annotated[str | None, _Backend] = None,
+    win: Annotated[str | None, _Backend] = None,
+    select: Annotated[str | None, _Backend] = None,
+    combine: Annotated[str | None, _Backend] = None,
+    device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.auto,
+    dtype: Annotated[
+        str, typer.Option(help="Comma-separated: bfloat16, float16, float32, float64.")
+    ] = "float32,bfloat16",
+    preset: Annotated[Preset, typer.Option(help="quick: under a minute on two cores.")] = Preset.quick,
+    text: Annotated[
+        Path | None, typer.Option(help="Text whose bytes make the real case; by default a README.", show_default=False)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every finding to this file.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+) -> None:
+    """Check a combination of backends, branch by branch, against an independent float64 truth.
+
+    Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run here; 4: nothing can.
+    """
+    chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
+    named = {slot: name for slot, name in chosen.items() if name is not None}
+    with output.exit_codes():
+        output.check_writable(json_file, force)
+        report = _run(named, device.value, _dtypes(dtype), preset.value, _read_text(text), seed)
+        if json_file is not None:
+            output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
+        code = _print_report(report)
+    raise typer.Exit(code)
+
+
+def _dtypes(text: str) -> list[torch.dtype]:
+    import torch
+    from nsa_core.contract import DTYPES
+    from nsa_core.errors import InvalidInput
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in DTYPES]
+    if wrong or not names:
+        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {text!r}")
+    return [getattr(torch, name) for name in dict.fromkeys(names)]
+
+
+def _read_text(path: Path | None) -> tuple[str, bytes]:
+    """(name, bytes) of the real case: the given file, the nearest README.md, or the one this package carries."""
+    from nsa_core.errors import InvalidInput
+
+    if path is None:
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            if (folder / "README.md").is_file() and (folder / "README.md").stat().st_size:
+                path = folder / "README.md"
+                break
+        else:
+            from importlib.metadata import metadata
+
+            return "README of nsa-core", str(
+                metadata("nsa-core").get_payload() or metadata("nsa-core")["Description"]
+            ).encode()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"--text {path}: {error.strerror or error}") from error
+    if not content:
+        raise InvalidInput(f"--text {path} has 0 bytes; give a file with text")
+    return path.name, content
+
+
+def _run(
+    named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], preset: str, text: tuple[str, bytes], seed: int
+) -> dict[str, Any]:
+    import torch
+    from nsa_core.registry import discover
+    from nsa_core.verify import suite
+    from nsa_core.verify.subject import Subject
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    subject = Subject(named, device, discover(isolate=True, safe=output.safe_mode()))
+    plan = subject.plan(suite.layer.CONFIG, dtypes[0])  # refuses unknown and unavailable names before any work
+    todo = suite.jobs(preset, dtypes, text=text[1], seed=seed)
+    started = time.perf_counter()
+    findings: list[Finding] = []
+    with output.progress(len(todo)) as advance:
+        for job, found in suite.run(subject, todo):
+            findings += found
+            advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
+        "named": named,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
+        "preset": preset,
+        "seed": seed,
+        "text": {"name": text[0], "bytes": len(text[1])},
+        "environment": output.environment(),
+        "seconds": round(time.perf_counter() - started, 2),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "findings": [dataclasses.asdict(f) for f in findings],
+    }
+
+
+def _print_report(report: dict[str, Any]) -> int:
+    from nsa_cli.verify_report import summary, table
+
+    console = output.console()
+    console.print(table(report["findings"]))
+    for failure in [f for f in report["findings"] if f["ok"] is False][:20]:
+        where = ", ".join(failure[k] for k in ("check", "slot", "case", "dtype", "quantity"))
+        console.print(f"FAILED {where}: {failure['detail']}", style="red", markup=False)
+    line, code = summary(report)
+    console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
+    return code

@@ -1,0 +1,58 @@
+"""The table and the one-line summary of `nsa verify`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(findings: list[dict[str, Any]]) -> Table:
+    """Worst error per check and slot, in parts of its budget: 1.00 is the limit that no correct kernel reaches."""
+    from rich.table import Table
+    from rich.text import Text
+
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for finding in findings:
+        groups.setdefault((finding["check"], finding["slot"]), []).append(finding)
+    made = Table(
+        "check", "slot", "compared",
+        title="Worst error in parts of its budget (row, elem, bias; a dash: equal bits demanded)", title_justify="left",
+    )  # fmt: skip
+    for name in ("row", "elem", "bias"):
+        made.add_column(name, justify="right")
+    made.add_column("verdict")
+    for (check, slot), group in groups.items():
+        counted = [f for f in group if f["ok"] is not None]
+        worst = [_worst(counted, name) for name in ("row", "elem", "bias")]
+        made.add_row(check, slot or "all", str(len(counted)), *worst, Text(*_verdict(group, counted)))
+    return made
+
+
+def _worst(findings: list[dict[str, Any]], name: str) -> str:
+    values = [f[name] for f in findings if f[name] is not None]
+    return f"{max(values):.2f}" if values else "-"
+
+
+def _verdict(group: list[dict[str, Any]], counted: list[dict[str, Any]]) -> tuple[str, str]:
+    failed = sum(f["ok"] is False for f in counted)
+    if failed:
+        return f"{failed} FAILED", "bold red"
+    skipped = len(group) - len(counted)
+    if not counted:
+        return f"not run: {group[0]['detail'].splitlines()[0]}", "yellow"
+    return ("ok" + (f", {skipped} not applicable" if skipped else ""), "green")
+
+
+def summary(report: dict[str, Any]) -> tuple[str, int]:
+    """One line and the exit code."""
+    findings = report["findings"]
+    failed = sum(f["ok"] is False for f in findings)
+    passed = sum(f["ok"] is True for f in findings)
+    who = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
+    where = f"{report['device']}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
+    line = f"{passed} checks passed, {failed} failed in {report['seconds']:.0f} s: {who} ({where})"
+    if not passed and not failed:
+        return f"nothing could be checked: {who} ({where})", 3
+    return line, 1 if failed else 0

@@ -1,0 +1,233 @@
+"""phi: the l tokens of each compression block to one compressed token, k_cmp[i] = phi(k[i*d : i*d + l]) (Eq. 7).
+
+Blocks overlap l/d-fold, and a copy of every block would be l/d times the sequence. Here the sequence is cut into chunks
+of d tokens, block i being the r = l/d chunks i .. i+r-1: every phi is a map of single chunks, one result per place j
+in a block, followed by a combination of r results. So the tokens are copied once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_core.layout import BlockGeometry
+from nsa_core.ops import stats_dtype
+from nsa_core.packing import compressed_cu_seqlens, token_places
+
+
+class PackedBlocks(NamedTuple):
+    """Where the chunks and blocks of packed documents lie; all int64, on the device, for T tokens, m = T // d rows.
+
+    Rows past the last document's are the tail: in bounds, meaningless, and read by no one.
+    """
+
+    tokens: torch.Tensor  # [m * d] token at each place of each chunk
+    chunks: torch.Tensor  # [m] first chunk of each compressed token
+    starts: torch.Tensor  # [m] position of each compressed token's first token inside its document
+
+
+def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry) -> PackedBlocks:
+    """Chunks and blocks of documents given by ``cu_seqlens`` int32 [documents + 1], without a synchronisation.
+
+    A document of n tokens has n // d chunks, so T // d rows hold the chunks, and the fewer blocks, of all.
+    """
+    stride, rows = geometry.compress_stride, geometry.max_compressed(total)
+    first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
+    chunk = token_places(first_chunk, rows)
+    first_token = cu_seqlens.long()[chunk.document] + chunk.position * stride
+    tokens = first_token[:, None] + torch.arange(stride, device=cu_seqlens.device)
+    block = token_places(compressed_cu_seqlens(cu_seqlens, geometry), rows)
+    chunks = first_chunk.long()[block.document] + block.position
+    return PackedBlocks(tokens.flatten().clamp(0, max(total - 1, 0)), chunks, block.position * stride)
+
+
+class _Chunks:
+    """x as chunks of d tokens: ``tokens`` [B, m, G, d, D], or packed [m, G, d, D]."""
+
+    def __init__(self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None) -> None:
+        stride = geometry.compress_stride
+        self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
+        self.places = geometry.compress_block_size // stride
+        self._blocks = geometry.num_compressed(x.shape[-3])
+        x = x[:, : self.rows * stride] if packed is None else x.index_select(0, packed.tokens)
+        self.tokens = x.unflatten(-3, (self.rows, stride)).transpose(-3, -2)
+
+    def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
+        """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c, ...] or [m, ...]."""
+        if self._packed is None:
+            return y[:, place : place + self._blocks]
+        return y.index_select(0, (self._packed.chunks + place).clamp(0, max(self.rows - 1, 0)))
+
+    def total(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum over the places of y [..., m, G, X, r]: [..., n_c, G, X], added in fp32 (fp64 for fp64)."""
+        total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
+        for place in range(1, self.places):
+            total = total + self.at(place, y[..., place])
+        return total
+
+
+def mean_compress(
+    x: torch.Tensor,  # [B, S, G, D] or packed [T, G, D]
+    geometry: BlockGeometry,
+    packed: PackedBlocks | None = None,
+) -> torch.Tensor:
+    """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32 (fp64 for fp64)."""
+    chunks = _Chunks(x, geometry, packed)
+    sums = chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype)).unsqueeze(-1).expand(*(-1,) * x.dim(), chunks.places)
+    return (chunks.total(sums) / geometry.compress_block_size).to(x.dtype)
+
+
+class Phi(nn.Module):
+    """forward(x, packed=None): x [B, S, G, D] to compressed [B, n_c, G, D]; packed [T, G, D] to [T // d, G, D].
+
+    Parameters are shared by the heads G; the result has x's dtype.
+    """
+
+    def __init__(self, geometry: BlockGeometry, width: int) -> None:
+        super().__init__()
+        self.geometry, self.width = geometry, width
+
+    def extra_repr(self) -> str:
+        """Shown by repr."""
+        return f"l={self.geometry.compress_block_size}, d={self.geometry.compress_stride}, D={self.width}"
+
+
+class MeanPhi(Phi):
+    """Average over the l tokens; no parameters."""
+
+    def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
+        """See :class:`Phi`."""
+        return mean_compress(x, self.geometry, packed)
+
+
+def _block_linear(
+    x: torch.Tensor, position: torch.Tensor, layer: nn.Linear, geometry: BlockGeometry, packed: PackedBlocks | None
+) -> torch.Tensor:
+    """``layer`` on flatten(block + position), [..., n_c, G, out].
+
+    The rows of W [out, l*D], token outermost, cut into r parts of d*D columns: W (x + e) + b is the sum over the r
+    chunks of W_j x_j, plus W e + b, which is one vector for all blocks.
+    """
+    chunks = _Chunks(x, geometry, packed)
+    parts = F.linear(chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1))
+    total: torch.Tensor = layer(position.flatten()) + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
+    return total.to(parts.dtype)
+
+
+class LinearPhi(Phi):
+    """W flatten(block + position) + b."""
+
+    def __init__(self, geometry: BlockGeometry, width: int) -> None:
+        super().__init__(geometry, width)
+        size = geometry.compress_block_size
+        self.position = nn.Parameter(torch.empty(size, width))
+        self.proj = nn.Linear(size * width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Unit variance out for unit variance in."""
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.proj.weight, std=self.proj.in_features**-0.5)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
+        """See :class:`Phi`."""
+        return _block_linear(x, self.position, self.proj, self.geometry, packed)
+
+
+class MLPPhi(Phi):
+    """W_down GELU(W_up flatten(block + position) + b_up) + b_down, with 2D hidden units."""
+
+    def __init__(self, geometry: BlockGeometry, width: int) -> None:
+        super().__init__(geometry, width)
+        size = geometry.compress_block_size
+        self.position = nn.Parameter(torch.empty(size, width))
+        self.up = nn.Linear(size * width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """About unit variance out for unit variance in (GELU's mean square over a standard normal is 0.43)."""
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.up.weight, std=self.up.in_features**-0.5)
+        nn.init.normal_(self.down.weight, std=(0.43 * self.down.in_features) ** -0.5)
+        nn.init.zeros_(self.up.bias)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
+        """See :class:`Phi`."""
+        hidden: torch.Tensor = self.down(F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed)))
+        return hidden
+
+
+class ConvPhi(Phi):
+    """Depthwise convolution of length l and stride d over the tokens; starts near the average."""
+
+    def __init__(self, geometry: BlockGeometry, width: int) -> None:
+        super().__init__(geometry, width)
+        self.weight = nn.Parameter(torch.empty(width, 1, geometry.compress_block_size))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The average of the tokens, disturbed by about a tenth."""
+        size = self.geometry.compress_block_size
+        nn.init.normal_(self.weight, mean=1 / size, std=0.1 / size)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
+        """See :class:`Phi`."""
+        chunks = _Chunks(x, self.geometry, packed)
+        weight = self.weight.view(self.width, chunks.places, -1)
+        total = chunks.total(torch.einsum("...gtc,cjt->...gcj", chunks.tokens, weight))
+        return (total + self.bias).to(x.dtype)
+
+
+class AttnPoolPhi(Phi):
+    """Sum over the l tokens of softmax(query . (token + position) / sqrt(D)) (token + position).
+
+    A softmax inside each chunk and one over the r chunks of a block, weighted by the chunks' log-sums, are together
+    the softmax over the block.
+    """
+
+    def __init__(self, geometry: BlockGeometry, width: int) -> None:
+        super().__init__(geometry, width)
+        self.position = nn.Parameter(torch.empty(geometry.compress_block_size, width))
+        self.query = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Logits of unit variance for tokens of unit variance."""
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.query)
+
+    def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
+        """See :class:`Phi`."""
+        chunks, precise = _Chunks(x, self.geometry, packed), stats_dtype(x.dtype)
+        position = self.position.unflatten(0, (chunks.places, -1))  # [r, d, D]
+        tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
+        of_token = (tokens @ self.query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
+        logits = (of_token.to(precise) + (position @ self.query).to(precise)) * self.width**-0.5  # [..., G, r, d]
+        weights = logits.softmax(-1).to(x.dtype)
+        pooled = weights @ tokens + torch.einsum("...jt,jtc->...jc", weights, position.to(x.dtype))
+        members = range(chunks.places)
+        shares = torch.stack([chunks.at(j, logits.logsumexp(-1)[..., j]) for j in members], -1).softmax(-1)
+        outs = [chunks.at(j, pooled[..., j, :]) * shares[..., j, None] for j in members]
+        return torch.stack(outs).sum(0).to(x.dtype)
+
+
+_KINDS: dict[str, type[Phi]] = {
+    "mlp": MLPPhi,
+    "linear": LinearPhi,
+    "conv": ConvPhi,
+    "mean": MeanPhi,
+    "attn_pool": AttnPoolPhi,
+}
+
+
+def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
+    """The compression of a kind in config.COMPRESS_KINDS for heads of ``width``."""
+    return _KINDS[kind](geometry, width)

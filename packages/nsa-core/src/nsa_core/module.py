@@ -1,0 +1,255 @@
+"""NSAttention: the attention layer of Native Sparse Attention as a torch module (arXiv 2502.11089, Figure 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_core.attention import default_plan, frozen_backends, nsa_attention
+from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
+from nsa_core.config import NSAConfig
+from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.gating import autocasts, make_gate
+from nsa_core.packing import token_places
+from nsa_core.rope import RopeTable, rope_table, rotate
+
+if TYPE_CHECKING:
+    from nsa_core.plan import Plan
+    from nsa_core.stats import NSAStats
+
+
+class HeadNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) * weight over the head width, statistics in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> the same shape and dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-6)
+
+
+class Projected(NamedTuple):
+    """What a layer hands to :func:`nsa_attention`."""
+
+    q: torch.Tensor  # [B, S, Hq, Dk], rotated
+    k: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dk], rotated
+    v: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dv]
+    k_cmp: torch.Tensor  # [B, n_c, G, Dk], rotated
+    v_cmp: torch.Tensor  # [B, n_c, G, Dv]
+
+
+class NSAttention(nn.Module):
+    """o = W_o concat over heads of sum over c of g^c Attn(q, K^c, V^c): x [B, S, dim] -> [B, S, dim].
+
+    One fused projection gives q and a key/value pair per branch (one pair with ``config.shared_kv``); phi compresses
+    the first pair; the gates come from x. Packed documents: x [T, dim] with ``cu_seqlens`` (see nsa_core.unpad).
+
+    ``backends`` is that of :func:`nsa_core.resolve`: None, one name, or a mapping slot -> name. ``layer`` names the
+    layer in errors. ``check=True`` raises on the first non-finite branch output, at the price of a synchronisation
+    per branch (eager only); off, it costs nothing.
+
+    Parameters whose gradient is zero by construction, because a term common to all compressed keys leaves every
+    softmax unchanged, when k_cmp is not rotated after phi (``rope=False`` or ``rope_before_compress=True``):
+    ``phi_k.down.bias`` (mlp), ``phi_k.proj.bias`` and ``phi_k.position`` (linear), ``phi_k.bias`` (conv). And with
+    ``window_size=1`` the rows of ``qkv.weight`` that make k_win: one key has weight 1. All others are trained from
+    the first step on, once some token sees two compressed tokens.
+
+    Plans are caches: nothing of them is in the state_dict, a pickle or a deepcopy.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        backends: str | Mapping[str, str] | None = None,
+        *,
+        layer: str | int | None = None,
+        check: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.layer, self.check = config, layer, check
+        self.backends = frozen_backends(backends)
+        pairs = 1 if config.shared_kv else 3
+        q_width, k_width = config.n_heads * config.qk_dim, config.n_kv_heads * config.qk_dim
+        v_width = config.n_kv_heads * config.v_dim
+        self._widths = [q_width, *[k_width] * pairs, *[v_width] * pairs]
+        self.qkv = nn.Linear(config.dim, sum(self._widths), bias=False)
+        self.q_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.phi_k = make_phi(config.compress, config.geometry, config.qk_dim)
+        self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
+        self.gate = make_gate(config.gate, config.dim, config.n_heads)
+        self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
+        self._last: tuple[torch.device, torch.dtype, bool] | None = None
+        for linear in (self.qkv, self.out):  # unit variance out for unit variance in
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def forward(
+        self,
+        x: torch.Tensor,  # [B, S, dim], or packed [T, dim]
+        cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
+        max_seqlen: int | None = None,
+        attention_mask: None = None,
+        context: None = None,
+        key_value_states: None = None,
+    ) -> torch.Tensor:
+        """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
+
+        Raises:
+            InvalidInput: x or cu_seqlens do not fit the layer; a padding mask, or keys from elsewhere, are given.
+            Unsupported: no backend takes the request.
+        """
+        self._refuse(x, cu_seqlens, attention_mask, context, key_value_states)
+        q, k, v, k_cmp, v_cmp = self.project(x, cu_seqlens)
+        o = nsa_attention(
+            q,
+            k,
+            v,
+            self.gate(x),
+            k_cmp=k_cmp,
+            v_cmp=v_cmp,
+            config=self.config,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            plan=self._plan(x, q, cu_seqlens is not None),
+        )
+        result: torch.Tensor = self.out(o.flatten(-2))
+        return result
+
+    def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
+        """x [B, S, dim], or packed [T, dim], to queries, keys, values and compressed pairs."""
+        config = self.config
+        packed = None if cu_seqlens is None else packed_blocks(cu_seqlens, x.shape[0], config.geometry)
+        q, k, v = self._heads(x)
+        table = self._rope_of_tokens(q, cu_seqlens)
+        if config.rope and config.rope_before_compress:
+            k = [rotate(part, table) for part in k]
+        k_cmp, v_cmp = self.phi_k(k[0], packed), self.phi_v(v[0], packed)
+        k, v = k[-2:], v[-2:]  # of sel and win, or the shared pair
+        if config.rope:
+            q = rotate(q, table)
+        if config.rope and not config.rope_before_compress:
+            k, k_cmp = [rotate(part, table) for part in k], rotate(k_cmp, self._rope_of_blocks(k_cmp, packed))
+        # v is copied, so that keeping it for backward does not keep the whole projection.
+        v = [part.contiguous() for part in v]
+        return Projected(q, (None, k[0], k[-1]), (None, v[0], v[-1]), k_cmp, v_cmp)
+
+    def _heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """q and the keys and values of the branches (cmp, sel, win; or one), as views of one product."""
+        q, *rest = self.qkv(x).split(self._widths, dim=-1)
+        rest = [part.unflatten(-1, (self.config.n_kv_heads, -1)) for part in rest]
+        pairs = len(rest) // 2
+        q = self.q_norm(q.unflatten(-1, (self.config.n_heads, -1)))
+        return q, [self.k_norm(part) for part in rest[:pairs]], rest[pairs:]
+
+    def _rope_of_tokens(self, q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> RopeTable:
+        rows = q.shape[-3]
+        if cu_seqlens is None:
+            positions = torch.arange(rows, device=q.device)
+        else:
+            positions = token_places(cu_seqlens, rows).position
+        return rope_table(positions, self.config.qk_dim, self.config.rope_base, q.dtype)
+
+    def _rope_of_blocks(self, k_cmp: torch.Tensor, packed: PackedBlocks | None) -> RopeTable:
+        if packed is None:
+            starts = torch.arange(k_cmp.shape[-3], device=k_cmp.device) * self.config.compress_stride
+        else:
+            starts = packed.starts
+        return rope_table(starts, self.config.qk_dim, self.config.rope_base, k_cmp.dtype)
+
+    def _refuse(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mask: object, *others: object) -> None:
+        wrong = []
+        if mask is not None:
+            wrong.append(
+                "attention_mask is not supported: NSA is causal, and padding is left out, not masked: "
+                "rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and cu_seqlens=, "
+                "and nsa_core.pad brings the result back"
+            )
+        for name, other in zip(("context", "key_value_states"), others):
+            if other is not None:
+                wrong.append(f"{name}: NSA is self-attention only, it has no cross-attention")
+        weight = self.qkv.weight
+        form = "[T, dim] beside cu_seqlens" if cu_seqlens is not None else "[B, S, dim], or [T, dim] with cu_seqlens"
+        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.config.dim:
+            wrong.append(f"x must be {form}, dim = {self.config.dim}; got {list(x.shape)}")
+        if x.device != weight.device:
+            wrong.append(f"x is on {x.device}, the layer on {weight.device}")
+        if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
+            wrong.append(f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use autocast")
+        if wrong:
+            raise InvalidInput("; ".join(wrong))
+
+    @property
+    def plan(self) -> Plan:
+        """What runs: the plan of the last eager call, or before any, that of the parameters' device and dtype."""
+        device, dtype, varlen = self._last or (self.qkv.weight.device, self.qkv.weight.dtype, False)
+        return default_plan(self.config, device, dtype, varlen, self._wants_grad(), self.backends)
+
+    def _wants_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+
+    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool) -> Plan:
+        wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
+        plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
+        if not torch.compiler.is_compiling():
+            self._last = (q.device, q.dtype, varlen)
+        return checked_plan(plan, self.layer) if self.check else plan
+
+    def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
+        """Gates and selected blocks over x, as numbers (see nsa_core.stats); runs cmp and select, without gradient."""
+        from nsa_core.stats import summarize
+
+        with torch.no_grad():
+            self._refuse(x, cu_seqlens, None)
+            projected = self.project(x, cu_seqlens)
+            q, k_cmp = projected.q, projected.k_cmp
+            plan = self._plan(x, q, cu_seqlens is not None)
+            _, lse = plan.cmp(q, k_cmp, projected.v_cmp, cu_seqlens=cu_seqlens)
+            blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
+            return summarize(self.gate(x), blocks, self.config.geometry, cu_seqlens)
+
+    def extra_repr(self) -> str:
+        """Shown by repr."""
+        return ", ".join(
+            f"{f.name}={getattr(self.config, f.name)!r}"
+            for f in dataclasses.fields(self.config)
+            if f.default is dataclasses.MISSING or getattr(self.config, f.name) != f.default
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedKernel:
+    """A kernel whose output must be finite (the LSE may be -inf: nothing visible)."""
+
+    kernel: Any
+    layer: str | int | None
+
+    def __call__(self, *tensors: torch.Tensor, **packing: Any) -> Any:
+        """Run the kernel.
+
+        Raises:
+            NSAError: the output has NaN or Inf; names layer, branch and backend.
+        """
+        result = self.kernel(*tensors, **packing)
+        o = result[0] if isinstance(result, tuple) else result
+        if not torch.isfinite(o).all():
+            bad = (~torch.isfinite(o)).nonzero()
+            at_fault = " (its inputs are finite)" if all(torch.isfinite(t).all() for t in tensors) else ""
+            raise NSAError(
+                f"layer {self.layer}, branch {self.kernel.slot!r}, backend {self.kernel.backend!r}: {len(bad)} values "
+                f"of {list(o.shape)} are not finite, the first at {bad[0].tolist()}{at_fault}"
+            )
+        return result
+
+
+def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
+    """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after ``layer``."""
+    return dataclasses.replace(
+        plan, **{s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
+    )

@@ -1,0 +1,255 @@
+"""resolve: a configuration, a device and a dtype in; an immutable Plan that names the kernel of every slot out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.ops import Kernel, slot_op
+from nsa_core.registry import Registry, default_registry
+from nsa_core.survey import Backends, Candidate, Survey, survey
+from nsa_core.text import describe_error, one_line
+
+__all__ = ["Candidate", "Choice", "Plan", "Survey", "decide", "describe_request", "resolve", "survey"]
+
+_log = logging.getLogger("nsa")
+_said: set[tuple[str, ...]] = set()
+_said_lock = threading.Lock()
+_NO_BACKEND = "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Who runs a slot, and everyone who was considered."""
+
+    slot: str
+    backend: str
+    version: str
+    explicit: bool  # asked for by name, not chosen by `auto`
+    candidates: tuple[Candidate, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Who runs each slot. Immutable; a copy is the same plan, and a pickled one is resolved anew where it is loaded."""
+
+    config: NSAConfig
+    requests: Mapping[str, Request]
+    choices: Mapping[str, Choice]
+    cmp: Kernel
+    select: Kernel
+    sel: Kernel
+    win: Kernel
+    combine: Kernel
+    _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
+
+    def explain(self) -> str:
+        """The request, and per slot who runs it and why nobody else does; plain text of several lines."""
+        lines = [describe_request(self.requests["cmp"])]
+        for slot, choice in self.choices.items():
+            how = "asked for" if choice.explicit else "auto"
+            lines.append(f"{slot}: {one_line(choice.backend)} {one_line(choice.version)} ({how})")
+            lines += [f"  {candidate}" for candidate in choice.candidates if candidate.backend != choice.backend]
+        return "\n".join(lines)
+
+    def workspace_bytes(self, request: Request) -> int:
+        """Peak bytes that the backend of ``request.slot`` takes beyond its inputs.
+
+        ``request`` is usually one of ``requests`` with batch and seq_len set (``dataclasses.replace``).
+
+        Raises:
+            InvalidInput: batch or seq_len is not given, or negative.
+            Unsupported: the backend does not state its workspace.
+            NSAError: the backend's function failed or returned no size.
+        """
+        wrong = [f"{n} must be >= 0, got {getattr(request, n)}" for n in ("batch", "seq_len") if _bad_size(request, n)]
+        if wrong:
+            raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
+        name, path = self.choices[request.slot].backend, self._slots[request.slot].workspace
+        if path is None:
+            raise Unsupported(f"backend {name!r} does not state the workspace of {request.slot!r}")
+        try:
+            size = import_named(path)(request)
+        except NSAError:
+            raise
+        except Exception as error:
+            text = f"backend {name!r}, workspace of {request.slot!r}: {describe_error(error)}"
+            raise NSAError(text) from error
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise NSAError(f"backend {name!r}, workspace of {request.slot!r}: {size!r} is not a number of bytes")
+        return size
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        asked = self.requests["cmp"]
+        fields = ("device", "dtype", "needs_grad", "deterministic", "varlen", "phase", "batch", "seq_len")
+        arguments = {name: getattr(asked, name) for name in fields}
+        arguments["backends"] = {slot: choice.backend for slot, choice in self.choices.items() if choice.explicit}
+        return (_resolve_again, (self.config, arguments))
+
+
+def _resolve_again(config: NSAConfig, arguments: dict[str, Any]) -> Plan:
+    return resolve(config, **arguments)
+
+
+def _bad_size(request: Request, name: str) -> bool:
+    value = getattr(request, name)
+    return isinstance(value, bool) or not isinstance(value, int) or value < 0
+
+
+def _size(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def describe_request(request: Request) -> str:
+    """The request in one line: shapes in the contract's symbols, then what else matters to a backend."""
+    g = request.geometry
+    shape = (
+        f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads} G={request.n_kv_heads} "
+        f"Dk={request.head_dim} Dv={request.v_head_dim} l={g.compress_block_size} d={g.compress_stride} "
+        f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
+    )
+    device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
+    flags = [
+        word for word, said in (("gradients", request.needs_grad), ("deterministic", request.deterministic)) if said
+    ]
+    flags += ["packed"] if request.varlen else []
+    return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
+
+
+def resolve(
+    config: NSAConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    backends: Backends = None,
+    needs_grad: bool = False,
+    deterministic: bool | None = None,
+    varlen: bool = False,
+    phase: str = "prefill",
+    batch: int | None = None,
+    seq_len: int | None = None,
+    registry: Registry | None = None,
+) -> Plan:
+    """Decide who runs each slot.
+
+    ``backends``: None or "auto" (the accepting backend of the highest priority, ties by name), one name for all
+    slots, or a mapping of slots to names, where a slot left out is auto. ``deterministic`` None takes
+    ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and ``seq_len`` may stay unknown.
+
+    Raises:
+        InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a suggestion.
+        BackendUnavailable: a backend asked for by name is not ready or its kernels do not import; or there is none.
+        Unsupported: a backend asked for by name, or every backend, refuses; the message lists every reason.
+    """
+    answers = survey(
+        config,
+        device=device,
+        dtype=dtype,
+        backends=backends,
+        needs_grad=needs_grad,
+        deterministic=deterministic,
+        varlen=varlen,
+        phase=phase,
+        batch=batch,
+        seq_len=seq_len,
+        registry=default_registry() if registry is None else registry,
+    )
+    return decide(answers)
+
+
+def decide(answers: Survey) -> Plan:
+    """The plan that ``answers`` allow; raises as :func:`resolve`."""
+    outcomes = {slot: _decide_slot(answers, slot) for slot in SLOTS}
+    refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
+    if refused:
+        unavailable = any(error is BackendUnavailable for error in refused.values())
+        text = _report(answers, {slot: outcomes[slot][1] for slot in refused})
+        if not unavailable:
+            raise Unsupported(text)
+        unavailable_error = BackendUnavailable(text)
+        unavailable_error.nothing_usable = not answers.registry.ready()
+        raise unavailable_error
+    choices, kernels, slots = {}, {}, {}
+    for slot, (chosen, candidates, _) in outcomes.items():
+        assert chosen is not None  # no error: somebody was chosen
+        candidate, op = chosen
+        explicit, request = answers.wanted[slot] is not None, answers.requests[slot]
+        choices[slot] = Choice(slot, candidate.backend, candidate.version, explicit, candidates)
+        scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
+        kernels[slot] = Kernel(candidate.backend, slot, op.op, scale, geometry, request.deterministic)
+        slots[slot] = op.spec
+    _say_once(answers, choices)
+    return Plan(
+        answers.config,
+        answers.requests,
+        MappingProxyType(choices),
+        _slots=MappingProxyType(slots),
+        **kernels,
+    )
+
+
+_Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
+
+
+def _decide_slot(answers: Survey, slot: str) -> _Outcome:
+    """(chosen candidate and its operator, candidates with what importing added, or the error's type)."""
+    name, candidates = answers.wanted[slot], list(answers.candidates[slot])
+    error: type[NSAError] = Unsupported
+    if not answers.registry.ready() if name is None else answers.registry.get(name).status != "ready":
+        error = BackendUnavailable
+    for index, candidate in enumerate(candidates):
+        if name not in (None, candidate.backend) or not candidate.accepted:
+            continue
+        spec = answers.registry.get(candidate.backend).spec
+        assert spec is not None  # an accepted candidate is ready
+        try:
+            return (candidate, slot_op(candidate.backend, slot, spec.slots[slot])), tuple(candidates), None
+        except Exception as failure:  # noqa: BLE001  plugins are other people's code
+            text = f"its kernel does not load: {describe_error(failure)}"
+            reason = Reason("kernel_import_failed", text, "reinstall the plugin")
+            candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
+            error = BackendUnavailable if name else error
+    return None, tuple(candidates), error
+
+
+def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
+    """One sentence, the request, and for every slot that nobody runs a line per backend."""
+    named = {slot: one_line(name) for slot in refused if (name := answers.wanted[slot]) is not None}
+    sentences = [f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}" for name in {*named.values()}]
+    others = [slot for slot in refused if slot not in named]
+    if others:
+        sentences.append(f"no backend takes {', '.join(others)}" if answers.registry.ready() else _NO_BACKEND)
+    lines = ["; ".join(sorted(sentences)), f"  request: {describe_request(answers.requests['cmp'])}"]
+    blocks: dict[tuple[str, ...], list[str]] = {}  # slots that got the same answers share one block
+    for slot, candidates in refused.items():
+        said = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
+        blocks.setdefault((named.get(slot, ""), *said), []).append(slot)
+    for (name, *said), slots in blocks.items():
+        lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *said]
+    return "\n".join(lines)
+
+
+def _say_once(answers: Survey, choices: Mapping[str, Choice]) -> None:
+    chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
+    request = answers.requests["cmp"]
+    said = (request.device, request.dtype, *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()))
+    with _said_lock:
+        if not chosen or said in _said:
+            return
+        _said.add(said)
+    _log.info("auto chose %s (%s)", ", ".join(said[2:]), describe_request(request))

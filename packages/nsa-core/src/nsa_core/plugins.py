@@ -1,0 +1,255 @@
+"""Installed plugins: what the metadata says about them, and loading one of them inside its own guard. No torch here.
+
+Stock pluggy stops at the first bad plugin; here every entry point has a pluggy manager, a guard and a status.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pluggy
+
+from nsa_core.contract import (
+    API_VERSION,
+    ENTRY_POINT_GROUP,
+    PROJECT,
+    SLOTS,
+    BackendSpec,
+    Hooks,
+    Reason,
+    SlotSpec,
+    Unavailable,
+)
+from nsa_core.text import describe_error, one_line
+
+FIRST_PARTY = ("nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")
+STATUSES = ("ready", "unavailable", "incompatible", "broken", "disabled")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def normalized(name: str) -> str:
+    """Names that differ only in case, "-", "_" or "." are one name, as for distributions and operator namespaces."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """An entry point of group ``nsa.backends``, as its distribution's metadata states it."""
+
+    name: str
+    distribution: str
+    version: str
+    value: str  # "module" or "module:attribute"
+
+    @property
+    def first_party(self) -> bool:
+        """Part of this project, by the name of its distribution."""
+        return normalized(self.distribution) in FIRST_PARTY
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendEntry:
+    """A backend as the registry knows it; ``spec`` is there exactly when ``status`` is "ready", else ``reason`` is."""
+
+    name: str
+    distribution: str
+    version: str
+    status: str  # one of STATUSES
+    reason: Reason | None
+    spec: BackendSpec | None
+    entry_point: str
+    first_party: bool
+
+    @property
+    def title(self) -> str:
+        """Name and version, for messages."""
+        return f"{one_line(self.name)} {one_line(self.version)}"
+
+
+def installed() -> list[Plugin]:
+    """Every installed plugin by name, from metadata alone: nothing is imported.
+
+    A distribution found twice on the path counts once, the first one, as import does. One whose entry points cannot
+    be read is a Plugin with an empty value, which :func:`load` reports as broken.
+    """
+    found: dict[tuple[str, str, str], Plugin] = {}
+    homes: dict[str, int] = {}
+    for order, dist in enumerate(importlib.metadata.distributions()):
+        for plugin in _plugins_of(dist):
+            if homes.setdefault(normalized(plugin.distribution), order) == order:
+                found.setdefault((plugin.distribution, plugin.name, plugin.value), plugin)
+    return sorted(found.values(), key=lambda p: (p.name, p.distribution))
+
+
+def _plugins_of(dist: importlib.metadata.Distribution) -> Iterator[Plugin]:
+    try:
+        text = dist.read_text("entry_points.txt") or ""
+    except (OSError, UnicodeDecodeError):
+        return
+    if ENTRY_POINT_GROUP not in text:
+        return
+    try:
+        name, version = str(dist.metadata["Name"] or "unknown"), str(dist.version or "unknown")
+    except Exception:  # noqa: BLE001  somebody else's broken metadata
+        name, version = "unknown", "unknown"
+    try:
+        points = [(p.name, p.value) for p in dist.entry_points if p.group == ENTRY_POINT_GROUP]
+    except Exception:  # noqa: BLE001  somebody else's broken metadata
+        points = [(name, "")]
+    for point, value in points:
+        yield Plugin(point, name, version, value)
+
+
+def call_plugin(name: str, value: str) -> list[object]:
+    """Import an entry point and call its hook; the results, flat and unchecked. Raises whatever the plugin raises."""
+    module = importlib.metadata.EntryPoint(name, value, ENTRY_POINT_GROUP).load()
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.register(module, name=value)
+    manager.check_pending()  # an implementation of a hook that this nsa_core does not have
+    results = []
+    for result in manager.hook.nsa_register_backends(api_version=API_VERSION):
+        results += list(result) if isinstance(result, (list, tuple)) else [result]
+    return results
+
+
+def load(plugin: Plugin) -> list[BackendEntry]:
+    """The backends of ``plugin``; one entry with the reason where it cannot be loaded. Raises nothing of the plugin's.
+
+    A missing module of somebody else's is "unavailable" (a dependency to install); a missing module of the plugin's
+    own or of nsa_core, and every other failure to import, is "broken".
+    """
+    if not plugin.value:
+        return [failed(plugin, "broken", Reason("bad_metadata", "its entry points cannot be read", "reinstall it"))]
+    try:
+        results = call_plugin(plugin.name, plugin.value)
+        entries = [_entry(plugin, result) for result in results]
+    except pluggy.PluginValidationError as error:
+        text = f"does not fit contract {_dotted(API_VERSION)}: {describe_error(error)}"
+        return [failed(plugin, "incompatible", Reason("stale_hook", text, "upgrade the plugin or nsa-core"))]
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing and missing not in (plugin.value.partition(":")[0].partition(".")[0], "nsa_core"):
+            hint = f"install the package that provides {missing!r}"
+            return [failed(plugin, "unavailable", Reason("dependency_missing", describe_error(error), hint))]
+        return [failed(plugin, "broken", Reason("import_failed", describe_error(error), "reinstall the plugin"))]
+    except ImportError as error:
+        return [failed(plugin, "broken", Reason("import_failed", describe_error(error), "reinstall the plugin"))]
+    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+        return [failed(plugin, "broken", Reason("load_failed", describe_error(error), "report it to its author"))]
+    if not entries:
+        text = "its hook nsa_register_backends is missing or registered nothing"
+        return [failed(plugin, "broken", Reason("registers_nothing", text, "report it to its author"))]
+    return entries
+
+
+def load_spec(spec: BackendSpec, version: str, distribution: str) -> BackendEntry:
+    """The entry of a backend that is given rather than installed, checked alike."""
+    return _entry(Plugin(str(spec.name), distribution, version, ""), spec)
+
+
+def failed(plugin: Plugin, status: str, reason: Reason, name: str | None = None) -> BackendEntry:
+    """An entry without a spec."""
+    return BackendEntry(
+        name or plugin.name,
+        plugin.distribution,
+        plugin.version,
+        status,
+        reason,
+        None,
+        plugin.value,
+        plugin.first_party,
+    )
+
+
+def _entry(plugin: Plugin, result: object) -> BackendEntry:
+    if isinstance(result, Unavailable):
+        faults = [] if _is_name(result.name) else [f"name {result.name!r} is not a backend name"]
+        faults += [] if is_reason(result.reason) else ["reason is not a Reason"]
+        if not faults:
+            return failed(plugin, "unavailable", result.reason, result.name)
+    elif isinstance(result, BackendSpec):
+        name = result.name if _is_name(result.name) else plugin.name
+        newer = _api_reason(result.api_version)
+        if newer:
+            return failed(plugin, "incompatible", newer, name)
+        faults = _spec_faults(result)
+        if not faults:
+            own = dataclasses.replace(result, slots=dict(result.slots), slot_priority=dict(result.slot_priority))
+            return dataclasses.replace(failed(plugin, "ready", Reason("", ""), name), reason=None, spec=own)
+    else:
+        faults = [f"the hook returned {type(result).__name__}, not a BackendSpec or Unavailable"]
+    name = result.name if hasattr(result, "name") and _is_name(result.name) else plugin.name
+    return failed(plugin, "broken", Reason("bad_spec", one_line("; ".join(faults)), "report it to its author"), name)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _api_reason(version: Any) -> Reason | None:
+    """Why this contract version is not ours; None when it is, or is no version at all (a fault of the spec)."""
+    if not _is_version(version) or (version[0] == API_VERSION[0] and version[1] <= API_VERSION[1]):
+        return None
+    text = f"written for contract {_dotted(version)}, this nsa-core has {_dotted(API_VERSION)}"
+    return Reason("api_version", text, "upgrade " + ("nsa-core" if version > API_VERSION else "the plugin"))
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(_NAME.fullmatch(value)) and value != "auto"
+
+
+def is_reason(value: Any) -> bool:
+    """A Reason whose fields are all text."""
+    return isinstance(value, Reason) and all(isinstance(t, str) for t in (value.code, value.message, value.hint))
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, str) and bool(_FUNCTION.fullmatch(value))
+
+
+def _spec_faults(spec: BackendSpec) -> list[str]:
+    faults = [] if _is_name(spec.name) else [f"name {spec.name!r} is not a backend name"]
+    if not _is_version(spec.api_version):
+        faults.append(f"api_version must be (major, minor), got {spec.api_version!r}")
+    if not _is_function(spec.probe):
+        faults.append(f"probe must be 'module:function', got {spec.probe!r}")
+    if type(spec.priority) is not int:
+        faults.append(f"priority must be an integer, got {spec.priority!r}")
+    if not isinstance(spec.summary, str):
+        faults.append(f"summary must be text, got {spec.summary!r}")
+    for field in ("slots", "slot_priority"):
+        value = getattr(spec, field)
+        if not isinstance(value, Mapping):
+            return [*faults, f"{field} must map slots, got {value!r}"]
+        faults += [f"unknown slot {key!r} in {field}" for key in value if key not in SLOTS]
+    if not spec.slots:
+        faults.append("slots is empty")
+    faults += [f"slot_priority of {k} must be an integer" for k, v in spec.slot_priority.items() if type(v) is not int]
+    for slot, value in spec.slots.items():
+        faults += [f"slot {slot}: {fault}" for fault in _slot_faults(value)]
+    return faults
+
+
+def _slot_faults(slot: Any) -> list[str]:
+    if not isinstance(slot, SlotSpec):
+        return [f"{type(slot).__name__} is not a SlotSpec"]
+    faults = [] if _is_function(slot.forward) else [f"forward must be 'module:function', got {slot.forward!r}"]
+    for field in ("backward", "workspace"):
+        value = getattr(slot, field)
+        if value is not None and not _is_function(value):
+            faults.append(f"{field} must be None or 'module:function', got {value!r}")
+    if not isinstance(slot.evidence, tuple) or not all(isinstance(text, str) for text in slot.evidence):
+        faults.append(f"evidence must be a tuple of texts, got {slot.evidence!r}")
+    if type(slot.deterministic) is not bool:
+        faults.append(f"deterministic must be True or False, got {slot.deterministic!r}")
+    return faults

@@ -1,0 +1,42 @@
+"""Rotary position embedding on half-split pairs (x_i, x_{i + D/2}), for queries, keys and compressed keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nsa_core.ops import stats_dtype
+
+
+class RopeTable(NamedTuple):
+    """cos and sin of every position's angles, both [R, 1, D/2], fp32 (fp64 for fp64 inputs)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rope_table(
+    positions: torch.Tensor,  # integer [R]
+    dim: int,
+    base: float,
+    dtype: torch.dtype,
+) -> RopeTable:
+    """Angles position * base^(-2i/D), i < D/2, for tensors of ``dtype`` and even head width ``dim``."""
+    precise = stats_dtype(dtype)
+    exponents = torch.arange(0, dim, 2, device=positions.device).to(precise) / dim
+    angles = positions.to(precise)[:, None, None] * torch.pow(base, -exponents)
+    return RopeTable(angles.cos(), angles.sin())
+
+
+def rotate(
+    x: torch.Tensor,  # [..., R, heads, D]
+    table: RopeTable,
+) -> torch.Tensor:
+    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the table's dtype.
+
+    One upcast before the split, so that forward and backward each round to x's dtype once.
+    """
+    x1, x2 = x.to(table.cos.dtype).chunk(2, dim=-1)
+    rotated = torch.cat((x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin), dim=-1)
+    return rotated.to(x.dtype)

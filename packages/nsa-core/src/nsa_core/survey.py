@@ -1,0 +1,209 @@
+"""What is asked of each slot, and what every backend says to it: the evidence a plan is decided on."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS, Reason, Request, import_named
+from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.ops import DIFFERENTIABLE
+from nsa_core.plugins import BackendEntry, is_reason
+from nsa_core.registry import Registry
+from nsa_core.text import describe_error, did_you_mean, one_line
+
+PROBE_LIMIT_S = 5.0
+
+Backends = str | Mapping[str, str | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One backend's answer to one slot's request: accepted when ready and without reasons."""
+
+    backend: str
+    version: str
+    status: str  # the backend's: ready, unavailable, incompatible, broken, disabled
+    reasons: tuple[Reason, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """It would run."""
+        return self.status == "ready" and not self.reasons
+
+    def __str__(self) -> str:
+        title = f"{one_line(self.backend)} {one_line(self.version)}"
+        if self.accepted:
+            return f"{title}: accepted"
+        said = "; ".join(one_line(reason) for reason in self.reasons)
+        return f"{title}: {'refused' if self.status == 'ready' else self.status}: {said}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Survey:
+    """Requests and answers of every slot. ``candidates`` are in the order in which `auto` prefers them."""
+
+    config: NSAConfig
+    requests: Mapping[str, Request]
+    wanted: Mapping[str, str | None]  # slot -> backend asked for, None: auto
+    candidates: Mapping[str, tuple[Candidate, ...]]
+    registry: Registry
+
+
+def survey(
+    config: NSAConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    backends: Backends = None,
+    needs_grad: bool = False,
+    deterministic: bool | None = None,
+    varlen: bool = False,
+    phase: str = "prefill",
+    batch: int | None = None,
+    seq_len: int | None = None,
+    registry: Registry,
+) -> Survey:
+    """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.plan.resolve`.
+
+    Raises:
+        InvalidInput: an argument is wrong for every backend, or names a slot or backend that is not known.
+        BackendUnavailable: the device is one this torch does not have.
+    """
+    wanted = _wanted(backends, registry)
+    kind, capability = _device(device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    requests = {
+        slot: Request(
+            slot=slot,
+            geometry=config.geometry,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.qk_dim,
+            v_head_dim=config.v_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            device=kind,
+            capability=capability,
+            phase=phase,
+            needs_grad=needs_grad,
+            deterministic=deterministic,
+            varlen=varlen,
+            batch=batch,
+            seq_len=seq_len,
+        )
+        for slot in SLOTS
+    }
+    candidates: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {slot: [] for slot in SLOTS}
+    for entry in registry.entries:
+        given_up: Reason | None = None
+        for slot, request in requests.items():
+            reasons = _reasons(entry, request, given_up)
+            given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
+            priority = entry.spec.priority_of(slot) if entry.spec else 0
+            candidate = Candidate(entry.name, entry.version, entry.status, reasons)
+            candidates[slot].append(((entry.spec is None, -priority, entry.name), candidate))
+    ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
+    return Survey(config, MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked), registry)
+
+
+def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
+    if backends is None or isinstance(backends, str):
+        backends = dict.fromkeys(SLOTS, backends)
+    wrong = [f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}" for slot in backends if slot not in SLOTS]
+    wanted: dict[str, str | None] = dict.fromkeys(SLOTS)
+    for slot, name in backends.items():
+        if name is None or name == "auto":
+            continue
+        if not isinstance(name, str):
+            wrong.append(f"the backend of slot {slot!r} must be a name, got {name!r}")
+            continue
+        wanted[slot] = name
+        try:
+            registry.get(name)
+        except InvalidInput as error:
+            wrong.append(str(error))
+    if wrong:
+        raise InvalidInput("; ".join(dict.fromkeys(wrong)))
+    return wanted
+
+
+def _device(device: str | torch.device) -> tuple[str, tuple[int, int] | None]:
+    """Device type and compute capability; touches CUDA only when a CUDA device is named."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(f"device {device!r} is not one that torch knows: {describe_error(error)}") from None
+    if place.type != "cuda":
+        return place.type, None
+    if not torch.cuda.is_available():
+        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU and driver"
+        raise BackendUnavailable(f"device {str(place)!r} cannot be used: torch {torch.__version__} {why}")
+    count = torch.cuda.device_count()
+    if place.index is not None and place.index >= count:
+        raise InvalidInput(f"device {str(place)!r} does not exist: there are {count} CUDA devices, numbered from 0")
+    return "cuda", torch.cuda.get_device_capability(place)
+
+
+def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> tuple[Reason, ...]:
+    """Everything against ``entry`` running ``request``; ``given_up`` stands for a probe not to be tried again."""
+    if entry.spec is None:
+        assert entry.reason is not None  # an entry has one or the other
+        return (entry.reason,)
+    reasons = []
+    if request.phase == "decode":
+        text = "decode is not implemented by any backend yet"
+        reasons.append(Reason("decode_not_implemented", text, "plan with phase='prefill'"))
+    slot = entry.spec.slots.get(request.slot)
+    if slot is None:
+        return (*reasons, Reason("slot_not_offered", f"does not offer {request.slot}"))
+    if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
+        reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
+    return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
+
+
+class _TooSlowError(Exception):
+    """The probe did not answer in time."""
+
+
+def _probe(path: str, request: Request) -> tuple[Reason, ...]:
+    """What the plugin's probe says; whatever goes wrong inside it is a reason too."""
+    try:
+        answer = _call_limited(import_named(path), request)
+    except _TooSlowError:
+        text = f"its probe did not answer within {PROBE_LIMIT_S:g} s"
+        return (Reason("probe_too_slow", text, "report it to the plugin's author"),)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+        text = f"its probe raised {describe_error(error)}"
+        return (Reason("probe_raised", text, "report it to the plugin's author"),)
+    if not isinstance(answer, (list, tuple)) or not all(map(is_reason, answer)):
+        text = f"its probe returned {type(answer).__name__}, not a list of Reasons"
+        return (Reason("probe_nonsense", text, "report it to the plugin's author"),)
+    return tuple(answer)
+
+
+def _call_limited(probe: Any, request: Request) -> Any:
+    """``probe(request)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((probe(request), None))
+        except BaseException as error:  # noqa: BLE001  handed to the asking thread
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="nsa-probe", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=PROBE_LIMIT_S)
+    except queue.Empty:
+        raise _TooSlowError from None
+    if error is not None:
+        raise error
+    return answer

@@ -1,0 +1,194 @@
+"""Named problems with data: what verify, the conformance kit and bench run a combination of backends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.errors import InvalidInput
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: a configuration, its lengths, a seed, and where the numbers come from.
+
+    ``lengths`` of several documents make a packed case ([T, ...] with cu_seqlens), one length a dense one
+    ([batch, S, ...]). ``text`` (bytes) replaces random numbers by what an NSAttention layer makes of a text.
+    ``rows`` limits the judgement to these tokens of every sequence (long S).
+    """
+
+    name: str
+    config: NSAConfig
+    lengths: tuple[int, ...]
+    batch: int = 1
+    packed: bool = False
+    fused: bool = False  # q, k, v are views of one buffer, as a fused projection leaves them
+    sharpness: float = 1.0  # factor on q: above 1 the attention is peaked
+    text: bytes | None = None
+    rows: tuple[int, ...] | None = None
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one batch entry, all documents together."""
+        return sum(self.lengths)
+
+    def data(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> CaseData:
+        """The case's tensors; equal for equal (case, dtype, seed), whatever the device."""
+        make = _from_text if self.text is not None else _random
+        tensors = make(self, dtype, seed + self.seed)
+        cu_seqlens = None
+        if self.packed:
+            bounds = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        return CaseData(
+            **{name: tensor.to(device) for name, tensor in tensors.items()},
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max(self.lengths, default=0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseData:
+    """The tensors of a case, shapes as in nsa_core.contract; ``cu_seqlens`` None when dense."""
+
+    q: torch.Tensor  # [B, S, Hq, Dk]
+    k_cmp: torch.Tensor  # [B, n_c, G, Dk]
+    v_cmp: torch.Tensor  # [B, n_c, G, Dv]
+    k_sel: torch.Tensor  # [B, S, G, Dk]
+    v_sel: torch.Tensor  # [B, S, G, Dv]
+    k_win: torch.Tensor  # [B, S, G, Dk]
+    v_win: torch.Tensor  # [B, S, G, Dv]
+    gates: torch.Tensor  # [B, S, Hq, 3]
+    do: torch.Tensor  # [B, S, Hq, Dv]
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int
+
+
+def _lead(case: Case, rows: int) -> tuple[int, ...]:
+    return (rows,) if case.packed else (case.batch, rows)
+
+
+def _stats(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    config, generator = case.config, torch.Generator().manual_seed(seed)
+    hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
+    compressed = config.geometry.max_compressed if case.packed else config.geometry.num_compressed
+
+    def normal(rows: int, heads: int, width: int) -> torch.Tensor:
+        return torch.randn(*_lead(case, rows), heads, width, generator=generator, dtype=torch.float64)
+
+    s, c = case.tokens, compressed(case.tokens)
+    widths = {"k_sel": dk, "v_sel": dv, "k_win": dk, "v_win": dv}
+    tensors = {"q": normal(s, hq, dk) * case.sharpness, "k_cmp": normal(c, g, dk), "v_cmp": normal(c, g, dv)}
+    tensors |= {name: normal(s, g, width) for name, width in widths.items()}
+    tensors["do"] = normal(s, hq, dv)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if case.fused:
+        tensors |= _fuse({name: tensors[name] for name in ("q", *widths)})
+    tensors["gates"] = torch.sigmoid(normal(s, hq, 3)).to(_stats(dtype))
+    return tensors
+
+
+def _fuse(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of ``parts`` as views of one [..., sum of heads * width] buffer."""
+    buffer = torch.cat([tensor.flatten(-2) for tensor in parts.values()], -1)
+    views = buffer.split([tensor.shape[-2] * tensor.shape[-1] for tensor in parts.values()], -1)
+    return {name: view.unflatten(-1, parts[name].shape[-2:]) for name, view in zip(parts, views)}
+
+
+def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    assert case.text is not None
+    from nsa_core.module import NSAttention
+
+    text = case.text[: case.tokens]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        table = torch.randn(256, case.config.dim)
+        attn = NSAttention(case.config)
+        x = table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
+        p, gates = attn.project(x[None]), attn.gate(x[None])
+        tensors = {"q": p.q * case.sharpness, "k_cmp": p.k_cmp, "v_cmp": p.v_cmp, "k_sel": p.k[1], "v_sel": p.v[1]}
+        tensors |= {"k_win": p.k[2], "v_win": p.v[2], "do": torch.randn(*p.q.shape[:-1], case.config.v_dim)}
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gates": gates.to(_stats(dtype))}
+
+
+def _config(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
+    size, stride, select, n, window = blocks
+    return NSAConfig(
+        dim=hq * dk, n_heads=hq, n_kv_heads=g, head_dim=dk, v_head_dim=dv, compress_block_size=size,
+        compress_stride=stride, select_block_size=select, num_selected_blocks=n, window_size=window,
+    )  # fmt: skip
+
+
+TINY = (8, 4, 16, 4, 24)  # l, d, l', n, w
+SMALL = (16, 8, 32, 4, 48)
+PAPER = (32, 16, 64, 16, 512)
+
+
+def text_case(text: bytes, tokens: int = 1152) -> Case:
+    """The reports' 12/2/64 shape and block sizes on the first ``tokens`` bytes of ``text``.
+
+    1152 tokens are 18 selection blocks, so that choosing 16 of them is a choice.
+
+    Raises:
+        InvalidInput: the text is empty.
+    """
+    if not text:
+        raise InvalidInput("text must not be empty, got 0 bytes")
+    return Case("text 12/2/64", _config(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text)
+
+
+@lru_cache(maxsize=4)
+def quick_cases() -> tuple[Case, ...]:
+    """Every shape class once, small: the quick preset without its text case."""
+    small = _config(4, 2, 16, 16, TINY)
+    return (
+        Case("reports 12/2/64", _config(12, 2, 64, 64, SMALL), (150,), fused=True),
+        Case("paper 64/4 192/128", _config(64, 4, 192, 128, (16, 8, 16, 4, 32)), (97,)),
+        Case("h=1", _config(2, 2, 16, 16, TINY), (61,), sharpness=3.0),
+        Case("h=4, Dk != Dv", _config(8, 2, 32, 16, TINY), (77,), batch=2),
+        Case("S=w", small, (24,)),
+        Case("S=2w", small, (48,)),
+        Case("S=1", small, (1,)),
+        Case("S<l", small, (5,), batch=2),
+        Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
+    )
+
+
+def _edge_rows(s: int, geometry_sizes: Sequence[int]) -> tuple[int, ...]:
+    edges = {0, 1, s - 1} | {e for size in geometry_sizes for e in (size - 1, size, size + 1)}
+    spread = torch.randint(0, s, (60,), generator=torch.Generator().manual_seed(s)).tolist()
+    return tuple(sorted(row for row in edges | set(spread) if 0 <= row < s))
+
+
+@lru_cache(maxsize=4)
+def full_cases() -> tuple[Case, ...]:
+    """The quick cases, the real block sizes, every group size, and a long sequence judged on sampled rows."""
+    reports = _config(12, 2, 64, 64, PAPER)
+    return (
+        *quick_cases(),
+        Case("reports S=w", reports, (512,)),
+        Case("reports S=2w", reports, (1024,)),
+        Case("reports S=1155", reports, (1155,), fused=True, sharpness=2.0),
+        Case("paper blocks 64/4 192/128", _config(64, 4, 192, 128, PAPER), (203,)),
+        Case("h=3", _config(6, 2, 16, 16, TINY), (63,)),
+        Case("h=7", _config(7, 1, 16, 24, TINY), (64,)),
+        Case("h=16", _config(32, 2, 64, 64, SMALL), (129,)),
+        Case("MQA h=64", _config(64, 1, 16, 16, TINY), (65,)),
+        Case("l=d", _config(4, 2, 16, 16, (16, 16, 32, 4, 40)), (131,)),
+        Case("l=l', w=1", _config(4, 2, 16, 16, (16, 4, 16, 3, 1)), (75,)),
+        Case("B=3", _config(4, 2, 32, 32, SMALL), (100,), batch=3),
+        Case("packed 12/2/64", _config(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True),
+        Case("long, sampled rows", reports, (4096,), rows=_edge_rows(4096, (32, 64, 512))),
+    )
+
+
+PRESETS: dict[str, Callable[[], tuple[Case, ...]]] = {"quick": quick_cases, "full": full_cases}

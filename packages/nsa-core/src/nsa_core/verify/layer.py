@@ -1,0 +1,74 @@
+"""The whole layer, projections to output, against the oracle's layer in float64: every phi kind, dense and packed.
+
+This proves what no slot can: that the right keys and values reach each branch, rotary, phi and gates. It runs the
+combination under test where it takes float64, and else the best backend that does: the layer's own code is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nsa_core import oracle
+from nsa_core.config import COMPRESS_KINDS, NSAConfig
+from nsa_core.errors import BackendUnavailable, Unsupported
+from nsa_core.module import NSAttention
+from nsa_core.verify.cases import Case
+from nsa_core.verify.judge import judge
+from nsa_core.verify.subject import Finding, Subject, judged
+
+CONFIG = NSAConfig(
+    dim=12, n_heads=4, n_kv_heads=2, head_dim=4, v_head_dim=6, compress_block_size=4, compress_stride=2,
+    select_block_size=8, num_selected_blocks=3, window_size=10,
+)  # fmt: skip
+OPTIONS: tuple[dict[str, Any], ...] = (
+    *({"compress": kind} for kind in COMPRESS_KINDS),
+    {"gate": "mlp", "qk_norm": True},
+    {"shared_kv": True},
+    {"rope_before_compress": True},
+    {"rope": False},
+)
+
+
+def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
+    """A job per option of the layer (quick: the default phi, and packed), made with ``job(name, check, case, dtype)``."""
+    import dataclasses
+
+    options = OPTIONS if preset == "full" else OPTIONS[:1]
+    cases = []
+    for option in options:
+        config = dataclasses.replace(CONFIG, **option)
+        label = ", ".join(f"{k}={v}" for k, v in option.items())
+        cases.append(Case(f"layer {label}", config, (37,), batch=2, seed=seed))
+        cases.append(Case(f"layer {label}, packed", config, (3, 0, 25, 9), packed=True, seed=seed))
+    return [job("layer", layer, case, torch.float64) for case in cases]
+
+
+def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """NSAttention equals the oracle's layer, given the layer's own blocks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        attn = NSAttention(case.config, backends=_backends(subject, case)).to(dtype)
+        x = torch.randn(*(() if case.packed else (case.batch,)), case.tokens, case.config.dim, dtype=dtype)
+    cu_seqlens = case.data(dtype).cu_seqlens
+    with torch.no_grad():
+        state = dict(attn.state_dict())
+        p = oracle.project(state, x, case.config, cu_seqlens=cu_seqlens)
+        golden = oracle.layer(state, x, case.config, cu_seqlens=cu_seqlens)
+        positive = oracle.attention(
+            p.q, p.k, tuple(v.abs() for v in p.v), p.gates, case.config, k_cmp=p.k_cmp, v_cmp=p.v_cmp.abs(),
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        magnitude = positive.flatten(-2) @ state["out.weight"].abs().T
+        y = attn(x, cu_seqlens)
+    yield from judged("layer", "", case, dtype, {"y": judge(y, golden, golden, magnitude, dtype)})
+
+
+def _backends(subject: Subject, case: Case) -> dict[str, str] | None:
+    try:
+        subject.plan(case.config, torch.float64, varlen=case.packed)
+    except (Unsupported, BackendUnavailable):
+        return None
+    return dict(subject.backends) if subject.device == "cpu" else None

@@ -1,0 +1,90 @@
+"""Which checks run on which cases, in which order; everything `nsa verify` and the mutation suite run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.verify import checks, invariants, layer
+from nsa_core.verify.cases import PRESETS, Case, text_case
+from nsa_core.verify.subject import Finding, Subject, name_of
+
+Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One check on one case in one dtype."""
+
+    name: str
+    check: Check
+    case: Case
+    dtype: torch.dtype
+
+    def run(self, subject: Subject) -> list[Finding]:
+        """The job's findings; a request the combination does not take is one finding with ok None."""
+        try:
+            return list(self.check(subject, self.case, self.dtype))
+        except Unsupported as refusal:
+            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "plan", None, detail=str(refusal))]
+        except (BackendUnavailable, InvalidInput):
+            raise
+        except NSAError as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
+            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "run", False, detail=str(fault))]
+
+
+# (name, check, largest case in tokens x query heads that is worth its time, quick and full)
+_CHECKS: tuple[tuple[str, Check, int, int], ...] = (
+    ("parity", checks.parity, 1 << 20, 1 << 20),
+    ("ties", checks.ties, 1 << 10, 1 << 13),
+    ("packed", checks.packed_equals_separate, 1 << 12, 1 << 13),
+    ("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
+    ("composition", invariants.composition, 1 << 14, 1 << 15),
+    ("causality", invariants.causality, 1 << 11, 1 << 14),
+    ("coverage", checks.coverage, 1 << 9, 1 << 13),
+    ("poison", invariants.finite_poison, 1 << 11, 1 << 14),
+    ("nan storage", invariants.nan_storage, 1 << 9, 1 << 13),
+    ("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10),
+    ("run to run", invariants.run_to_run, 1 << 11, 1 << 14),
+    ("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
+)
+
+
+def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed: int = 0) -> list[Job]:
+    """The jobs of a preset, smallest cases first, so that a fault shows early.
+
+    Args:
+        preset: "quick" or "full".
+        dtypes: what the kernels run in; the layer check is fp64 where the combination takes it.
+        text: bytes for the real case; None leaves it out.
+
+    Raises:
+        InvalidInput: the text is empty.
+    """
+    cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
+    if text is not None:
+        cases.append(dataclasses.replace(text_case(text), seed=seed))
+    made = [
+        Job(name, check, case, dtype)
+        for case in sorted(cases, key=_size)
+        for dtype in dtypes
+        for name, check, quick, full in _CHECKS
+        if _size(case) <= (quick if preset == "quick" else full)
+    ]
+    return [*layer.jobs_for(preset, seed, Job), *made]
+
+
+def _size(case: Case) -> int:
+    return case.batch * case.tokens * case.config.n_heads
+
+
+def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -> Iterator[tuple[Job, list[Finding]]]:
+    """Run ``todo`` in order, yielding each job with its findings; with ``stop_at_first``, end after the first red one."""
+    for job in todo:
+        findings = job.run(subject)
+        yield job, findings
+        if stop_at_first and any(f.ok is False for f in findings):
+            return

@@ -1,0 +1,167 @@
+"""Rows of the fault table that nsa_core itself must survive, whatever the backend."""
+
+from __future__ import annotations
+
+import math
+
+import misbehaving
+import pytest
+import torch
+from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
+from nsa_core.ops import record_dispatch
+from nsa_core.registry import default_registry
+from nsa_core.verify import invariants
+from nsa_core.verify.cases import Case
+from nsa_core.verify.subject import Subject
+
+CONFIG = NSAConfig(
+    dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=4, compress_stride=2, select_block_size=8,
+    num_selected_blocks=3, window_size=6,
+)  # fmt: skip
+
+
+def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:
+    q = torch.randn(*lead, 4, 8, requires_grad=grad)
+    k, v = (torch.randn(*lead, 2, 8, requires_grad=grad) for _ in range(2))
+    return [q, k, v, torch.rand(*lead, 4, 3, requires_grad=grad)]
+
+
+@pytest.mark.parametrize("lead", [(2, 0), (0, 5), (0, 0)], ids=["row01-S=0", "row02-B=0", "row02-both"])
+def test_rows_01_02_nothing_to_do_launches_nothing(lead: tuple[int, int]) -> None:
+    given = tensors(*lead)
+    with record_dispatch() as trace:
+        o, lse, blocks = nsa_attention(*given, config=CONFIG, return_lse=True, return_blocks=True)
+        o.sum().backward()
+    assert o.shape == (*lead, 4, 8)
+    assert blocks.shape == (*lead, 2, 3)
+    assert [x.shape for x in lse] == [(lead[0], 4, lead[1])] * 3
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in given)
+    assert trace == []
+
+
+def test_row_01_no_token_packed() -> None:
+    given = tensors(0)
+    cu = torch.zeros(3, dtype=torch.int32)
+    o = nsa_attention(*given, config=CONFIG, cu_seqlens=cu)
+    o.sum().backward()
+    assert o.shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_selected_blocks": 2}, "num_selected_blocks must be >= init_blocks + local_blocks, got 2 < 1 + 2"),
+        ({"num_selected_blocks": 0}, "num_selected_blocks must be an integer >= 1, got 0"),
+        ({"compress_block_size": 0}, "compress_block_size must be an integer >= 1, got 0"),
+        ({"select_block_size": 0}, "select_block_size must be an integer >= 1, got 0"),
+        ({"window_size": 0}, "window_size must be an integer >= 1, got 0"),
+        ({"window_size": -3, "init_blocks": -1}, "init_blocks must be an integer >= 0, got -1; window_size"),
+    ],
+)
+def test_row_08_sizes_out_of_range(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said.replace("+", r"\+")):
+        NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"compress_block_size": 32, "compress_stride": 12}, "must divide compress_block_size, got 12 and 32"),
+        ({"compress_block_size": 24, "compress_stride": 24}, "must divide select_block_size, got 24 and 64"),
+        ({"compress_block_size": 128}, "compress_block_size must be <= select_block_size, got 128 and 64"),
+    ],
+)
+def test_row_09_stride_divides_both_blocks(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
+
+
+def test_row_11_heads_that_do_not_divide() -> None:
+    with pytest.raises(InvalidInput, match="13 query heads do not divide over 4"):
+        NSAConfig(dim=13 * 8, n_heads=13, n_kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        (torch.tensor([0, 3, 10]), "int32"),
+        (torch.tensor([1, 3, 10], dtype=torch.int32), "start at 0, got 1"),
+        (torch.tensor([0, 6, 4, 10], dtype=torch.int32), "must not decrease, got 6 then 4"),
+        (torch.tensor([0, 4, 9], dtype=torch.int32), "end at the 10 tokens given, got 9"),
+        (torch.tensor([[0, 10]], dtype=torch.int32), "int32"),
+        (torch.tensor([0], dtype=torch.int32), "at least one document"),
+    ],
+)
+def test_row_17_malformed_cu_seqlens(bounds: torch.Tensor, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        nsa_attention(*tensors(10), config=CONFIG, cu_seqlens=bounds)
+    plan = resolve(CONFIG, varlen=True)
+    q, k, v, _ = tensors(10, grad=False)
+    with pytest.raises(InvalidInput, match=said):
+        plan.win(q, k, v, cu_seqlens=bounds, max_seqlen=10)
+
+
+def test_row_18_empty_documents_first_middle_last() -> None:
+    torch.manual_seed(0)
+    q, k, v, gates = tensors(20, grad=False)
+    with_empty = torch.tensor([0, 0, 9, 9, 20, 20], dtype=torch.int32)
+    without = torch.tensor([0, 9, 20], dtype=torch.int32)
+    a = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=with_empty)
+    b = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=without)
+    assert torch.equal(a, b)
+
+
+def test_row_28_gpu_backend_forced_on_cpu_tensors_is_refused_when_planning() -> None:
+    from nsa_core import BackendUnavailable
+
+    with pytest.raises((BackendUnavailable, Unsupported), match="triton"):
+        resolve(CONFIG, device="cpu", backends="triton")
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_row_41_scale_not_finite(scale: float) -> None:
+    with pytest.raises(InvalidInput, match="scale must be finite"):
+        NSAConfig(dim=32, n_heads=4, n_kv_heads=2, scale=scale)
+
+
+def test_row_41_scale_none_is_one_over_sqrt_of_the_unpadded_width() -> None:
+    assert NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=9, rope=False).softmax_scale == 1 / 3
+
+
+def with_toy(fault: str) -> Subject:
+    spec = misbehaving.spec(fault)
+    registry = default_registry().with_backend(spec)
+    return Subject({"win": spec.name}, registry=registry)
+
+
+def call_win(fault: str) -> None:
+    subject = with_toy(fault)
+    plan = subject.plan(CONFIG, torch.float32, needs_grad=False)
+    q, k, v, _ = tensors(1, 12, grad=False)
+    plan.win(q, k, v)
+
+
+def test_row_47_out_of_memory_is_passed_on_unchanged() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="^planted$"):
+        call_win("out_of_memory")
+
+
+def test_row_56_a_kernel_raises_midway() -> None:
+    with record_dispatch() as trace, pytest.raises(NSAError, match="'toy-raises', slot 'win', forward: IndexError"):
+        call_win("raises")
+    assert {r.backend for r in trace if r.slot == "win"} == {"toy-raises"}  # nobody else was tried
+
+
+@pytest.mark.parametrize("fault", ["wrong_shape", "wrong_dtype", "too_few"])
+def test_row_59_wrong_results_are_caught_at_each_call(fault: str) -> None:
+    with pytest.raises(NSAError, match=f"'toy-{fault}', slot 'win', forward returned"):
+        call_win(fault)
+
+
+@pytest.mark.parametrize(("fault", "check"), [("mutates", "inputs_untouched"), ("leaves_nan", "nan_storage")])
+def test_row_59_verify_finds_mutated_inputs_and_nan(fault: str, check: str) -> None:
+    case = Case("row 59", CONFIG, (20,))
+    findings = list(getattr(invariants, check)(with_toy(fault), case, torch.float32))
+    assert any(f.ok is False and f.slot == "win" for f in findings)
+    healthy = list(getattr(invariants, check)(Subject({}), case, torch.float32))
+    assert all(f.ok is not False for f in healthy)

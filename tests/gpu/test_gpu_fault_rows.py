@@ -1,0 +1,264 @@
+"""The rows of the fault table that need a GPU, for every backend that is ready on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from nsa_core import NSAConfig, nsa_attention, resolve
+from nsa_core.contract import SLOTS
+from nsa_core.plan import Plan
+from nsa_core.registry import default_registry
+from nsa_core.verify.cases import Case, CaseData
+from nsa_core.verify.parity import judge_slot
+from nsa_core.verify.subject import bits, run_slot, run_slots, slot_inputs
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = NSAConfig(
+    dim=256, n_heads=8, n_kv_heads=2, head_dim=32, compress_block_size=16, compress_stride=8,
+    select_block_size=32, num_selected_blocks=4, window_size=48,
+)  # fmt: skip
+CASE = Case("gpu rows", CONFIG, (300,), batch=2)
+BRANCHES = ("cmp", "sel", "win")
+
+
+def backends() -> list[tuple[str, str]]:
+    """(backend, slot) of every ready backend."""
+    entries = [e for e in default_registry().entries if e.status == "ready" and e.spec]
+    return [(e.name, slot) for e in entries for slot in SLOTS if slot in e.spec.slots]
+
+
+def plan_for(backend: str, slot: str, config: NSAConfig = CONFIG, device: str = "cuda", **options: object) -> Plan:
+    """The plan with ``backend`` in ``slot``; a backend that refuses this request is skipped with its reason."""
+    from nsa_core import Unsupported
+
+    try:
+        return resolve(
+            config, device=device, dtype=options.pop("dtype", torch.bfloat16), backends={slot: backend}, **options
+        )
+    except Unsupported as refusal:
+        pytest.skip(str(refusal))
+
+
+EACH = pytest.mark.parametrize(("backend", "slot"), backends())
+EACH_BRANCH = pytest.mark.parametrize(("backend", "slot"), [b for b in backends() if b[1] in BRANCHES])
+
+
+def inputs_of(backend: str, slot: str, case: Case = CASE) -> tuple[Plan, CaseData, dict[str, torch.Tensor]]:
+    data = case.data(torch.bfloat16, "cuda")
+    plan = plan_for(backend, slot, case.config, needs_grad=True, varlen=case.packed)
+    return plan, data, slot_inputs(slot, data, run_slots(plan, case, data))
+
+
+def assert_judged(slot: str, run, config: NSAConfig = CONFIG, **kw: object) -> None:
+    verdicts = judge_slot(slot, run.inputs, run.outputs, config.geometry, config.softmax_scale, do=run.do, **kw)
+    for name, verdict in verdicts.items():
+        assert verdict.ok, (slot, name, verdict.why)
+
+
+@EACH_BRANCH
+def test_row_24_pointer_not_16_byte_aligned(backend: str, slot: str) -> None:
+    plan, data, inputs = inputs_of(backend, slot)
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        storage = t.new_empty(t.numel() + 1)
+        view = storage[1:].view(t.shape)
+        assert view.data_ptr() % 16
+        return view.copy_(t)
+
+    inputs = {n: t if n == "blocks" else shifted(t) for n, t in inputs.items()}
+    assert_judged(slot, run_slot(plan, slot, inputs, data.do, data))
+
+
+@EACH_BRANCH
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_row_27_all_on_another_device_than_the_current(backend: str, slot: str) -> None:
+    torch.cuda.set_device(0)
+    data = CASE.data(torch.bfloat16, "cuda:1")
+    plan = plan_for(backend, slot, device="cuda:1", needs_grad=True)
+    runs = run_slots(plan, CASE, data)
+    assert runs[slot].outputs["o"].device == torch.device("cuda:1")
+    assert_judged(slot, runs[slot])
+
+
+@EACH_BRANCH
+def test_row_43_offset_above_2_to_the_31(backend: str, slot: str) -> None:
+    plan, data, inputs = inputs_of(backend, slot)
+
+    def far(t: torch.Tensor) -> torch.Tensor:
+        # Batch entry 1 starts more than 2^31 elements after entry 0.
+        stride = 2**31 + 128
+        storage = torch.empty(stride + t[0].numel(), dtype=t.dtype, device=t.device)
+        return storage.as_strided(t.shape, (stride, *t[0].contiguous().stride())).copy_(t)
+
+    for name in [n for n in inputs if n != "blocks"]:
+        assert_judged(slot, run_slot(plan, slot, {**inputs, name: far(inputs[name])}, data.do, data))
+        torch.cuda.empty_cache()
+
+
+@EACH_BRANCH
+def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> None:
+    config = dataclasses.replace(
+        CONFIG, dim=32, n_heads=2, n_kv_heads=1, head_dim=16, v_head_dim=16, compress_block_size=2, compress_stride=2,
+        select_block_size=2, num_selected_blocks=3, window_size=3,
+    )  # fmt: skip
+    case = Case("many sequences", config, (8,), batch=70_000)
+    plan, data, inputs = inputs_of(backend, slot, case)
+    run = run_slot(plan, slot, inputs, data.do, data)
+    few = [0, 65_535, 65_536, 69_999]
+    verdicts = judge_slot(
+        slot, {n: t[few] for n, t in run.inputs.items()}, {n: t[few] for n, t in run.outputs.items()},
+        config.geometry, config.softmax_scale, do=data.do[few],
+    )  # fmt: skip
+    assert all(v.ok for v in verdicts.values()), verdicts
+
+
+@EACH
+@pytest.mark.parametrize("seq_len", [2048, 16384])
+def test_row_47_peak_within_5_percent_of_workspace_bytes(backend: str, slot: str, seq_len: int) -> None:
+    config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
+    case = Case("memory", config, (seq_len,))
+    data = case.data(torch.bfloat16, "cuda")
+    plan = plan_for(backend, slot, config, needs_grad=True, batch=1, seq_len=seq_len)
+    inputs = slot_inputs(slot, data, run_slots(plan, case, data))
+    do = None if slot == "select" else data.do
+    run_slot(plan, slot, inputs, do, data)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run_slot(plan, slot, inputs, do, data)
+    peak = torch.cuda.max_memory_allocated() - before
+    stated = plan.workspace_bytes(plan.requests[slot])
+    assert abs(peak - stated) <= 0.05 * peak, f"peak {peak}, stated {stated}, ratio {stated / peak:.3f}"
+
+
+@EACH_BRANCH
+def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) -> None:
+    plan, data, inputs = inputs_of(backend, slot, Case("oom", CONFIG, (8192,), batch=4))
+    run_slot(plan, slot, inputs, data.do, data)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            run_slot(plan, slot, inputs, data.do, data)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@EACH_BRANCH
+def test_row_50_graph_replay_equals_eager_on_new_inputs(backend: str, slot: str) -> None:
+    plan, data, inputs = inputs_of(backend, slot)
+    kernel = getattr(plan, slot)
+    static = {n: t.clone() for n, t in inputs.items()}
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        kernel(*static.values())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        o, lse = kernel(*static.values())
+    fresh = slot_inputs(
+        slot,
+        CASE.data(torch.bfloat16, "cuda", seed=7),
+        run_slots(plan, CASE, CASE.data(torch.bfloat16, "cuda", seed=7)),
+    )
+    for name, tensor in static.items():
+        tensor.copy_(fresh[name])
+    graph.replay()
+    with torch.no_grad():
+        want_o, want_lse = kernel(*fresh.values())
+    assert torch.equal(bits(o), bits(want_o))
+    assert torch.equal(bits(lse), bits(want_lse))
+
+
+@EACH_BRANCH
+def test_row_51_side_stream(backend: str, slot: str) -> None:
+    plan, data, inputs = inputs_of(backend, slot)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        run = run_slot(plan, slot, inputs, data.do, data)
+    stream.synchronize()
+    assert_judged(slot, run)
+
+
+@EACH_BRANCH
+def test_row_52_two_threads_call_first_together(backend: str, slot: str) -> None:
+    _, data, inputs = inputs_of(backend, slot)
+    results: list[torch.Tensor] = []
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        barrier.wait()
+        plan = resolve(CONFIG, device="cuda", dtype=torch.bfloat16, backends={slot: backend})
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            o, _ = getattr(plan, slot)(*inputs.values())
+            torch.cuda.current_stream().synchronize()
+        results.append(o)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 2
+    assert torch.equal(bits(results[0]), bits(results[1]))
+
+
+@EACH
+def test_row_54_250_repeats_have_the_same_bits(backend: str, slot: str) -> None:
+    entry = default_registry().get(backend)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plan, data, inputs = inputs_of(backend, slot)
+        do = None if slot == "select" else data.do
+        first = run_slot(plan, slot, inputs, do, data)
+        for _ in range(249):
+            again = run_slot(plan, slot, inputs, do, data)
+            for name, tensor in first.outputs.items():
+                assert torch.equal(bits(tensor), bits(again.outputs[name])), (entry.name, name)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_inductor_compiles_the_whole_call() -> None:
+    data = CASE.data(torch.bfloat16, "cuda")
+    k, v = (data.k_win, data.k_sel, data.k_win), (data.v_win, data.v_sel, data.v_win)
+    leaves = [data.q.requires_grad_(), *(t.requires_grad_() for t in (*k, *v))]
+
+    def whole(q: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(q, k, v, gates, config=CONFIG)
+
+    eager = whole(data.q, data.gates)
+    compiled = torch.compile(whole, fullgraph=True)(data.q, data.gates)
+    torch.testing.assert_close(compiled, eager)
+    for a, b in zip(torch.autograd.grad(compiled.sum(), leaves[:1]), torch.autograd.grad(eager.sum(), leaves[:1])):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_memory_slope_2k_to_64k() -> None:
+    """Forward + backward of the whole core, 12/2/64 bf16: peak memory grows as S^1.1 at most (log-log fit)."""
+    import math
+
+    config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
+    points = []
+    for s in (2048, 4096, 8192, 16384, 32768, 65536):
+        q, k, v = (
+            torch.randn(1, s, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)
+        )
+        gates = torch.rand(1, s, 12, 3, device="cuda", requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        plan = resolve(config, device="cuda", dtype=torch.bfloat16, needs_grad=True, backends="sdpa")
+        nsa_attention(q, k, v, gates, config=config, plan=plan).float().sum().backward()
+        points.append((math.log(s), math.log(torch.cuda.max_memory_allocated())))
+        print(s, torch.cuda.max_memory_allocated() / 2**20, "MiB")
+    mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    print("slope", slope)
+    assert slope <= 1.1

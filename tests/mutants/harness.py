@@ -1,0 +1,108 @@
+"""Put one fault into a copy of a backend, or into one module of nsa_core, and ask the checks of `nsa verify` to find it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
+from nsa_core.registry import discover
+from nsa_core.verify import suite
+from nsa_core.verify.subject import Finding, Subject
+
+BACKEND = "nsa_backend_sdpa"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """``old`` stands exactly once in ``module``; the fault is to read ``new`` there."""
+
+    name: str
+    module: str  # "nsa_backend_sdpa.win", "nsa_core.rope"
+    old: str
+    new: str
+
+    def source(self) -> str:
+        """The module's source with the fault in it."""
+        text = Path(importlib.import_module(self.module).__file__ or "").read_text()
+        count = text.count(self.old)
+        assert count == 1, f"{self.name}: {self.old!r} stands {count} times in {self.module}, expected once"
+        return text.replace(self.old, self.new)
+
+
+def first_red(subject: Subject) -> Finding | None:
+    """The first failing finding of the quick checks without text, in fp32; None when all are green."""
+    for _, findings in suite.run(subject, suite.jobs("quick", [torch.float32], text=None), stop_at_first=True):
+        for finding in findings:
+            if finding.ok is False:
+                return finding
+    return None
+
+
+def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
+    """The finding that kills ``mutant``, or None if it survives."""
+    if mutant.module.startswith(BACKEND):
+        return first_red(_subject_of_copy(mutant, scratch))
+    with _faulty_module(mutant):
+        return first_red(Subject(dict.fromkeys(SLOTS, "sdpa")))
+
+
+def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
+    name = "nsa_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
+    original = Path(importlib.import_module(BACKEND).__file__ or "").parent
+    copy = scratch / name
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    relative = Path(*mutant.module.split(".")[1:]).with_suffix(".py")
+    (copy / relative).write_text(mutant.source())
+    for file in copy.rglob("*.py"):
+        file.write_text(file.read_text().replace(BACKEND, name))
+    sys.path.insert(0, str(scratch))
+    try:
+        importlib.invalidate_caches()
+        plugin = importlib.import_module(f"{name}.plugin")
+        for file in copy.rglob("*.py"):
+            importlib.import_module(".".join(file.relative_to(scratch).with_suffix("").parts).removesuffix(".__init__"))
+    finally:
+        sys.path.remove(str(scratch))
+    spec = plugin.nsa_register_backends()
+    assert isinstance(spec, BackendSpec)
+    assert spec.api_version[0] == API_VERSION[0]
+    registry = discover().with_backend(dataclasses.replace(spec, name=name))
+    return Subject(dict.fromkeys(SLOTS, name), registry=registry)
+
+
+@contextlib.contextmanager
+def _faulty_module(mutant: Mutant) -> Iterator[None]:
+    """Every reference in nsa_core to an object of the module points at the faulty version inside the block."""
+    module = importlib.import_module(mutant.module)
+    faulty = ModuleType(mutant.module)
+    faulty.__dict__.update(__file__=module.__file__, __package__=module.__package__)
+    registered = sys.modules[mutant.module]
+    sys.modules[mutant.module] = faulty  # dataclasses look their own module up
+    try:
+        exec(compile(mutant.source(), str(module.__file__), "exec"), faulty.__dict__)
+    finally:
+        sys.modules[mutant.module] = registered
+    pairs = {
+        id(old): getattr(faulty, name)
+        for name, old in vars(module).items()
+        if getattr(old, "__module__", None) == mutant.module and hasattr(faulty, name)
+    }
+    undo: list[tuple[ModuleType, str, object]] = []
+    for other in [m for n, m in list(sys.modules.items()) if n.startswith("nsa_core") and m is not None]:
+        for name, value in list(vars(other).items()):
+            if id(value) in pairs:
+                undo.append((other, name, value))
+                setattr(other, name, pairs[id(value)])
+    try:
+        yield
+    finally:
+        for other, name, value in undo:
+            setattr(other, name, value)
