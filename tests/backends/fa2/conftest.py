@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from packaging.version import Version
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from fa2_standin import Library, make
 from nsa_backend_fa2 import providers
-from standin import Library, aten_ops, flash_attn_interface
-
-PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten")
-
-
-def make(name: str, library: Library) -> providers.Provider:
-    """The provider ``name`` over ``library``: a release of flash-attn, or "aten"."""
-    if name == "aten":
-        return providers.TorchFlash(aten_ops(library))
-    version = Version(name)
-    release = "2.7" if version >= Version("2.7") else f"2.{version.minor}"
-    return providers.FlashAttnPackage(flash_attn_interface(release, library), version)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make
+from fa2_standin import Library, make
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
@@ -18,7 +18,6 @@ from nsa_backend_fa2.providers import Found
 from nsa_core.contract import Reason, Request, import_named
 from nsa_core.errors import BackendUnavailable, Unsupported
 from nsa_core.layout import BlockGeometry
-from standin import Library
 
 GOOD = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import PROVIDERS, make
+from fa2_problems import SMALL, Problem, assert_judged, assert_right, run
+from fa2_standin import PROVIDERS, Library, make
 from nsa_backend_fa2 import providers
 from nsa_core.layout import BlockGeometry
-from problems import SMALL, Problem, assert_judged, assert_right, run
-from standin import Library
 
 SLOTS = ("cmp", "sel", "win")
 PACKED = (0, 17, 1, 0, 7, 8, 0)  # empty first, middle and last; shorter than l; exactly l

@@ -12,7 +12,11 @@ import types
 from typing import Any
 
 import torch
+from nsa_backend_fa2 import providers
+from packaging.version import Version
 from torch import Tensor
+
+PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten")
 
 
 def require(fact: bool, message: str) -> None:
@@ -240,3 +244,12 @@ def aten_ops(library: Library) -> types.SimpleNamespace:
         return library.backward(*tensors, **unpack(given))
 
     return types.SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+
+
+def make(name: str, library: Library) -> providers.Provider:
+    """The provider ``name`` of PROVIDERS, a release of flash-attn or "aten", over ``library``."""
+    if name == "aten":
+        return providers.TorchFlash(aten_ops(library))
+    version = Version(name)
+    release = "2.7" if version >= Version("2.7") else f"2.{version.minor}"
+    return providers.FlashAttnPackage(flash_attn_interface(release, library), version)
