@@ -94,6 +94,7 @@ def wheels(session: nox.Session) -> None:
     session.install(*map(str, built))
     session.chdir(dist)  # away from the sources, so that only the wheels are imported
     check_listing(session)
+    session.run("nsa", "verify")  # with the wheels' own dependencies and nothing else
     session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
     check_without_sdpa(session)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults import MUTANTS
+
 from harness import Mutant, first_red, verdict_on
 from nsa_core.contract import SLOTS
 from nsa_core.verify.subject import Subject

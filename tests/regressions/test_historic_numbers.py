@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from nsa_core import NSAConfig, oracle, resolve
 from nsa_core.verify.parity import judge_slot
 
@@ -38,9 +39,8 @@ def test_sdpa_causal_mask_with_one_query_returns_the_first_value() -> None:
 def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
     """The reports' selection case: B=2 S=6 G=1 h=2 D=32, 16 keys, query t on keys t-span+1 .. t, fp32."""
     torch.manual_seed(seed)
-    make = dict(device=device)
-    q = torch.randn(2, 6, 1, 2, 32, **make)
-    k, v = (torch.randn(2, 1, 16, 32, **make).transpose(1, 2) for _ in range(2))
+    q = torch.randn(2, 6, 1, 2, 32, device=device)
+    k, v = (torch.randn(2, 1, 16, 32, device=device).transpose(1, 2) for _ in range(2))
     return {"q": q.flatten(2, 3), "k": k[:, :6], "v": v[:, :6]}
 
 
@@ -102,7 +102,7 @@ def test_0_575_cuda_varlen_selection(device: str) -> None:
 def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
     """The sel slot on blocks of one token: the same spans of four keys, as selected blocks; MAE to the oracle."""
     q, k, v = inputs.values()
-    sizes = dict(compress_block_size=1, compress_stride=1, select_block_size=1, num_selected_blocks=4)
+    sizes = {"compress_block_size": 1, "compress_stride": 1, "select_block_size": 1, "num_selected_blocks": 4}
     config = _config(q, k, v, 4, **sizes)
     t = torch.arange(q.shape[1], device=q.device)
     blocks = t[:, None] - torch.arange(3, -1, -1, device=q.device)

@@ -8,17 +8,39 @@ then heads in ascending order; a stable sort gives equal scores to the lower ind
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
-from nsa_core.contract import SlotCall
-from nsa_core.layout import BlockGeometry
-from nsa_core.packing import compressed_cu_seqlens
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.packing import compressed_cu_seqlens
 
-_TILE = 64
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a call is cut into tiles; integers only, so that the memory it takes can be told beforehand."""
+
+    size: int  # queries of a tile
+    tiles: int  # of one step
+    groups: int  # kv heads of one step
+
+    @classmethod
+    def of(cls, geometry: BlockGeometry, longest: int, groups: int, heads: int, itemsize: int, budget: int) -> Cut:
+        """Tiles of at most ``budget`` bytes of probabilities, if 64 queries are not too many already."""
+        size = max(1, min(64, longest))
+        together = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
+        return cls(size, max(1, together // groups), min(groups, together))
+
+
+def columns(geometry: BlockGeometry, longest: int) -> int:
+    """Compressed tokens that overlap any selection block of ``longest`` tokens, those before the first included."""
+    per_block = geometry.select_block_size // geometry.compress_stride
+    return geometry.num_select_blocks(longest) * per_block - geometry.overlap_taps()[0][0]
 
 
 def forward(
@@ -32,27 +54,20 @@ def forward(
     with torch.profiler.record_function("nsa_sdpa.select"), ieee_products(q):
         packed, geometry = call.cu_seqlens is not None, call.geometry
         groups, heads = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
-        tiles, first_cmp = make_tiles(q, _TILE, call), _first_compressed(k_cmp, call)
-        rows_q = as_rows(q, packed).unflatten(1, (groups, -1))
-        rows_lse = as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1))
-        rows_k = as_rows(k_cmp, packed)
-        blocks = torch.empty(
-            (tiles.total + 1, groups, geometry.num_selected_blocks), dtype=torch.int32, device=q.device
-        )
-        columns = max(1, geometry.num_select_blocks(tiles.longest) * geometry.select_block_size)
-        columns //= geometry.compress_stride
-        unit = _TILE * heads * columns * stats_dtype(q.dtype).itemsize
-        together = max(1, engine.score_bytes(q.device.type) // unit)
-        per_group = min(groups, together)
-        for step in tiles.split(max(1, together // groups)):
-            queries = step.clamp(step.rows()[0])
-            position = queries - step.start[:, None]
-            for g in range(0, groups, per_group):
-                part = slice(g, g + per_group)
-                p = _probabilities(rows_q[:, part], rows_k[:, part], rows_lse[:, part], queries, position, step,
-                                   first_cmp, call)  # fmt: skip
-                chosen = choose(block_scores(p, geometry, geometry.num_select_blocks(step.longest)), position, geometry)
-                store(blocks[:, part], step.targets(), chosen)
+        longest = max(1, min(call.max_seqlen, len(q)) if packed else q.shape[1])
+        itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+        cut = Cut.of(geometry, longest, groups, heads, itemsize, budget)
+        tiles, first_cmp = make_tiles(q, cut.size, call), _first_compressed(k_cmp, call)
+        rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
+        rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
+        shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
+        blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
+        for step in tiles.split(cut.tiles):
+            position = step.clamp(step.rows()[0]) - step.start[:, None]
+            for g in range(0, groups, cut.groups):
+                part = slice(g, g + cut.groups)
+                scores = block_scores([x[:, part] for x in rows], first_cmp, step, call)
+                store(blocks[:, part], step.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
 
 
@@ -63,45 +78,46 @@ def _first_compressed(k_cmp: Tensor, call: SlotCall) -> Tensor:
     return compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()
 
 
-def _probabilities(
-    rows_q: Tensor,  # [T, G, h, Dk]
-    rows_k: Tensor,  # [R, G, Dk]
-    rows_lse: Tensor,  # [T, G, h]
-    queries: Tensor,  # [tiles, c] rows
-    position: Tensor,  # [tiles, c] of those rows in their document
-    step: Tiles,
-    first_cmp: Tensor,  # [documents]
-    call: SlotCall,
-) -> Tensor:  # [G, tiles, c, h, C]
-    """Eq. 8 over the C compressed tokens that any query of the step can see; exactly 0 where this one cannot."""
-    geometry, operand = call.geometry, operand_dtype(rows_q)
-    index = torch.arange(geometry.num_compressed(step.longest), device=rows_q.device)
-    keys = (first_cmp[step.document][:, None] + index).clamp_(0, max(0, len(rows_k) - 1))
-    q, k = gather(rows_q, queries, operand), gather(rows_k, keys, operand)
-    s = product(q.flatten(2, 3).flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:-1], len(index))
-    p = s.mul_(call.scale).sub_(gather(rows_lse, queries, s.dtype).unsqueeze(-1)).exp_()
-    last = index * geometry.compress_stride + geometry.compress_block_size - 1
-    return p.masked_fill_((last > position[..., None]).unsqueeze(2), 0)
-
-
 def block_scores(
-    p: Tensor,  # [..., h, C]
-    geometry: BlockGeometry,
-    count: int,
-) -> Tensor:  # [..., count]
-    """Group scores (Eq. 9 and 10) of the first ``count`` selection blocks."""
-    taps, step = geometry.overlap_taps(), geometry.select_block_size // geometry.compress_stride
-    before = -taps[0][0]
-    padded = torch.nn.functional.pad(p, (before, count * step - p.shape[-1]))
+    rows: list[Tensor],  # q [T, g, h, Dk], k_cmp [R, g, Dk], lse [T, g, h]
+    first_cmp: Tensor,  # int64 [documents]
+    step: Tiles,
+    call: SlotCall,
+) -> Tensor:  # [g, tiles, c, NB]
+    """Group scores (Eq. 9 and 10) of every selection block that a query of the step may see."""
+    geometry = call.geometry
+    p, taps = _probabilities(rows, first_cmp, step, call), geometry.overlap_taps()
+    first, every = taps[0][0], geometry.select_block_size // geometry.compress_stride
+    count = geometry.num_select_blocks(step.longest)
     total: Tensor | None = None
     for tap, weight in taps:
-        column = padded[..., tap + before :: step][..., :count]
-        total = column * weight if total is None else total.add_(column, alpha=weight)
+        overlapping = p[..., tap - first :: every][..., :count]
+        total = overlapping * weight if total is None else total.add_(overlapping, alpha=weight)
     assert total is not None
     score = total[..., 0, :].clone()
     for head in range(1, total.shape[-2]):
         score += total[..., head, :]
     return score
+
+
+def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: SlotCall) -> Tensor:
+    """Eq. 8, [g, tiles, c, h, columns], from the first compressed token that overlaps block 0 on, which is negative.
+
+    Exactly 0 for what is no compressed token or not visible.
+    """
+    (q, k, lse), geometry, operand = rows, call.geometry, operand_dtype(rows[0])
+    queries = step.clamp(step.rows()[0])
+    index = torch.arange(columns(geometry, step.longest), device=q.device) + geometry.overlap_taps()[0][0]
+    last = index * geometry.compress_stride + geometry.compress_block_size - 1
+    hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)
+    if not len(k):
+        return lse.new_zeros((q.shape[1], *queries.shape, q.shape[2], len(index)))
+    keys = (first_cmp[step.document][:, None] + index).clamp_(0, len(k) - 1)
+    tile_q, tile_k = gather(q, queries, operand), gather(k, keys, operand)
+    p = product(tile_q.flatten(2, 3).flatten(0, 1), tile_k.flatten(0, 1).transpose(1, 2))
+    p = p.view(*tile_q.shape[:-1], len(index)).mul_(call.scale)
+    p.sub_(gather(lse, queries, p.dtype).unsqueeze(-1)).exp_()
+    return p.masked_fill_(hidden.unsqueeze(2), 0)
 
 
 def choose(

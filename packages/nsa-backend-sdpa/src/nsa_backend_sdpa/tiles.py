@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
+
+from nsa_core.contract import SlotCall
 
 
 def as_rows(x: Tensor, packed: bool) -> Tensor:
@@ -101,9 +102,8 @@ def gather(
     dtype: torch.dtype,
 ) -> Tensor:  # [G, tiles, places, ...] contiguous
     """The given rows, kv heads outermost."""
-    picked = x.transpose(0, 1).index_select(1, rows.flatten()).to(dtype)
-    shaped: Tensor = picked.unflatten(1, tuple(rows.shape))
-    return shaped
+    picked = x.index_select(0, rows.flatten()).transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    return picked.view(x.shape[1], *rows.shape, *x.shape[2:])
 
 
 def store(

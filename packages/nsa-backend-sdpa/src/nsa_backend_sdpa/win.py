@@ -7,51 +7,54 @@ choose the same c.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_core.contract import SlotCall
 
 
-def plan_tiles(
-    window: int, tokens: int, documents: int, longest: int, heads: int, itemsize: int, budget: int
-) -> tuple[int, int]:
-    """Effective window, and queries per tile: fewer when documents are short or scores of one tile pass the bound."""
-    window = min(window, longest)
-    size = max(64, min(512, window, -(-tokens // documents)))
-    while size > 64 and size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize > budget:
-        size //= 2
-    return window, size
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a call is cut into tiles; integers only, so that the memory it takes can be told beforehand."""
+
+    window: int  # at most the longest document
+    size: int  # queries of a tile
+    tiles: int  # of one step
+    groups: int  # kv heads of one step
+
+    @classmethod
+    def of(
+        cls, window: int, tokens: int, documents: int, longest: int, groups: int, heads: int, itemsize: int, budget: int
+    ) -> Cut:
+        """Tiles of at most ``budget`` bytes of scores; small ones where documents are short."""
+        window = max(1, min(window, longest))
+        least = max(1, min(64, longest))
+        size = max(least, min(512, window, -(-tokens // documents)))
+
+        def scores() -> int:
+            return size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize
+
+        while size > least and scores() > budget:
+            size = max(least, size // 2)
+        together = max(1, budget // scores())
+        return cls(window, size, max(1, together // groups), min(groups, together))
 
 
-def _setup(q: Tensor, k: Tensor, call: SlotCall) -> tuple[Tiles, int, int, int]:
-    """Tiles, effective window, tiles per step, kv heads per step."""
-    groups, heads, itemsize = k.shape[-2], q.shape[-2] // k.shape[-2], stats_dtype(q.dtype).itemsize
-    packed, budget = call.cu_seqlens is not None, engine.score_bytes(q.device.type)
-    documents = len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else q.shape[0]
-    tokens = len(q) if packed else q.shape[0] * q.shape[1]
-    longest = min(call.max_seqlen, tokens) if packed else q.shape[1]
-    window, size = plan_tiles(call.geometry.window_size, tokens, documents, longest, heads, itemsize, budget)
-    unit = size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize
-    together = max(1, budget // unit)
-    return make_tiles(q, size, call), window, max(1, together // groups), min(groups, together)
-
-
-def _key_parts(tiles: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(key rows [tiles, L], hidden [tiles, R, 1, L]) for each run of at most MAX_KEYS keys."""
-    device, count = tiles.first.device, window + tiles.size - 1
-    queries, valid = tiles.rows()
-    for a in range(0, count, engine.MAX_KEYS):
-        place = torch.arange(a, min(a + engine.MAX_KEYS, count), device=device)
-        rows = tiles.first[:, None] + (place - (window - 1))
-        back = queries[:, :, None] - rows[:, None, :]  # how many tokens before the query
-        seen = (back >= 0) & (back < window) & (rows >= tiles.start[:, None])[:, None, :] & valid[:, :, None]
-        yield rows, seen.logical_not_().unsqueeze(2)
+def _cut(q: Tensor, k: Tensor, call: SlotCall) -> Cut:
+    if call.cu_seqlens is None:
+        documents, longest = q.shape[:2]
+        tokens = documents * longest
+    else:
+        documents, tokens, longest = len(call.cu_seqlens) - 1, len(q), min(call.max_seqlen, len(q))
+    groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
+    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+    return Cut.of(call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget)
 
 
 def _covers(q: Tensor, call: SlotCall) -> bool:
@@ -76,38 +79,54 @@ def forward(
         if not _covers(q, call):
             return _tiled_forward(q, k, v, call)
         groups, batch = k.shape[2], q.shape[0]
-        o, lse = aten.causal(
-            _by_group(q, groups), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), call.scale
-        )
+        keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        o, lse = aten.causal(_by_group(q, groups), keys, values, call.scale)
         o = o.unflatten(0, (batch, groups)).flatten(1, 2).transpose(1, 2)
         return o.contiguous(), lse.reshape(batch, q.shape[2], q.shape[1])
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
-    packed = call.cu_seqlens is not None
-    tiles, window, per_step, per_group = _setup(q, k, call)
-    groups, heads, operand = k.shape[-2], q.shape[-2], operand_dtype(q)
-    rows_q, rows_k, rows_v = (as_rows(x, packed) for x in (q, k, v))
-    rows_q = rows_q.unflatten(1, (groups, -1))
+    packed, groups, heads = call.cu_seqlens is not None, k.shape[-2], q.shape[-2]
+    cut = _cut(q, k, call)
+    tiles = make_tiles(q, cut.size, call)
+    rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k, packed), as_rows(v, packed)]
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
-    for step in tiles.split(per_step):
-        queries, target = step.clamp(step.rows()[0]), step.targets()
-        for g in range(0, groups, per_group):
-            part = slice(g, g + per_group)
-            tile_q, total = gather(rows_q[:, part], queries, operand), None
-            for keys, hidden in _key_parts(step, window):
-                keys = step.clamp(keys)
-                new = engine.attend(
-                    tile_q, gather(rows_k[:, part], keys, operand), gather(rows_v[:, part], keys, operand),
-                    hidden, call.scale,
-                )  # fmt: skip
-                total = engine.merge(total, new)
-            assert total is not None
-            store(o[:, part], target, total[0])
-            store(lse[:, part], target, total[1])
+    for step in tiles.split(cut.tiles):
+        for g in range(0, groups, cut.groups):
+            part = slice(g, g + cut.groups)
+            _forward_step([x[:, part] for x in rows], o[:, part], lse[:, part], step, cut.window, call.scale)
     lse_rows = from_rows(lse[:-1].flatten(1, 2), q, packed)
     return from_rows(o[:-1].flatten(1, 2), q, packed), lse_rows.transpose(-1, -2).contiguous()
+
+
+def _forward_step(rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, window: int, scale: float) -> None:
+    """Attention of the step's queries, stored into rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
+    q, k, v = rows
+    operand = operand_dtype(q)
+    tile = gather(q, step.clamp(step.rows()[0]), operand)
+    total: tuple[Tensor, Tensor] | None = None
+    for keys, hidden in _key_parts(step, window):
+        places = step.clamp(keys)
+        new = engine.attend(tile, gather(k, places, operand), gather(v, places, operand), hidden, scale)
+        total = engine.merge(total, new)
+    assert total is not None
+    store(o, step.targets(), total[0])
+    store(lse, step.targets(), total[1])
+
+
+def _key_parts(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(key rows [tiles, L], hidden [tiles, R, 1, L]) for each run of at most MAX_KEYS keys.
+
+    Place j of a tile's w + c - 1 keys is row first - (w - 1) + j, which its query r sees where r <= j < r + w.
+    """
+    device, count = step.first.device, window + step.size - 1
+    query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
+    for a in range(0, count, engine.MAX_KEYS):
+        place = torch.arange(a, min(a + engine.MAX_KEYS, count), device=device)
+        keys = step.first[:, None] + (place - (window - 1))
+        hidden = ((place < query) | (place >= query + window)) | (keys < step.start[:, None])[:, None, :]
+        yield keys, hidden.logical_or_(no_query[:, :, None]).unsqueeze(2)
 
 
 def backward(
@@ -125,11 +144,10 @@ def backward(
         if not _covers(q, call):
             return _tiled_backward(do, q, k, v, o, lse, call)
         groups, batch = k.shape[2], q.shape[0]
-        grads = aten.causal_backward(
-            _by_group(do, groups), _by_group(q, groups), k.transpose(1, 2).flatten(0, 1),
-            v.transpose(1, 2).flatten(0, 1), _by_group(o, groups), lse.unflatten(1, (groups, -1)).flatten(0, 1),
-            call.scale, True,
-        )  # fmt: skip
+        keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        tile_do, tile_q, tile_o = (_by_group(x, groups) for x in (do, q, o))
+        tile_lse = lse.unflatten(1, (groups, -1)).flatten(0, 1)
+        grads = aten.causal_backward(tile_do, tile_q, keys, values, tile_o, tile_lse, call.scale, True)
         dq = grads[0].unflatten(0, (batch, groups)).flatten(1, 2).transpose(1, 2).contiguous()
         dk, dv = (g.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous() for g in grads[1:])
         return dq, dk, dv
@@ -138,39 +156,42 @@ def backward(
 def _tiled_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packed = call.cu_seqlens is not None
-    tiles, window, per_step, per_group = _setup(q, k, call)
-    groups, operand, stats = k.shape[-2], operand_dtype(q), stats_dtype(q.dtype)
-    rows_k, rows_v = as_rows(k, packed), as_rows(v, packed)
-    rows_do, rows_q, rows_o = (as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o))
-    rows_lse = as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1))
-    dq = q.new_empty((tiles.total + 1, *rows_q.shape[1:]))
-    dk, dv = (torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in (rows_k, rows_v))
-    for step in tiles.split(per_step):
-        queries, target = step.clamp(step.rows()[0]), step.targets()
-        for g in range(0, groups, per_group):
-            part = slice(g, g + per_group)
-            tile_do, tile_q = gather(rows_do[:, part], queries, operand), gather(rows_q[:, part], queries, operand)
-            tile_lse = gather(rows_lse[:, part], queries, stats)
-            delta = (tile_do.to(stats) * gather(rows_o[:, part], queries, stats)).sum(-1)
-            tile_dq = torch.zeros(tile_q.shape, dtype=stats, device=q.device)
-            for keys, hidden in _key_parts(step, window):
-                places = step.clamp(keys)
-                grads = engine.attend_backward(
-                    tile_do, delta, tile_q, gather(rows_k[:, part], places, operand),
-                    gather(rows_v[:, part], places, operand), tile_lse, hidden, call.scale,
-                )  # fmt: skip
-                tile_dq += grads[0]
-                _add(dk[:, part], keys, step, grads[1])
-                _add(dv[:, part], keys, step, grads[2])
-            store(dq[:, part], target, tile_dq)
-    rows = (dq[:-1].flatten(1, 2), dk[:-1].to(k.dtype), dv[:-1].to(v.dtype))
-    d_q, d_k, d_v = (from_rows(x, q, packed) for x in rows)
-    return d_q, d_k, d_v
+    packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
+    cut = _cut(q, k, call)
+    tiles = make_tiles(q, cut.size, call)
+    rows = [as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o, lse.transpose(-1, -2))]
+    rows += [as_rows(k, packed), as_rows(v, packed)]
+    dq = q.new_empty((tiles.total + 1, *rows[1].shape[1:]))
+    dk, dv = (torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:])
+    for step in tiles.split(cut.tiles):
+        for g in range(0, groups, cut.groups):
+            part = slice(g, g + cut.groups)
+            grads = [x[:, part] for x in (dq, dk, dv)]
+            _backward_step([x[:, part] for x in rows], grads, step, cut.window, call.scale)
+    d_q = from_rows(dq[:-1].flatten(1, 2), q, packed)
+    return d_q, from_rows(dk[:-1].to(k.dtype), k, packed), from_rows(dv[:-1].to(v.dtype), v, packed)
+
+
+def _backward_step(rows: list[Tensor], grads: list[Tensor], step: Tiles, window: int, scale: float) -> None:
+    """Store the step's rows of dq [T + 1, g, h, Dk]; add to those of dk, dv [T + 1, g, D]."""
+    do, q, o, lse, k, v = rows
+    operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), step.clamp(step.rows()[0])
+    tile_do, tile_q, tile_lse = gather(do, queries, operand), gather(q, queries, operand), gather(lse, queries, stats)
+    delta = (tile_do.to(stats) * gather(o, queries, stats)).sum(-1)
+    total: Tensor | None = None
+    for keys, hidden in _key_parts(step, window):
+        places = step.clamp(keys)
+        tile_k, tile_v = gather(k, places, operand), gather(v, places, operand)
+        dq, dk, dv = engine.attend_backward(tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale)
+        total = dq if total is None else total.add_(dq)
+        _add(grads[1], keys, step, dk)
+        _add(grads[2], keys, step, dv)
+    assert total is not None
+    store(grads[0], step.targets(), total)
 
 
 def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
-    """Add [G, tiles, L, D] to the rows [T + 1, G, D] that ``keys`` [tiles, L] names, in a fixed order.
+    """Add [g, tiles, L, D] to the rows [T + 1, g, D] that ``keys`` [tiles, L] names, in a fixed order.
 
     Runs of ``size`` keys of different tiles never meet, so each run is one copy without a race.
     """

@@ -26,8 +26,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: quick, and never cut
     pretty_exceptions_enable=False,
 )
-app.add_typer(backends.app, name="backends")
-app.command()(verify)
+# A short help of its own, because the one typer makes from a docstring is cut.
+app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
+app.command(short_help="Check backends against a float64 truth.")(verify)
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,12 +42,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     safe: Annotated[bool, typer.Option("--safe", help="Load this project's own plugins only.")] = False,
+    plugin_limit: Annotated[
+        float, typer.Option(help="Seconds a third-party plugin may take to load in a child process.", min=0.1)
+    ] = 20.0,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that every command shares."""
-    output.set_safe_mode(safe)
+    output.set_plugin_options(safe, plugin_limit)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

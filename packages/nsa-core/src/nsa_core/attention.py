@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -217,7 +218,13 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 
-@torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
+class _Plans:
+    """Every default plan made, as attributes: torch.compile follows an attribute down to a kernel, with guards."""
+
+
+_plans = _Plans()
+
+
 def default_plan(
     config: NSAConfig,
     device: torch.device,
@@ -234,29 +241,39 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
     """
+    plan: Plan = getattr(_plans, _plan_name(config, device, dtype, varlen, wants_grad, backends))
+    return plan
+
+
+@torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
+def _plan_name(
+    config: NSAConfig, device: torch.device, dtype: torch.dtype, varlen: bool, wants_grad: bool, backends: Backends
+) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    asked = (config, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
     try:
-        return _resolved(config, device, dtype, varlen, True, deterministic, backends)
+        return _made(_plans, True, *asked)
     except Unsupported:
         if wants_grad:
             raise
-        return _resolved(config, device, dtype, varlen, False, deterministic, backends)
+        return _made(_plans, False, *asked)
 
 
-@functools.lru_cache(maxsize=256)
-def _resolved(
+@functools.cache
+def _made(
+    plans: _Plans,
+    needs_grad: bool,
     config: NSAConfig,
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
-    needs_grad: bool,
     deterministic: bool,
     backends: Backends,
-) -> Plan:
+) -> str:
+    """Name of the attribute of ``plans`` that holds the plan."""
     from nsa_core.plan import resolve
 
-    return resolve(
+    plan = resolve(
         config,
         device=device,
         dtype=dtype,
@@ -265,3 +282,9 @@ def _resolved(
         deterministic=deterministic,
         varlen=varlen,
     )
+    name = f"plan_{next(_numbers)}"
+    setattr(plans, name, plan)
+    return name
+
+
+_numbers = itertools.count()

@@ -56,7 +56,8 @@ class NSAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be an integer >= 1, got {value!r}")
         try:
-            self.geometry  # noqa: B018  validates the block fields
+            blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
+            object.__setattr__(self, "_geometry", BlockGeometry(**blocks))  # once: torch.compile cannot trace this
         except InvalidInput as error:
             wrong.append(str(error))
         if wrong:
@@ -94,7 +95,8 @@ class NSAConfig:
     @property
     def geometry(self) -> BlockGeometry:
         """The block integers alone."""
-        return BlockGeometry(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)})
+        made: BlockGeometry = vars(self)["_geometry"]
+        return made
 
     @property
     def qk_dim(self) -> int:

@@ -49,7 +49,7 @@ def _judge_run(
 
 
 def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Where a branch is given everything, it is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
+    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
     length = max(case.lengths, default=0)
     if length == 0 or case.rows is not None:
         return

@@ -6,6 +6,7 @@ combination under test where it takes float64, and else the best backend that do
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,9 +34,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
-    """A job per option of the layer (quick: the default phi, and packed), made with ``job(name, check, case, dtype)``."""
-    import dataclasses
-
+    """A dense and a packed job per option (quick: the default phi), made with ``job(name, check, case, dtype)``."""
     options = OPTIONS if preset == "full" else OPTIONS[:1]
     cases = []
     for option in options:
@@ -58,7 +57,7 @@ def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]
         p = oracle.project(state, x, case.config, cu_seqlens=cu_seqlens)
         golden = oracle.layer(state, x, case.config, cu_seqlens=cu_seqlens)
         positive = oracle.attention(
-            p.q, p.k, tuple(v.abs() for v in p.v), p.gates, case.config, k_cmp=p.k_cmp, v_cmp=p.v_cmp.abs(),
+            p.q, p.k, [v.abs() for v in p.v], p.gates, case.config, k_cmp=p.k_cmp, v_cmp=p.v_cmp.abs(),
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         magnitude = positive.flatten(-2) @ state["out.weight"].abs().T

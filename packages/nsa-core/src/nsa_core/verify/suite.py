@@ -82,7 +82,7 @@ def _size(case: Case) -> int:
 
 
 def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -> Iterator[tuple[Job, list[Finding]]]:
-    """Run ``todo`` in order, yielding each job with its findings; with ``stop_at_first``, end after the first red one."""
+    """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the first red one."""
     for job in todo:
         findings = job.run(subject)
         yield job, findings
