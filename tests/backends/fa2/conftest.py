@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fa2_standin import Library, make
+
 from nsa_backend_fa2 import providers
 
 

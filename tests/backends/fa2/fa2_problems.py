@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
+
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import Kernel, slot_op
 from nsa_core.verify.parity import judge_slot
-from torch import Tensor
 
 SMALL = BlockGeometry(8, 4, 8, 4, 1, 2, 5)
 INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}

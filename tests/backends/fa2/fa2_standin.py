@@ -12,9 +12,10 @@ import types
 from typing import Any
 
 import torch
-from nsa_backend_fa2 import providers
 from packaging.version import Version
 from torch import Tensor
+
+from nsa_backend_fa2 import providers
 
 PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from fa2_standin import Library, make
+
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Found
 from nsa_core.contract import Reason, Request, import_named
-from nsa_core.errors import BackendUnavailable, Unsupported
 from nsa_core.layout import BlockGeometry
+from nsa_core.registry import Registry
+from nsa_core.survey import details
 
 GOOD = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
@@ -98,7 +101,7 @@ def test_pytorchs_backward_is_deterministic_only_when_all_of_pytorch_is(served_b
         torch.use_deterministic_algorithms(False)
     provider = make("aten", Library())
     how = providers.Attention(1.0, deterministic=True)
-    with pytest.raises(Unsupported, match="use_deterministic_algorithms"):
+    with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
         provider.backward(*[torch.zeros(1, 1, 1, 8)] * 5, torch.zeros(1, 1, 1), how)
 
 
@@ -192,7 +195,7 @@ def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(m
     places = (Found("flash-attn", None, Reason("a", "first", "h")), Found("PyTorch", None, Reason("b", "second", "h")))
     monkeypatch.setattr(providers, "found", lambda: places)
     assert codes(GOOD) == ["a", "b"]
-    with pytest.raises(BackendUnavailable, match=r"first \(h\); second"):
+    with pytest.raises(RuntimeError, match=r"first \(h\); second"):
         providers.serving()
 
 
@@ -230,3 +233,27 @@ def test_every_name_in_the_spec_leads_somewhere() -> None:
         for name in (slot.forward, slot.backward, slot.workspace):
             assert name is not None
             assert callable(import_named(name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend may be ready here")
+def test_command_shows_the_backend_unavailable_and_who_would_serve() -> None:
+    command = [sys.executable, "-m", "nsa_cli", "backends", "show", "fa2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout)["backends"]
+    assert row["status"] == "unavailable"
+    assert [line.partition(":")[0] for line in row["details"]] == ["flash-attn", "PyTorch"]
+    assert row["slots"]["cmp"]["reasons"][0]["message"] == "needs cuda, got cpu"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:dict", None)],
+)
+def test_a_detail_that_fails_is_a_line(function: str, words: str | None) -> None:
+    spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)
+    lines = details(Registry(()).with_backend(spec).get("other"))
+    assert lines == [] if words is None else words in lines[0]
+    assert details(Registry(()).with_backend(dataclasses.replace(spec, detail=None)).get("other")) == []
+    broken = Registry(()).with_backend(dataclasses.replace(spec, detail="not a path")).get("other")
+    assert broken.reason is not None
+    assert "detail must be None or 'module:function'" in broken.reason.message

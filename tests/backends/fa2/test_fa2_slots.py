@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
-from fa2_problems import SMALL, Problem, assert_judged, assert_right, run
+from fa2_problems import SMALL, Problem, assert_judged, assert_right, kernel, run
 from fa2_standin import PROVIDERS, Library, make
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from nsa_backend_fa2 import providers
+from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
 SLOTS = ("cmp", "sel", "win")
@@ -205,14 +210,75 @@ def test_row_34_nan_in_one_query_stays_in_its_row(packed: bool, slot: str, libra
 @pytest.mark.parametrize("slot", ["cmp", "win"])
 def test_row_17_boundaries_that_nobody_could_check_stay_in_bounds(slot: str, library: Library) -> None:
     """On CUDA wrong boundaries reach the backend; the stand-in raises where the library would read out of bounds."""
-    from importlib import import_module
-
-    from nsa_core.contract import SlotCall
-
     problem = Problem((30,), batch=None)
     inputs, do, _ = problem.inputs(slot, torch.float32)
     for bounds in ([0, 50, 20, 30], [0, -5, 30], [7, 3, 2**31 - 1], [0, 0, 0]):
         call = SlotCall(SMALL, 0.3, torch.tensor(bounds, dtype=torch.int32), 30)
-        module = import_module(f"nsa_backend_fa2.{slot}")
+        module = importlib.import_module(f"nsa_backend_fa2.{slot}")
         o, lse = module.forward(*inputs.values(), call=call)
         module.backward(do, *inputs.values(), o, lse, call=call)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what would make the host wait for the device; ``off`` while the stand-in runs."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave.Tensor")
+    off = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = str(func).removeprefix("aten.")
+        if not self.off:
+            assert not name.startswith(self.READS), f"{func} synchronises"
+            indices = args[1] if name.startswith(("index.", "index_put")) else ()
+            assert not any(i is not None and i.dtype == torch.bool for i in indices), "a bool index synchronises"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["plain", "row18-packed-empties", "row14-narrow-v", "packed-negative-scale"])
+@pytest.mark.parametrize("library", ["2.5.8", "2.8.3.post2", "aten"], indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_is_read_back_to_the_host(
+    deterministic: bool, library: Library, name: str, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, problem = NoReads(), PROBLEMS[name]
+    deterministic = deterministic and not isinstance(providers.serving(), providers.TorchFlash)
+    provider = providers.serving()
+
+    def unwatched(function):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            mode.off = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                mode.off = False
+
+        return call
+
+    for method in ("forward", "backward"):
+        monkeypatch.setattr(library, method, unwatched(getattr(library, method)))
+    assert provider is providers.serving()
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    call = SlotCall(problem.geometry, problem.factor, cu, max(problem.lengths), deterministic)
+    module = importlib.import_module(f"nsa_backend_fa2.{slot}")
+    with mode:
+        o, lse = module.forward(*inputs.values(), call=call)
+        module.backward(do, *inputs.values(), o.contiguous(), lse, call=call)
+    assert len(library.calls) >= 2
+
+
+def test_the_watch_sees_a_read() -> None:
+    for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.repeat_interleave(x.long())):
+        with pytest.raises(AssertionError, match="synchronises"), NoReads():
+            read(torch.ones(3))
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> None:
+    problem = Problem((9, 4), batch=None) if packed else Problem((13,), batch=1)
+    inputs, _, cu = problem.inputs(slot, torch.float32)
+    leaves = [x.requires_grad_(n != "blocks") for n, x in inputs.items()]
+    bound = kernel(slot, problem)
+    arguments = (*leaves, cu, max(problem.lengths), bound.scale, list(bound.geometry), False)
+    torch.library.opcheck(bound.op, arguments)

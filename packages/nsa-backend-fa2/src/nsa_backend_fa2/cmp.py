@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_fa2.fold import PackedFold, fold, unfold
 from nsa_backend_fa2.operands import attend, attend_backward
 from nsa_backend_fa2.packed import documents
 from nsa_backend_fa2.providers import Attention, Packed
+from nsa_core.contract import SlotCall
 
 
 def forward(

@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens, token_places
-from torch import Tensor
 
 
 def fold(

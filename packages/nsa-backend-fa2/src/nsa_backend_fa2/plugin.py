@@ -28,4 +28,5 @@ def nsa_register_backends() -> BackendSpec:
         priority=20,
         slot_priority={"sel": -10},  # one attention call per token and group: right, and slow
         summary="FlashAttention-2, from the flash-attn package or PyTorch's own",
+        detail=f"{_HOME}.probe:detail",
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from nsa_core.contract import Reason, Request
-
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.operands import MAX_WIDTH, width_of
+from nsa_core.contract import Reason, Request
 
 OLDEST_GPU = (8, 0)
 NEWEST_GPU = (12, 9)
 MAX_GRID = 65535  # batch entries, and heads of the library call
+providers.found()  # loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
+
 _WIDE_ON = ((8, 0), (9, 0), (10, 0))  # capabilities with room for PyTorch's backward of heads wider than 192
 
 

@@ -18,16 +18,16 @@ import inspect
 from typing import Any, Protocol
 
 import torch
-from nsa_core.contract import Reason
-from nsa_core.errors import BackendUnavailable, Unsupported
-from nsa_core.packing import token_places
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
+from nsa_core.contract import Reason
+from nsa_core.packing import token_places
+
 OLDEST, TOO_NEW = Version("2.5"), Version("3")
 INSTALL = (
-    "MAX_JOBS=8 pip install --no-build-isolation flash-attn; for one architecture only, much quicker to build: "
-    "FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) before it"
+    "pip install --no-build-isolation flash-attn; it builds much quicker for one GPU architecture, with "
+    "FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
 )
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation flash-attn"
 _ALL = -1  # the libraries' word for "no bound" in a window
@@ -175,11 +175,11 @@ class TorchFlash:
         """dq, dk, dv.
 
         Raises:
-            Unsupported: the same bits every run are demanded, which PyTorch's kernel gives only when all of PyTorch
+            RuntimeError: the same bits every run are demanded, which PyTorch's kernel gives only when all of PyTorch
                 is told so.
         """
         if how.deterministic and not torch_is_deterministic():
-            raise Unsupported(str(not_deterministic()))
+            raise RuntimeError(str(not_deterministic()))
         state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which there is not
         dq, dk, dv = self._ops._flash_attention_backward(
             do, q, k, v, o, lse, *_bounds(q, k, how), 0.0, how.causal, state, state,
@@ -261,9 +261,9 @@ def serving() -> Provider:
     """The provider in use: the first there is.
 
     Raises:
-        BackendUnavailable: there is none; the message has every reason.
+        RuntimeError: there is none; the message has every reason.
     """
     for place in found():
         if place.provider is not None:
             return place.provider
-    raise BackendUnavailable("fa2: " + "; ".join(str(place.reason) for place in found()))
+    raise RuntimeError("; ".join(str(place.reason) for place in found()))

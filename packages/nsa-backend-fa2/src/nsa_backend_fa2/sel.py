@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from nsa_core.contract import SlotCall
-from nsa_core.layout import BlockGeometry
-from nsa_core.packing import token_places
 from torch import Tensor
 
 from nsa_backend_fa2.operands import attend, attend_backward
 from nsa_backend_fa2.packed import documents
 from nsa_backend_fa2.providers import Attention, Packed
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.packing import token_places
 
 KEYS_AT_ONCE = 2**19  # gathered keys of a chunk
 MAX_DOCUMENTS = 65535  # grid limit of the kernels

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_fa2.operands import attend, attend_backward
 from nsa_backend_fa2.packed import documents
 from nsa_backend_fa2.providers import Attention, Packed
+from nsa_core.contract import SlotCall
 
 
 def _attention(q: Tensor, call: SlotCall) -> Attention:

@@ -5,10 +5,9 @@ A Request that does not say its size counts as one sequence of one token.
 
 from __future__ import annotations
 
-from nsa_core.contract import Request
-
 from nsa_backend_fa2.operands import width_of
 from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
+from nsa_core.contract import Request
 
 _ITEM, _STAT = 2, 4  # bytes of bf16 and fp16, and of fp32
 
