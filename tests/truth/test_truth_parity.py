@@ -156,6 +156,20 @@ def test_row_34_nan_in_a_query_stays_in_its_row_and_group() -> None:
     assert judged(DENSE, "win", inputs, {"o": outputs["o"]})["o"].where == (0, 4, 41, 0)
 
 
+def test_row_34_gradients_are_nan_for_the_keys_that_query_sees_and_judged_elsewhere() -> None:
+    inputs, do = problem(DENSE, "win", torch.bfloat16)
+    outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
+    inputs["q"][0, 60, 4, 2] = torch.nan  # the last token: its 13 keys, in its group and batch entry
+    assert not judged(DENSE, "win", inputs, outputs, do=do)["dk"]
+    outputs["o"][0, 60, 4] = outputs["dq"][0, 60, 4] = torch.nan
+    outputs["lse"][0, 4, 60] = torch.nan
+    outputs["dk"][0, 48:, 1] = outputs["dv"][0, 48:, 1] = torch.nan
+    verdicts = judged(DENSE, "win", inputs, outputs, do=do)
+    assert all(verdicts.values()), verdicts
+    outputs["dk"][0, 47, 1, 0] = torch.nan
+    assert judged(DENSE, "win", inputs, outputs, do=do)["dk"].where == (0, 1, 47, 0)
+
+
 def test_the_lowest_precision_on_the_path_decides() -> None:
     t = DENSE.tensors(torch.bfloat16)
     assert path_dtype([t["gates"], t["o_cmp"], t["blocks"]]) == torch.bfloat16
