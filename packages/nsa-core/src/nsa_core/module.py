@@ -256,5 +256,5 @@ class CheckedKernel:
 
 def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
     """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after ``layer``."""
-    checked: dict[str, Any] = {s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
-    return dataclasses.replace(plan, **checked)
+    kernels: dict[str, Any] = {s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
+    return dataclasses.replace(plan, **kernels)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ def tensor_problems(
     tensors: Sequence[torch.Tensor],
     shapes: Sequence[Sequence[str | int]],
     packed: bool,
-    sizes: Mapping[Any, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[str]:
     """What does not fit together among ``tensors``; empty: nothing.
 
@@ -38,7 +37,7 @@ def tensor_problems(
     multiple of "G".
     """
     wrong: list[str] = []
-    known: dict[str | int, int] = dict(sizes or {})
+    known: dict[str, int] = dict(sizes or {})
     for name, tensor, axes in zip(names, tensors, shapes):
         axes = [a for a in axes if not (packed and a == "B")]
         if tensor.dim() != len(axes):

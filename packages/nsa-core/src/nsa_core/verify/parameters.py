@@ -17,6 +17,7 @@ from nsa_core import oracle
 from nsa_core.attention import nsa_attention
 from nsa_core.module import NSAttention
 from nsa_core.oracle.phi import compressed_positions, token_positions
+from nsa_core.plan import Plan
 from nsa_core.verify.judge import Verdict, judge
 
 Tensors = dict[str, torch.Tensor]
@@ -27,13 +28,17 @@ def judge_layer(
     x: torch.Tensor,  # float64 [B, S, dim], packed [T, dim]
     do: torch.Tensor,  # of x's shape
     cu_seqlens: torch.Tensor | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, Verdict]:
-    """Verdicts on the output "y", on "x"'s gradient and on every parameter's, given the layer's own blocks."""
+    """Verdicts on the output "y", on "x"'s gradient and on every parameter's, given the layer's own blocks.
+
+    ``plan`` runs the layer's slots; None: the layer's own.
+    """
     names, parameters = zip(*attn.named_parameters())
     leaf = x.detach().requires_grad_()
-    y = attn(leaf, cu_seqlens)
+    y = attn(leaf, cu_seqlens, plan=plan)
     actual = dict(zip(("x", *names), torch.autograd.grad(y, [leaf, *parameters], do, materialize_grads=True)))
-    golden, magnitude = _golden(attn, x, do, cu_seqlens)
+    golden, magnitude = _golden(attn, x, do, plan or attn.plan, cu_seqlens)
     verdicts = {"y": _judge(y, golden.pop("y"), magnitude["y"], grad=False)}
     for name, expected in golden.items():
         verdicts[name] = _judge(actual[name], expected, magnitude[name], grad=True)
@@ -47,12 +52,12 @@ def _judge(actual: torch.Tensor, golden: torch.Tensor, magnitude: torch.Tensor, 
 
 
 def _golden(
-    attn: NSAttention, x: torch.Tensor, do: torch.Tensor, cu_seqlens: torch.Tensor | None
+    attn: NSAttention, x: torch.Tensor, do: torch.Tensor, plan: Plan, cu_seqlens: torch.Tensor | None
 ) -> tuple[Tensors, Tensors]:
     """(gradients, magnitudes) by name, the output "y" among them."""
     state = {n: p.detach().clone().requires_grad_() for n, p in attn.named_parameters()}
     leaf = x.detach().requires_grad_()
-    config, blocks = attn.config, _own_blocks(attn, x, cu_seqlens)
+    config, blocks = attn.config, _own_blocks(attn, x, plan, cu_seqlens)
     with_taps, gate = _tapped(state, x), "gate.0.weight" if config.gate == "mlp" else "gate.weight"
     tokens = torch.eye(x.numel() // x.shape[-1], dtype=x.dtype).reshape(*x.shape[:-1], -1)
     p = oracle.project(with_taps, torch.cat((leaf, tokens), -1), config, cu_seqlens=cu_seqlens)
@@ -80,11 +85,11 @@ def _golden(
     return {"y": y.detach(), "x": grads["x"], **{n: grads[n] for n in state}}, found
 
 
-def _own_blocks(attn: NSAttention, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def _own_blocks(attn: NSAttention, x: torch.Tensor, plan: Plan, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     with torch.no_grad():
         p = attn.project(x, cu_seqlens)
-        _, lse = attn.plan.cmp(p.q, p.k_cmp, p.v_cmp, cu_seqlens=cu_seqlens)
-        blocks: torch.Tensor = attn.plan.select(p.q, p.k_cmp, lse, cu_seqlens=cu_seqlens)
+        _, lse = plan.cmp(p.q, p.k_cmp, p.v_cmp, cu_seqlens=cu_seqlens)
+        blocks: torch.Tensor = plan.select(p.q, p.k_cmp, lse, cu_seqlens=cu_seqlens)
     return blocks
 
 
