@@ -104,13 +104,13 @@ def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
     assert torch.autograd.gradcheck(run, (given.q, *given.k, *given.v, given.gates), fast_mode=True)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_row_29_module_compiles_whole_with_dynamic_length(packed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     attn = NSAttention(small(qk_norm=True)).double()
     compiled = torch.compile(attn, backend=counter, fullgraph=True)
-    for length in (40, 64, 33, 51):
+    for length in (40, 64, 33):
         x = torch.randn(*((length,) if packed else (2, length)), 24, dtype=torch.float64, requires_grad=True)
         cu = boundaries(length - 5, 5) if packed else None
         got, expected = compiled(x, cu), attn(x, cu)
