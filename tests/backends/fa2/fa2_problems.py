@@ -140,6 +140,8 @@ PROBLEMS = {
     "row18-packed-empties": Problem(PACKED, batch=None),
     "packed-all-short": Problem((7, 3, 7), batch=None),
     "packed-one": Problem((33,), batch=None),
+    "packed-one-run-each": Problem((8, 9, 3), batch=None),
+    "packed-single-tokens": Problem((1, 0, 1), batch=None),
     "packed-padded-widths": Problem(PACKED, batch=None, heads=3, groups=1, Dk=5, Dv=9),
     "packed-negative-scale": Problem(PACKED, batch=None, scale=-0.3),
 }

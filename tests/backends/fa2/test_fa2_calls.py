@@ -191,3 +191,28 @@ def test_the_watch_sees_a_read() -> None:
     for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.repeat_interleave(x.long())):
         with pytest.raises(AssertionError, match="synchronises"), NoReads():
             read(torch.ones(3))
+
+
+class Names(TorchDispatchMode):
+    """Collects what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sel_adds_in_one_order_on_demand(deterministic: bool, library: Library) -> None:
+    """index_add_ adds with atomics on CUDA; index_put_ sorts first."""
+    problem = Problem((9,), batch=1)
+    inputs, do, cu = problem.inputs("sel", torch.float32)
+    call = SlotCall(problem.geometry, problem.factor, cu, 9, deterministic)
+    module = importlib.import_module("nsa_backend_fa2.sel")
+    o, lse = module.forward(*inputs.values(), call=call)
+    with Names() as names:
+        module.backward(do, *inputs.values(), o, lse, call=call)
+    assert ("index_add_" in names.seen, "index_put_" in names.seen) == (not deterministic, deterministic)

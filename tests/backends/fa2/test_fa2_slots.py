@@ -51,10 +51,16 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     apart = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)[..., : x.shape[-1]].copy_(x)
     off = x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
     heads_first = x.transpose(-3, -2).contiguous().transpose(-3, -2)
-    return {"row23-strided": apart, "row24-misaligned": off, "row23-heads-first": heads_first}
+    odd = x.new_full((*x.shape[:-1], x.shape[-1] + 1), torch.nan)[..., : x.shape[-1]].copy_(x)
+    return {
+        "row23-strided": apart,
+        "row23-heads-first": heads_first,
+        "row24-misaligned": off,
+        "row24-odd-stride": odd,
+    }
 
 
-@pytest.mark.parametrize("layout", ["row23-strided", "row24-misaligned", "row23-heads-first"])
+@pytest.mark.parametrize("layout", ["row23-strided", "row23-heads-first", "row24-misaligned", "row24-odd-stride"])
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
 def test_layout_changes_no_bit(name: str, slot: str, layout: str, library: Library) -> None:
@@ -90,6 +96,21 @@ def test_row_34_nan_in_one_query_stays_in_its_row(packed: bool, slot: str, libra
     rest[-1, 1] = 0
     assert rest.isfinite().all()
     assert outputs["dq"].view(-1, problem.heads, problem.Dk)[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_nan_of_one_document_reaches_no_other(slot: str, library: Library) -> None:
+    problem = PROBLEMS["packed"]  # its first document ends inside a run
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    first = problem.lengths[0]
+    inputs["q"][first:], do[first:] = torch.nan, torch.nan
+    outputs = run(slot, problem, inputs, do, cu)
+    keys = SMALL.num_compressed(first) if slot == "cmp" else first
+    for name, value in outputs.items():
+        if name == "lse":
+            assert not value[:, :first].isnan().any()
+        else:
+            assert value[: keys if name[:2] in ("dk", "dv") else first].isfinite().all(), name
 
 
 @pytest.mark.parametrize("slot", SLOTS)

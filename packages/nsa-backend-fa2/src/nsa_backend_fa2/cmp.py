@@ -65,8 +65,7 @@ def backward_folded(
     """:func:`backward` of any batch, by copies of do, q, o and dq."""
     length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
     folded_do, folded_q, folded_o = (fold(x, groups, geometry) for x in (do, q, o))
-    # +inf: the places of the last run that have no token weigh nothing.
-    folded_lse = fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry, torch.inf).squeeze(-1).transpose(1, 2)
+    folded_lse = fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry).squeeze(-1).transpose(1, 2)
     dq, dk, dv = attend_backward(folded_do, folded_q, k_cmp, v_cmp, folded_o, folded_lse, _attention(call))
     return unfold(dq, length, groups, geometry), dk, dv
 
