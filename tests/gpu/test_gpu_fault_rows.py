@@ -129,10 +129,11 @@ def test_row_47_peak_within_5_percent_of_workspace_bytes(backend: str, slot: str
     run_slot(plan, slot, inputs, do, data)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    # What was asked of the allocator: its blocks may be up to 1 MiB larger, which at 2k tokens is more than 5 %.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     run_slot(plan, slot, inputs, do, data)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     stated = plan.workspace_bytes(plan.requests[slot])
     assert abs(peak - stated) <= 0.05 * peak, f"peak {peak}, stated {stated}, ratio {stated / peak:.3f}"
 

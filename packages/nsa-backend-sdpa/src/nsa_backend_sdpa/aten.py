@@ -70,6 +70,9 @@ def causal(
         wide, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(wide), k.to(wide), v.to(wide), width)
         o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=scale)
+        # The operator takes a row of NaN scores for one that sees nothing and returns 0.
+        lost = q4.isnan().any(-1) | k4[:, :1].isnan().any(-1).cummax(-1).values
+        o, lse = o.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     else:
         q4, k4, v4 = _operands(q, k, v, -(-max(q_width, v_width) // 8) * 8)
         o, lse = _ops._scaled_dot_product_flash_attention(q4, k4, v4, 0.0, True, False, scale=scale)[:2]
