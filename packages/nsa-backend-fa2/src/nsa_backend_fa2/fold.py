@@ -23,9 +23,8 @@ def fold(
     x: Tensor,  # [B, S, Hq, D]
     groups: int,
     geometry: BlockGeometry,
-    fill: float = 0.0,
 ) -> Tensor:  # [B, I, G*d*h, D]
-    """Rows of runs; ``fill`` stands where the last run has no token."""
+    """Rows of runs; 0 stands where the last run has no token: such a q sees keys, and such a dO gives them nothing."""
     stride, skip = geometry.compress_stride, geometry.compress_block_size - 1
     batch, length, heads, width = x.shape
     runs, per_group = geometry.num_compressed(length), heads // groups
@@ -36,7 +35,7 @@ def fold(
     tokens[:, :whole] = source[:, : whole * stride].unflatten(1, (whole, stride))
     if rest:
         tokens[:, whole, :rest] = source[:, whole * stride :]
-        tokens[:, whole, rest:] = fill
+        tokens[:, whole, rest:] = 0
     return folded.view(batch, runs, groups * stride * per_group, width)
 
 
