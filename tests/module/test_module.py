@@ -382,6 +382,20 @@ def test_rows_01_02_04_empty_and_short_inputs():
     assert attn(x, boundaries(0, 0)).shape == (0, 24)
 
 
+def test_backward_does_not_keep_the_fused_projection():
+    attn, x, kept = layer_of(torch.float32), torch.randn(1, 64, 24), {}
+    whole = sum(attn._widths) * 64 * 4
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        attn(x)
+    assert kept
+    assert whole not in kept.values()
+
+
 def test_repr_shows_what_differs_from_the_default():
     assert "window_size=9" in repr(layer_of())
     assert "rope_base" not in repr(layer_of())

@@ -59,6 +59,13 @@ def test_plan_of_a_layer_is_what_ran():
     assert {c.slot: c.backend for c in calls} == {slot: choice.backend for slot, choice in attn.plan.choices.items()}
 
 
+def test_row_29_meta_tensors_need_no_backend_for_meta():
+    with torch.device("meta"):
+        attn = NSAttention(CONFIG)
+        assert attn(torch.empty(2, 37, 24)).shape == (2, 37, 24)
+    assert attn.plan.requests["cmp"].device == "cpu"
+
+
 def test_unknown_backend_is_named():
     with pytest.raises(nsa_core.InvalidInput, match="sdpa"):
         NSAttention(CONFIG, backends="spda").plan  # noqa: B018

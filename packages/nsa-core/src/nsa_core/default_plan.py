@@ -60,7 +60,7 @@ def _plan_name(
     backends: Backends,
 ) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (NSAConfig(*values), device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
+    asked = (values, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
     try:
         return _made(_plans, True, *asked)
     except Unsupported:
@@ -73,7 +73,7 @@ def _plan_name(
 def _made(
     plans: _Plans,
     needs_grad: bool,
-    config: NSAConfig,
+    values: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
@@ -84,7 +84,7 @@ def _made(
     from nsa_core.plan import resolve
 
     plan = resolve(
-        config,
+        NSAConfig(*values),
         device=device,
         dtype=dtype,
         backends=dict(backends) if isinstance(backends, tuple) else backends,
