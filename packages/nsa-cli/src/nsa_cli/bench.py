@@ -24,7 +24,7 @@ app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
 
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
     "quick": {
-        "cpu": {"shapes": "tiny", "lengths": "512..2k", "phases": "forward,backward", "dtypes": "float32"},
+        "cpu": {"shapes": "tiny", "lengths": "256..1k", "phases": "forward,backward", "dtypes": "float32"},
         "cuda": {"shapes": "reports", "lengths": "2k..16k", "phases": "forward,backward", "dtypes": "bfloat16"},
     },
     "full": {
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 BUDGET_S = {"quick": 0.1, "full": 0.3}
-TIME_LIMIT_S = {"quick": 30.0, "full": 420.0}
+TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
 
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the result file.", show_default=False)]
 _Html = Annotated[Path | None, typer.Option("--html", help="Write a report in one file.", show_default=False)]
@@ -96,7 +96,7 @@ def bench(
         quick = {"budget_s": BUDGET_S.get(preset), "time_limit_s": TIME_LIMIT_S.get(preset)}
         limits = {"budget_s": budget, "time_limit_s": time_limit}
         settings = _settings(
-            preset, given, combo or [], _integers(blocks), device,
+            preset, given, combo or [], integers(blocks), device,
             {"batch": batch, "seed": seed, "max_call_s": max_call}
             | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
             inputs, text, threads,
@@ -158,7 +158,8 @@ def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bo
         need_matplotlib()
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
+    """The integers of --blocks."""
     from nsa_core.errors import InvalidInput
 
     try:

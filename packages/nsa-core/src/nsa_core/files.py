@@ -10,6 +10,12 @@ from pathlib import Path
 from nsa_core.errors import InvalidInput
 
 
+def user_cache() -> Path:
+    """This library's directory under XDG_CACHE_HOME or ~/.cache; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))) / "nsa"
+
+
 def write_atomic(path: str | Path, text: str, force: bool = False) -> None:
     """Write ``text`` as UTF-8, as :func:`write_bytes_atomic` does and with its errors."""
     write_bytes_atomic(path, text.encode("utf-8"), force)

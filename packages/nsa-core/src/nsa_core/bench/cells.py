@@ -54,7 +54,7 @@ def works_of(
             key = part_key(slot, plan)
             if key not in seen and not (slot == "select" and phase == "backward"):  # it has no backward
                 seen.add(key)
-                works.append(Work(key, _part(x, config, plan, slot, phase)))
+                works.append(part_work(x, config, plan, slot, phase))
     if plans:
         works.append(Work("compress", _compress(x, config, phase)))
     return works
@@ -101,8 +101,8 @@ def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
     return _phased(forward, [x.k, x.v], do, phase)
 
 
-def _part(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Callable[[], Call]:
-    """The setup of one kernel on the tensors it receives in ``plan``."""
+def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Work:
+    """One kernel, alone, on the tensors it receives in ``plan``."""
 
     def make() -> Call:
         tensors = [t.detach() for t in _received(x, config, plan, slot)]
@@ -112,7 +112,7 @@ def _part(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Ca
         leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
         return _phased(lambda: _first(getattr(plan, slot)(*tensors)), leaves, x.do, phase)()
 
-    return make
+    return Work(part_key(slot, plan), make)
 
 
 def _first(result: Any) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nsa_core import tuned
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -16,18 +17,7 @@ def device_name(device: str | torch.device) -> str:
     """The GPU's name, or the processor's model."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return processor_name()
-
-
-def processor_name() -> str:
-    """The processor's model as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return tuned.processor_name()
 
 
 def machine(device: str) -> dict[str, Any]:
