@@ -141,7 +141,7 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
             axes.barh(height, width, left=left, color=colour, height=0.6, label=name if height == 0 else None)
             left += width
         total = m.performance.median_ms if m.performance else 0.0
-        axes.plot([total], [height], marker="|", ms=22, mew=2.5, color="black", ls="")
+        axes.plot([total], [height], marker="|", ms=min(22, 120 / len(bars)), mew=2.5, color="black", ls="")
     axes.plot([], [], marker="|", ms=9, mew=2.5, color="black", ls="", label="whole call")
     names = [f"{m.subject}\n{m.phase}" for m in bars]
     axes.set_yticks(range(len(bars)), names, fontsize=8)

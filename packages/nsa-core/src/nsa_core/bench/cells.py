@@ -44,10 +44,10 @@ def works_of(
 ) -> list[Work]:
     """Everything to time on ``x``: "total <combo>", "<slot> <backend>", "compress", and the rivals by name."""
     works: list[Work] = []
+    for rival in rivals:  # first: a combination without a rival beside it says little
+        works.append(Work(rival.name, _phased(_dense(rival, x), [x.q, x.k, x.v], x.do, phase), True))
     for name, plan in plans.items():
         works.append(Work(TOTAL + name, _phased(_core(x, config, plan), [x.q, x.k, x.v, x.gates], x.do, phase), True))
-    for rival in rivals:
-        works.append(Work(rival.name, _phased(_dense(rival, x), [x.q, x.k, x.v], x.do, phase), True))
     seen: set[str] = set()
     for plan in plans.values():
         for slot in SLOTS:

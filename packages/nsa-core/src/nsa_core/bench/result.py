@@ -103,7 +103,14 @@ class Result:
 
     def to_json(self) -> str:
         """The result file's text."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n"
+        fields = []
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, list):  # an entry a line: small, and a difference of two files can be read
+                rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
+                fields.append(f'"{name}": [\n  {rows}\n ]')
+            else:
+                fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
+        return "{\n " + ",\n ".join(fields) + "\n}\n"
 
 
 def read_result(path: Path) -> Result:
