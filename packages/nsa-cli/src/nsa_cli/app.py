@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli import backends, output
+from nsa_cli import backends, bench, output
+from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, explain and verify its backends.
@@ -29,6 +30,8 @@ app = typer.Typer(
 # A short help of its own, because the one typer makes from a docstring is cut.
 app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
 app.command(short_help="Check backends against a float64 truth.")(verify)
+app.command(short_help="Measure backends here, for `auto` to use.")(tune)
+app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
 
 
 def _print_version(wanted: bool) -> None:

@@ -118,23 +118,28 @@ def check_writable(path: Path | None, force: bool = False) -> None:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Progress on stderr: a bar on a terminal, else a line at most every ten seconds. Yields ``advance(label)``."""
-    if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """Progress and time left on stderr: a bar on a terminal, else a line at most every ten seconds.
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    Yields ``advance(label)``.
+    """
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda label: bar.update(task, advance=1, description=one_line(label))
         return
-    done, last = 0, time.monotonic()
+    started = last = time.monotonic()
+    done = 0
 
     def advance(label: str) -> None:
         nonlocal done, last
         done += 1
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            print(f"{done}/{total} {one_line(label)}", file=sys.stderr, flush=True)
+            left = (last - started) / done * (total - done)
+            print(f"{done}/{total} {one_line(label)}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     yield advance
 

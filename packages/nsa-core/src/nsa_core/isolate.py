@@ -22,7 +22,7 @@ from typing import Any
 
 from nsa_core.contract import Reason
 from nsa_core.errors import InvalidInput
-from nsa_core.files import write_atomic
+from nsa_core.files import user_cache, write_atomic
 from nsa_core.plugins import Plugin, call_plugin
 
 LIMIT_S = 20.0
@@ -136,8 +136,7 @@ def _hint() -> str:
 
 def cache_file() -> Path:
     """Where verdicts are remembered: ``nsa/plugins.json`` under XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))) / "nsa" / "plugins.json"
+    return user_cache() / "plugins.json"
 
 
 def _key(plugin: Plugin) -> str:

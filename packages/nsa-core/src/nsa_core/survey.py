@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nsa_core import tuned
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.errors import BackendUnavailable, InvalidInput
@@ -55,6 +56,7 @@ class Survey:
     wanted: Mapping[str, str | None]  # slot -> backend asked for, None: auto
     candidates: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
+    tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # slot -> why its first candidate is first
 
 
 def survey(
@@ -111,7 +113,27 @@ def survey(
             candidate = Candidate(entry.name, entry.version, entry.status, reasons)
             candidates[slot].append(((entry.spec is None, -priority, entry.name), candidate))
     ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
-    return Survey(config, MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked), registry)
+    said = _tune(ranked, requests, device)
+    frozen = (MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked))
+    return Survey(config, *frozen, registry, MappingProxyType(said))
+
+
+def _tune(
+    ranked: dict[str, tuple[Candidate, ...]], requests: Mapping[str, Request], device: str | torch.device
+) -> dict[str, str]:
+    """Put what was measured to be fastest on this device first; slot -> the sentence that says so."""
+    if not tuned.path().exists():
+        return {}
+    place = torch.device(device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else tuned.processor_name()
+    said = {}
+    for slot, candidates in ranked.items():
+        accepted = {c.backend: c.version for c in candidates if c.accepted}
+        best = tuned.choose(requests[slot], name, accepted)
+        if best is not None:
+            ranked[slot] = tuple(sorted(candidates, key=lambda c: c.backend != best[0]))
+            said[slot] = best[1]
+    return said
 
 
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
