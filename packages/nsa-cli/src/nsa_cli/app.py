@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from nsa_cli import backends, output
+from nsa_cli.conformance import conformance
+from nsa_cli.doctor import doctor, env
 from nsa_cli.verify import verify
 
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, explain and verify its backends.
@@ -29,6 +31,9 @@ app = typer.Typer(
 # A short help of its own, because the one typer makes from a docstring is cut.
 app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
 app.command(short_help="Check backends against a float64 truth.")(verify)
+app.command(short_help="Run the suite for authors of backends.")(conformance)
+app.command(short_help="What this machine has, what is wrong, and what to type.")(doctor)
+app.command(short_help="Print a block to paste in a bug report.")(env)
 
 
 def _print_version(wanted: bool) -> None:
