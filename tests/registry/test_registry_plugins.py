@@ -154,8 +154,10 @@ def test_hidden_duplicate_of_a_distribution_counts_once(install, tmp_path, monke
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     toys.install(hidden, "toy-twice", "toy-twice", toys.good("toy-twice", "toy_twice"), "1.0")
+    with open(hidden / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
+        points.write("toy-gone-since = toy_twice\n")
     monkeypatch.setattr("sys.path", [*sys.path, str(hidden)])
-    assert [p.version for p in installed() if p.name == "toy-twice"] == ["2.0"]
+    assert [(p.name, p.version) for p in installed() if p.distribution == "toy-twice"] == [("toy-twice", "2.0")]
     assert discover().get("toy-twice").status == "ready"
 
 
@@ -190,7 +192,7 @@ def test_environment_switches_plugins_off_by_name_or_distribution(install, monke
         if value is not None:
             monkeypatch.setenv(variable, value)
     registry = discover()
-    assert {e.name for e in registry.ready()} == ready
+    assert {e.name for e in registry.ready()} - {"fa2", "triton"} == ready  # they load wherever they are installed
     for entry in registry.entries:
         if entry.name in {"toy-a", "toy-b", "sdpa"} - ready:
             assert entry.status == "disabled"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import planted
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import planted
 from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense
 from nsa_core.verify.judge import heads_first, judge
 from nsa_core.verify.parity import judge_slot
 from planted import FAULTS, MINOR, RULES, Attention, Fault
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GEOMETRY = BlockGeometry(planted.BLOCK, planted.STRIDE, 64, 8, 1, 2, planted.W)
 H, G, D = 4, 2, 64

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+
 from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.regret import SelectionVerdict, judge_selection
@@ -110,10 +111,10 @@ def test_wrong_dtype_or_shape(choice: Choice) -> None:
     assert "expected" in choice.judged(blocks=choice.blocks[..., :4]).why
 
 
-def near_tie(gap: float, dtype: torch.dtype = torch.float32) -> Choice:
+def near_tie(gap: float, dtype: torch.dtype = torch.float32, height: float = 1.0) -> Choice:
     """Blocks 3 and 5 are the two best by far for every token that may choose, 5 better by the relative ``gap``."""
     q = torch.zeros(1, 200, 1, 16, dtype=dtype)
-    q[..., 0] = 1.0
+    q[..., 0] = height
     k = torch.zeros(1, 49, 1, 16, dtype=dtype)
     k[0, 13, 0, 0], k[0, 21, 0, 0] = 4.0, 4.0 * (1 + gap)
     return made(q, k, geometry=dataclasses.replace(GEOMETRY, num_selected_blocks=4))
@@ -129,6 +130,12 @@ def test_row_40_near_ties_may_be_swapped_within_the_noise(ulps: int, ok: bool) -
     assert verdict.regret > 0
     assert verdict.flip_rate == pytest.approx(1 / 200)
     assert "1 of 200 sets leave out a better block" in verdict.why
+
+
+def test_large_logits_make_large_noise() -> None:
+    place = (0, 195, 0)
+    assert near_tie(2.0**-22, height=64.0).broken(place, [0, 3, 11, 12]).regret <= 8
+    assert near_tie(64 * 2.0**-22).broken(place, [0, 3, 11, 12]).regret > 8  # the same scores from small logits
 
 
 def test_flips_are_allowed_up_to_one_in_a_thousand() -> None:

@@ -62,6 +62,7 @@ def show(name: Annotated[str, typer.Argument(help="A backend's name.")], json: _
         wanted = registry.get(name)  # refuses unknown names before anything is probed
         _, document = rows.probed(registry)
         document["backends"] = [row for row in document["backends"] if row["name"] == wanted.name]
+        rows.add_details(document, registry)
         if json:
             output.print_json(document)
         else:

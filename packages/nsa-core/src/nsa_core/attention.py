@@ -109,7 +109,7 @@ def nsa_attention(
         places = None if cu_seqlens is None else packed_blocks(cu_seqlens, q.shape[0], config.geometry)
         k_cmp, v_cmp = (mean_compress(x, config.geometry, places) for x in (k_raw, v_raw))
 
-    where = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **where)
     if blocks is None:
         blocks = plan.select(q.detach(), k_cmp.detach(), lse_cmp, **where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,13 +15,20 @@ from nsa_core.attention import default_plan, frozen_backends, nsa_attention
 from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.gating import autocasts, make_gate
+from nsa_core.gating import make_gate
+from nsa_core.ops import autocasts
 from nsa_core.packing import token_places
 from nsa_core.rope import RopeTable, rope_table, rotate
 
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
     from nsa_core.stats import NSAStats
+
+
+@functools.cache
+def _one_of_equal(config: NSAConfig) -> NSAConfig:
+    """The first config equal to this one: torch.compile tells layers apart by the object."""
+    return config
 
 
 class HeadNorm(nn.Module):
@@ -73,6 +81,7 @@ class NSAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
+        config = _one_of_equal(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
@@ -253,6 +262,5 @@ class CheckedKernel:
 
 def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
     """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after ``layer``."""
-    return dataclasses.replace(
-        plan, **{s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
-    )
+    kernels: dict[str, Any] = {s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
+    return dataclasses.replace(plan, **kernels)

@@ -174,6 +174,18 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
     return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
 
 
+def details(entry: BackendEntry) -> list[str]:
+    """What ``entry``'s backend says of itself on this machine, a line each; what goes wrong in asking is a line too."""
+    if entry.spec is None or entry.spec.detail is None:
+        return []
+    try:
+        return [one_line(text) for text in _call_limited(import_named(entry.spec.detail))]
+    except _TooSlowError:
+        return [f"its detail did not come within {PROBE_LIMIT_S:g} s"]
+    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+        return [f"its detail raised {describe_error(error)}"]
+
+
 class _TooSlowError(Exception):
     """The probe did not answer in time."""
 
@@ -194,13 +206,13 @@ def _probe(path: str, request: Request) -> tuple[Reason, ...]:
     return tuple(answer)
 
 
-def _call_limited(probe: Any, request: Request) -> Any:
-    """``probe(request)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
+def _call_limited(probe: Any, *arguments: Any) -> Any:
+    """``probe(*arguments)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put((probe(request), None))
+            answers.put((probe(*arguments), None))
         except BaseException as error:  # noqa: BLE001  handed to the asking thread
             answers.put((None, error))
 

@@ -37,7 +37,7 @@ def tensor_problems(
     multiple of "G".
     """
     wrong: list[str] = []
-    known: dict[object, int] = dict(sizes or {})
+    known: dict[str, int] = dict(sizes or {})
     for name, tensor, axes in zip(names, tensors, shapes):
         axes = [a for a in axes if not (packed and a == "B")]
         if tensor.dim() != len(axes):
