@@ -384,7 +384,7 @@ def test_row_29_fake_tensors_give_shapes(planned, packed):
         assert given.k[0].grad.shape == given.k[0].shape
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_row_29_compiles_whole_with_dynamic_length(planned, packed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -393,7 +393,7 @@ def test_row_29_compiles_whole_with_dynamic_length(planned, packed):
         return nsa_attention(*given, config=CONFIG, cu_seqlens=cu).sin()
 
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
-    for length in (40, 64, 33, 51, 72):
+    for length in (40, 64, 33, 51):
         given = inputs(CONFIG, *((length,) if packed else (2, length)), requires_grad=True)
         cu = boundaries(length - 5, 5) if packed else None
         got, expected = compiled(given, cu), layer(given, cu)

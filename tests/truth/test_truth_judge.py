@@ -60,6 +60,36 @@ def test_one_small_row_wrong_is_found(dtype: torch.dtype, scale: float) -> None:
     assert "(1, 0)" in verdict.why
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
+    """Row by row in plain Python, with rows where each part of the noise and of the bias is the larger one."""
+    u, fine = torch.finfo(dtype).eps / 2, 2.0 ** (-53 if dtype == FP64 else -24)
+    limit, kappa = LIMITS[dtype].bias, 1 / 8 if grad else 0.0
+    g, parts = normal(2, 6, 5), torch.tensor([0.1, 30.0], dtype=FP64)
+    r = g + u * parts.repeat(3)[:, None] * normal(2, 6, 5, seed=1)
+    m = g.abs() * torch.tensor([1.0, 1, 50, 50, 1, 1], dtype=FP64)[:, None]
+    for size in (1e-3, 1.0):
+        a = g * (1 + u) + size * u * normal(2, 6, 5, seed=2)
+        row, elem, bias = 0.0, 0.0, 0.0
+        for head in range(2):
+            slant = size_of_g = chance = 0.0
+            for i in range(6):
+                rows = [x[head, i].tolist() for x in (a, g, r, m)]
+                rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 5) for x in (rows[1], rows[3]))
+                rms_r = math.sqrt(sum((x - y) ** 2 for x, y in zip(rows[2], rows[1])) / 5)
+                n = max(rms_r, u * rms_g + (kappa * u + 4 * fine) * rms_m)
+                errors = [x - y for x, y in zip(rows[0], rows[1])]
+                row = max(row, math.sqrt(sum(e * e for e in errors) / 5) / n)
+                elem = max(elem, max(abs(e) for e in errors) / n)
+                slant += sum(e * y for e, y in zip(errors, rows[1]))
+                size_of_g += sum(y * y for y in rows[1])
+                chance += n * n * sum(y * y for y in rows[1])
+            bias = max(bias, abs(slant) / (limit * u * size_of_g + 4 * math.sqrt(chance)))
+        verdict = judge(a, g, r, m, dtype, grad=grad)
+        assert (verdict.row, verdict.elem, verdict.bias) == pytest.approx((row, elem, bias), rel=1e-9)
+
+
 def test_one_element_wrong_is_found_by_elem() -> None:
     g, r, m = scene(BF16, D=256)
     a = r.clone()

@@ -139,19 +139,25 @@ def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) ->
         assert (grad * along).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), ["x", *names][index]
 
 
-def test_layer_is_its_parts_put_together_by_hand() -> None:
+@pytest.mark.parametrize("options", [{}, {"gate": "mlp", "qk_norm": True}], ids=["default", "gate-mlp-qk-norm"])
+def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> None:
     """Row order of the fused projection, gate order, rotation of each key, phi before rotary: written out once more."""
-    config, S = CONFIG, 13
-    state, x = layer_state(CONFIG), normal(1, 13, 12, seed=9)
+    config, S, f = dataclasses.replace(CONFIG, **options), 13, torch.nn.functional
+    state, x = layer_state(config), normal(1, 13, 12, seed=9)
     rows = state["qkv.weight"].split([24, 12, 12, 12, 6, 6, 6])
     q, k_c, k_s, k_w = ((x @ r.T).view(1, S, -1, 6) for r in rows[:4])
     v_c, v_s, v_w = ((x @ r.T).view(1, S, 2, 3) for r in rows[4:])
+    if config.qk_norm:
+        q = f.rms_norm(q, (6,), state["q_norm.weight"], 1e-6)
+        k_c, k_s, k_w = (f.rms_norm(k, (6,), state["k_norm.weight"], 1e-6) for k in (k_c, k_s, k_w))
     at = torch.arange(S)
     q, k_s, k_w = (oracle.rope(z, at, 10000.0) for z in (q, k_s, k_w))
     phi = {s: {n.removeprefix(f"phi_{s}."): p for n, p in state.items() if n.startswith(f"phi_{s}")} for s in "kv"}
     k_cmp = oracle.rope(oracle.compress("mlp", phi["k"], k_c, config.geometry), 2 * torch.arange(5), 10000.0)
     v_cmp = oracle.compress("mlp", phi["v"], v_c, config.geometry)
-    gates = torch.sigmoid(x @ state["gate.weight"].T + state["gate.bias"]).view(1, S, 4, 3)
+    last = "gate.2" if config.gate == "mlp" else "gate"
+    hidden = f.silu(f.linear(x, state["gate.0.weight"], state["gate.0.bias"])) if config.gate == "mlp" else x
+    gates = f.linear(hidden, state[f"{last}.weight"], state[f"{last}.bias"]).sigmoid().view(1, S, 4, 3)
     args = (config.geometry, 6**-0.5)
     cmp_ = oracle.cmp(q, k_cmp, v_cmp, *args)
     assert cmp_.lse is not None

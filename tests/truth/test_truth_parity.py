@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 
+from nsa_core import oracle
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense
-from nsa_core.verify.judge import Verdict
+from nsa_core.verify.judge import Verdict, heads_first, judge
 from nsa_core.verify.parity import judge_slot, path_dtype
 from truth_cases import TruthCase
 
@@ -69,6 +70,18 @@ def test_right_results_pass_and_a_small_wrong_is_found(slot: str, case: TruthCas
         found = judged(case, slot, inputs, wrong, do=do)
         assert [n for n, v in found.items() if not v] == [name]
         assert len(found[name].where) == len(case.lead) + 1
+
+
+def test_outputs_and_gradients_each_by_their_rule() -> None:
+    inputs, do = problem(DENSE, "win", torch.bfloat16)
+    outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
+    args = (*inputs.values(), GEOMETRY, DENSE.scale)
+    g, m = oracle.win(*args, do=do), dense.win(*args, do=do, arithmetic="magnitude")
+    r = dense.win(*args, do=do, arithmetic="rounded", dtype=torch.bfloat16)
+    verdicts = judged(DENSE, "win", inputs, outputs, do=do)
+    for name in ("o", "dq", "dk", "dv"):
+        four = [x if torch.is_tensor(x) else x.o if name == "o" else x.grads[name] for x in (outputs[name], g, r, m)]
+        assert verdicts[name] == judge(*(heads_first(x) for x in four), torch.bfloat16, grad=name != "o")
 
 
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
@@ -154,6 +167,20 @@ def test_row_34_nan_in_a_query_stays_in_its_row_and_group() -> None:
     assert all(judged(DENSE, "win", inputs, {n: outputs[n] for n in ("o", "lse")}).values())
     outputs["o"][0, 41, 4, 0] = torch.nan
     assert judged(DENSE, "win", inputs, {"o": outputs["o"]})["o"].where == (0, 4, 41, 0)
+
+
+def test_row_34_gradients_are_nan_for_the_keys_that_query_sees_and_judged_elsewhere() -> None:
+    inputs, do = problem(DENSE, "win", torch.bfloat16)
+    outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
+    inputs["q"][0, 60, 4, 2] = torch.nan  # the last token: its 13 keys, in its group and batch entry
+    assert not judged(DENSE, "win", inputs, outputs, do=do)["dk"]
+    outputs["o"][0, 60, 4] = outputs["dq"][0, 60, 4] = torch.nan
+    outputs["lse"][0, 4, 60] = torch.nan
+    outputs["dk"][0, 48:, 1] = outputs["dv"][0, 48:, 1] = torch.nan
+    verdicts = judged(DENSE, "win", inputs, outputs, do=do)
+    assert all(verdicts.values()), verdicts
+    outputs["dk"][0, 47, 1, 0] = torch.nan
+    assert judged(DENSE, "win", inputs, outputs, do=do)["dk"].where == (0, 1, 47, 0)
 
 
 def test_the_lowest_precision_on_the_path_decides() -> None:

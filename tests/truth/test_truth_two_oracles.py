@@ -120,3 +120,33 @@ def test_rows_that_do_not_exist_are_refused() -> None:
     t = ONE.tensors()
     with pytest.raises(ValueError, match=r"rows must lie in \[0, 1\), got 1 .. 1"):
         oracle.win(t["q"], t["k"], t["v"], ONE.geometry, 1.0, rows=[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype) -> None:
+    case = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 40), (32,), False, 1, 1, 1, 8, 8, 0.5, 4)
+    t = case.tensors(dtype)
+    got = dense.win(t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype)
+
+    def r(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).float()
+
+    q, k, v, do = (t[name][0, :, 0].float() for name in ("q", "k", "v", "do"))
+    s = (q @ k.T * 0.5).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    p = e / e.sum(-1, keepdim=True)
+    o = r(r(e) @ v / e.sum(-1, keepdim=True))
+    ds = r(p * (do @ v.T - (do * o).sum(-1, keepdim=True)))
+    expected = {"dq": r(0.5 * (ds @ k)), "dk": r(0.5 * (ds.T @ q)), "dv": r(r(p).T @ do)}
+    assert torch.equal(got.o[0, :, 0], o)
+    assert got.lse is not None
+    assert torch.allclose(got.lse[0, 0], s.logsumexp(-1), rtol=1e-6, atol=0)
+    assert not torch.equal(got.lse, r(got.lse))
+    for name, want in expected.items():
+        assert torch.equal(got.grads[name][0, :, 0], want), name
+    gates = dense.combine(t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype)
+    g, branches = t["gates"], [t[f"o_{name}"].float() for name in ("cmp", "sel", "win")]
+    assert torch.allclose(gates.o, r(sum(g[..., c, None] * x for c, x in enumerate(branches))), rtol=1e-2, atol=1e-5)
+    assert torch.equal(gates.o, r(gates.o))
+    assert torch.equal(gates.grads["do_sel"], r(g[..., 1, None] * t["do"].float()))
+    assert not torch.equal(gates.grads["dgates"], r(gates.grads["dgates"]))

@@ -13,6 +13,7 @@ from nsa_core.ops import Kernel, slot_op
 from nsa_core.verify.parity import judge_slot
 
 SMALL = BlockGeometry(8, 4, 8, 4, 1, 2, 5)
+SLOTS = ("cmp", "sel", "win")
 INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
 
 
@@ -108,3 +109,37 @@ def assert_right(
     verdicts = judge_slot(slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do)
     wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
     assert not wrong, (slot, problem, wrong)
+
+
+PACKED = (0, 17, 1, 0, 7, 8, 0)  # empty first, middle and last; shorter than l; exactly l
+WIDE = BlockGeometry(32, 8, 64, 2, 1, 1, 100)
+
+PROBLEMS = {
+    "plain": Problem(),
+    "row12-h1": Problem(heads=2, groups=2),
+    "row12-h3": Problem(heads=3, groups=1, batch=1),
+    "row12-h6": Problem(heads=12, groups=2, batch=1),
+    "row13-odd-width": Problem(Dk=5, Dv=5),
+    "row14-narrow-v": Problem(Dk=24, Dv=16, batch=1),
+    "row14-wide-v": Problem(Dk=6, Dv=13),
+    "row03-one-token": Problem((1,)),
+    "row04-shorter-than-l": Problem((7,)),
+    "row05-l": Problem((8,)),
+    "row05-l+d-1": Problem((11,)),
+    "row05-l+d": Problem((12,)),
+    "row06-odd": Problem((25,), batch=3, heads=2, groups=1),
+    "row07-n-covers-all": Problem((20,)),
+    "row10-wide-window": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 100)),
+    "row10-window-is-s": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 18)),
+    "window-1": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 1)),
+    "l-is-d": Problem((18,), batch=1, geometry=BlockGeometry(4, 4, 8, 4, 1, 2, 7)),
+    "long-blocks": Problem((130,), batch=1, heads=2, groups=1, geometry=WIDE),
+    "row41-negative-scale": Problem(scale=-0.3),
+    "row41-zero-scale": Problem(scale=0.0),
+    "packed": Problem((9, 14), batch=None),
+    "row18-packed-empties": Problem(PACKED, batch=None),
+    "packed-all-short": Problem((7, 3, 7), batch=None),
+    "packed-one": Problem((33,), batch=None),
+    "packed-padded-widths": Problem(PACKED, batch=None, heads=3, groups=1, Dk=5, Dv=9),
+    "packed-negative-scale": Problem(PACKED, batch=None, scale=-0.3),
+}

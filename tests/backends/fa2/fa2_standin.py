@@ -108,6 +108,10 @@ class Library:
             for b in range(q.shape[0]):
                 o[b], lse[b] = one(q[b], k[b], v[b], how["scale"], seen)[:2]
             return o, lse
+        unbounded = how["left"] < 0 or how["left"] >= how["max_k"]
+        # The library then puts the group in the place of the rows, and takes every document to have one row.
+        swapped = how["max_q"] == 1 and q.shape[1] > k.shape[1] and unbounded and how["right"] < 0
+        require(not swapped or len(q) == len(how["cu_q"]) - 1, "shape is invalid for input")
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=stats)
         for rows, keys in zip(spans(how["cu_q"], len(q)), spans(how["cu_k"], len(k))):
             count, length = rows.stop - rows.start, keys.stop - keys.start

@@ -1,10 +1,15 @@
-"""The compressed branch: the fold, and one causal call of as many rows as keys (per document, in one varlen call)."""
+"""The compressed branch: the fold, and one causal call of as many rows as keys.
+
+A batch is folded by copying q (fold.py); one sequence is read where it lies (residues.py); packed documents are
+gathered on the device and served by one varlen call.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from nsa_backend_fa2 import residues
 from nsa_backend_fa2.fold import PackedFold, fold, unfold
 from nsa_backend_fa2.operands import attend, attend_backward
 from nsa_backend_fa2.packed import documents
@@ -22,11 +27,9 @@ def forward(
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no key is visible."""
     if call.cu_seqlens is not None:
         return _forward_packed(q, k_cmp, v_cmp, call)
-    length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
-    o, lse = attend(fold(q, groups, geometry), k_cmp, v_cmp, _attention(call))
-    # lse [B, G*d*h, I] takes the way of an o of width 1.
-    spread = unfold(lse.transpose(1, 2).unsqueeze(-1), length, groups, geometry, -torch.inf)
-    return unfold(o, length, groups, geometry), spread.squeeze(-1).transpose(1, 2)
+    if q.shape[0] == 1:
+        return residues.forward(q, k_cmp, v_cmp, call)
+    return forward_folded(q, k_cmp, v_cmp, call)
 
 
 def backward(
@@ -42,6 +45,24 @@ def backward(
     """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; zero for the rows of k_cmp that belong to no document."""
     if call.cu_seqlens is not None:
         return _backward_packed(do, q, k_cmp, v_cmp, o, lse, call)
+    if q.shape[0] == 1:
+        return residues.backward(do, q, k_cmp, v_cmp, o, lse, call)
+    return backward_folded(do, q, k_cmp, v_cmp, o, lse, call)
+
+
+def forward_folded(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
+    """:func:`forward` of any batch, by copies of q and o."""
+    length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
+    o, lse = attend(fold(q, groups, geometry), k_cmp, v_cmp, _attention(call))
+    # lse [B, G*d*h, I] takes the way of an o of width 1.
+    spread = unfold(lse.transpose(1, 2).unsqueeze(-1), length, groups, geometry, -torch.inf)
+    return unfold(o, length, groups, geometry), spread.squeeze(-1).transpose(1, 2)
+
+
+def backward_folded(
+    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, call: SlotCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`backward` of any batch, by copies of do, q, o and dq."""
     length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
     folded_do, folded_q, folded_o = (fold(x, groups, geometry) for x in (do, q, o))
     # +inf: the places of the last run that have no token weigh nothing.

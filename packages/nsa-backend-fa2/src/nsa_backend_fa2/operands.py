@@ -12,6 +12,7 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
 
 MAX_WIDTH = 256
+MAX_BATCH = 65535  # sequences of one call: an axis of the kernels' grid
 _ALIGN = 16  # bytes that the kernels load at once
 
 
@@ -38,6 +39,15 @@ def _signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
+def _too_many(q: Tensor, how: Attention) -> bool:
+    if how.packed is None:
+        return q.shape[0] > MAX_BATCH
+    count = how.packed.cu_q.shape[0] - 1
+    if count > MAX_BATCH:
+        raise RuntimeError(f"{count} documents exceed the {MAX_BATCH} of one call of FlashAttention-2; pack fewer")
+    return False
+
+
 def attend(
     q: Tensor,  # [B, Sq, H, Dk], packed [T, H, Dk]
     k: Tensor,  # [B, Sk, G, Dk]
@@ -45,6 +55,9 @@ def attend(
     how: Attention,
 ) -> tuple[Tensor, Tensor]:
     """o [..., Dv], a slice where the head was padded, and lse; every row must see a key, or its lse is NaN."""
+    if _too_many(q, how):
+        parts = [attend(a, b, c, how) for a, b, c in zip(*(x.split(MAX_BATCH) for x in (q, k, v)))]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
     signed, scale = _signed(q, how.scale)
     o, lse = providers.serving().forward(
@@ -65,6 +78,10 @@ def attend_backward(
     how: Attention,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v."""
+    if _too_many(q, how):
+        shares = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
+        dqs, dks, dvs = zip(*(attend_backward(a, b, c, d, e, f, how) for a, b, c, d, e, f in shares))
+        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
     signed, scale = _signed(q, how.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed, k, v, o))

@@ -7,11 +7,17 @@ from nsa_backend_fa2.operands import MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
 
 OLDEST_GPU = (8, 0)
-NEWEST_GPU = (12, 9)
-MAX_GRID = 65535  # batch entries, and heads of the library call
+NEWEST_GPU = (12, 1)
+MAX_HEADS = 65535  # of the library call: an axis of the kernels' grid
 providers.found()  # loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
 
-_WIDE_ON = ((8, 0), (9, 0), (10, 0))  # capabilities with room for PyTorch's backward of heads wider than 192
+_SMALL = (
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (12, 0),
+    (12, 1),
+)  # GPUs whose shared memory is too small for PyTorch's backward of 224
 
 
 def probe(request: Request) -> list[Reason]:
@@ -50,11 +56,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if request.phase != "prefill":
         reasons.append(Reason("phase", f"has no form for {request.phase}", "use sdpa or triton"))
     heads = request.n_heads * (request.geometry.compress_stride if request.slot == "cmp" else 1)
-    if heads > MAX_GRID:
-        message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_GRID}"
+    if heads > MAX_HEADS:
+        message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use sdpa"))
-    if request.slot != "sel" and not request.varlen and (request.batch or 0) > MAX_GRID:
-        reasons.append(Reason("batch", f"a batch of {request.batch} exceeds {MAX_GRID}", "split the batch"))
     return reasons
 
 
@@ -68,9 +72,9 @@ def _provider_reasons(request: Request) -> list[Reason]:
     reasons = []
     if request.deterministic and not providers.torch_is_deterministic():
         reasons.append(providers.not_deterministic())
-    wide = width_of(request.head_dim, request.v_head_dim) > 192
-    if wide and request.capability is not None and request.capability not in _WIDE_ON:
-        message = f"PyTorch's backward of heads wider than 192 does not run on {_dotted(request.capability)}"
+    width = width_of(request.head_dim, request.v_head_dim)
+    if 192 < width <= 224 and request.capability in _SMALL:
+        message = f"PyTorch's backward of heads of {width} does not run on {_dotted(request.capability)}"
         reasons.append(Reason("head_dim_backward", message, "install flash-attn, or use sdpa"))
     return reasons
 

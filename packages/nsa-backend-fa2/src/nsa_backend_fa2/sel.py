@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_backend_fa2.operands import attend, attend_backward
+from nsa_backend_fa2.operands import MAX_BATCH, attend, attend_backward
 from nsa_backend_fa2.packed import documents
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
@@ -21,7 +21,6 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.packing import token_places
 
 KEYS_AT_ONCE = 2**19  # gathered keys of a chunk
-MAX_DOCUMENTS = 65535  # grid limit of the kernels
 
 
 def keys_per_token(geometry: BlockGeometry, blocks: int, longest: int) -> int:
@@ -31,7 +30,7 @@ def keys_per_token(geometry: BlockGeometry, blocks: int, longest: int) -> int:
 
 def tokens_at_once(groups: int, keys: int) -> int:
     """Tokens of a chunk."""
-    return max(1, min(KEYS_AT_ONCE // keys, MAX_DOCUMENTS) // groups)
+    return max(1, min(KEYS_AT_ONCE // keys, MAX_BATCH) // groups)
 
 
 class Chunk(NamedTuple):
@@ -82,6 +81,7 @@ def _chunk(
     chosen = chosen.sort(-1).values  # ascending, nobody last: every block but the last one is whole
     count = (chosen != nobody).sum(-1) * size
     count -= (chosen == current).any(-1) * (size - 1 - position % size)[:, None]
+    count.clamp_(max=keys)  # a max_seqlen that is too small: wrong, but inside the chunk
     cu = torch.nn.functional.pad(count.flatten().cumsum(0), (1, 0))
     place = torch.arange(count.numel() * keys, device=blocks.device)
     document = torch.searchsorted(cu[1:-1].contiguous(), place, right=True)

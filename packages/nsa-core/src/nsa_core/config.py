@@ -74,9 +74,6 @@ class NSAConfig:
             raise InvalidInput("; ".join(wrong))
         object.__setattr__(self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> NSAConfig:
-        return self  # immutable: copied layers keep one config, and torch.compile one program for all of them
-
     def _wrong_options(self) -> list[str]:
         wrong = []
         if self.n_heads % self.n_kv_heads:

@@ -51,9 +51,6 @@ class BlockGeometry:
         if wrong:
             raise InvalidInput("; ".join(wrong))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> BlockGeometry:
-        return self  # immutable
-
     def num_compressed(self, length: int) -> int:
         """Compressed tokens of a document of ``length`` tokens: max(0, floor((length - l) / d) + 1)."""
         return max(0, (length - self.compress_block_size) // self.compress_stride + 1)

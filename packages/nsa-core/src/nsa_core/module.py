@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.attention import default_plan, frozen_backends, nsa_attention
+from nsa_core.attention import nsa_attention
 from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
 from nsa_core.config import NSAConfig
+from nsa_core.default_plan import default_plan, frozen_backends
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.gating import make_gate
 from nsa_core.ops import autocasts
@@ -23,12 +23,6 @@ from nsa_core.rope import RopeTable, rope_table, rotate
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
     from nsa_core.stats import NSAStats
-
-
-@functools.cache
-def _one_of_equal(config: NSAConfig) -> NSAConfig:
-    """The first config equal to this one: torch.compile tells layers apart by the object."""
-    return config
 
 
 class HeadNorm(nn.Module):
@@ -81,7 +75,6 @@ class NSAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
-        config = _one_of_equal(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
@@ -129,7 +122,7 @@ class NSAttention(nn.Module):
             config=self.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=plan or self._plan(x, q, cu_seqlens is not None),
+            plan=self._plan(x, q, cu_seqlens is not None, plan),
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
@@ -206,11 +199,12 @@ class NSAttention(nn.Module):
     def _wants_grad(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
-    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool) -> Plan:
-        wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
-        plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
-        if not torch.compiler.is_compiling():
-            self._last = (q.device, q.dtype, varlen)
+    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
+        if plan is None:
+            wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
+            plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
+            if not torch.compiler.is_compiling():
+                self._last = (q.device, q.dtype, varlen)
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
