@@ -73,14 +73,19 @@ MUTANTS = (
         "(keys < 0)[:, None, :].expand(-1, -1, keys.shape[1])",
     ),
     # sel
-    Mutant("sel without its own token", _SEL, "+ inside > here[..., None])", "+ inside >= here[..., None])"),
+    Mutant(
+        "sel without its own token",
+        _SEL,
+        "hidden = (inside > (here - number * size)[..., None])",
+        "hidden = (inside >= (here - number * size)[..., None])",
+    ),
     Mutant(
         "sel counts a repeated block twice",
         _SEL,
         "counted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
         "counted[..., 1:] &= blocks[..., 1:] != -1",
     ),
-    Mutant("sel loses dv", _SEL, "            _add(dv, run.block, grads[2])\n", ""),
+    Mutant("sel loses dv", _SEL, "    _add(grads[2], run.block, dv)\n", ""),
     # select
     Mutant(
         "select drops a local block",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nsa_backend_sdpa.engine import packed_as
 from nsa_core.contract import SlotCall
 
 
@@ -102,7 +103,7 @@ def gather(
     dtype: torch.dtype,
 ) -> Tensor:  # [G, tiles, places, ...] contiguous
     """The given rows, kv heads outermost."""
-    picked = x.index_select(0, rows.flatten()).transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    picked = packed_as(x.index_select(0, rows.flatten()).transpose(0, 1), dtype)
     return picked.view(x.shape[1], *rows.shape, *x.shape[2:])
 
 

@@ -115,7 +115,7 @@ def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
     data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype)
+    plan = subject.plan(case.config, dtype, deterministic=True)
     runs = run_slots(plan, case, data)
     t = case.tokens // 2
     seen = case.config.geometry.num_compressed(t + 1)
