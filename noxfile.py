@@ -61,7 +61,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every package."""
-    install(session, MYPY, "pluggy", "packaging", "typer", "rich")
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8")
     session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from nsa_cli import backends, bench, output
+from nsa_cli.conformance import conformance
+from nsa_cli.doctor import doctor, env
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
@@ -32,6 +34,9 @@ app.add_typer(backends.app, name="backends", short_help="List, show and explain 
 app.command(short_help="Check backends against a float64 truth.")(verify)
 app.command(short_help="Measure backends here, for `auto` to use.")(tune)
 app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
+app.command(short_help="Run the suite for authors of backends.")(conformance)
+app.command(short_help="What this machine has, what is wrong, and what to type.")(doctor)
+app.command(short_help="Print a block to paste in a bug report.")(env)
 
 
 def _print_version(wanted: bool) -> None:

@@ -136,6 +136,11 @@ def _tune(
     return said
 
 
+def ask(entry: BackendEntry, request: Request) -> Candidate:
+    """What ``entry`` says to one request, which may describe a device that is not here."""
+    return Candidate(entry.name, entry.version, entry.status, _reasons(entry, request, None))
+
+
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
     if backends is None or isinstance(backends, str):
         backends = dict.fromkeys(SLOTS, backends)
