@@ -1,4 +1,8 @@
-"""Shared by every test: what needs a CUDA GPU is skipped, by name, where there is none."""
+"""Shared by every test: what needs a CUDA GPU is skipped where there is none; the mutation score ends a run."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -12,3 +16,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line per mutant that ran, and the score, however many workers shared them."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    mutants = [dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties]
+    mutants = [m for m in mutants if "mutant" in m]
+    if not mutants:
+        return
+    killed = sum(bool(m["killed_by"]) for m in mutants)
+    terminalreporter.section(f"mutation score: {killed} of {len(mutants)} killed")
+    for m in sorted(mutants, key=lambda m: str(m["mutant"])):
+        terminalreporter.line(f"{m['mutant']:56} {m['seconds']:5.1f} s  {m['killed_by'] or 'SURVIVED'}")

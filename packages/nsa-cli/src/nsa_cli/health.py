@@ -154,7 +154,7 @@ def _optional_troubles(triton: Tried, flash: Tried, gpu: bool) -> list[dict[str,
         if found["status"] == "broken" and (gpu or tried.reason):
             hint = f"pip uninstall -y {distribution}; pip install --no-build-isolation {distribution}"
             troubles.append(_trouble(name, found["error"], hint))
-    if gpu and not triton.facts.get("version") and not _installed("triton"):
+    if gpu and "missing" in triton.facts and not _installed("triton"):
         troubles.append(_trouble("triton", "there is a GPU and no triton", 'pip install triton "nsa-cli[triton]"'))
     return troubles
 
