@@ -113,17 +113,23 @@ def causal_backward(
     return dq, dk[..., :q_width].sum(1, dtype=stats), dv[..., :v_width].sum(1, dtype=stats)
 
 
-def _blocks(
-    count: int, heads: int, length: int, stats: torch.dtype, device: str
-) -> Iterator[tuple[slice, slice, range]]:
-    """(batch slice, row slice, starts of the key blocks those rows see) with bounded scores."""
+def tile_of(count: int, heads: int, length: int, itemsize: int, budget: int) -> tuple[int, int, int]:
+    """Batch entries, query rows and keys of one tile, so that its scores take at most ``budget`` bytes."""
     keys = min(length, 1024)
-    per_row = heads * keys * stats.itemsize
-    rows = max(1, min(length, engine.score_bytes(device) // per_row))
-    entries = max(1, engine.score_bytes(device) // (per_row * rows))
+    rows = max(1, min(length, budget // (heads * keys * itemsize)))
+    return max(1, min(count, budget // (heads * keys * rows * itemsize))), rows, keys
+
+
+def _tiles(q: Tensor) -> Iterator[tuple[slice, slice, list[slice]]]:
+    """(batch entries, query rows, runs of keys those rows see)."""
+    count, heads, length, _ = q.shape
+    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+    entries, rows, keys = tile_of(count, heads, length, itemsize, budget)
     for n in range(0, count, entries):
         for r in range(0, length, rows):
-            yield slice(n, n + entries), slice(r, min(r + rows, length)), range(0, min(r + rows, length), keys)
+            last = min(r + rows, length)
+            runs = [slice(a, min(a + keys, last)) for a in range(0, last, keys)]
+            yield slice(n, n + entries), slice(r, last), runs
 
 
 def _hidden(rows: slice, keys: slice, device: torch.device) -> Tensor:
@@ -134,42 +140,55 @@ def _hidden(rows: slice, keys: slice, device: torch.device) -> Tensor:
 
 def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     count, heads, length, _ = q.shape
-    stats, operand = stats_dtype(q.dtype), engine.operand_dtype(q)
+    operand = engine.operand_dtype(q)
     o = q.new_empty((count, length, heads, v.shape[-1]))
-    lse = q.new_empty((count, length, heads), dtype=stats)
-    for n, rows, starts in _blocks(count, heads, length, stats, q.device.type):
-        tile = q[n, :, rows].transpose(1, 2).to(operand)
+    lse = q.new_empty((count, length, heads), dtype=stats_dtype(q.dtype))
+    for n, rows, runs in _tiles(q):
+        tile = engine.packed_as(q[n, :, rows].transpose(1, 2), operand)
         total: tuple[Tensor, Tensor] | None = None
-        for first in starts:
-            keys = slice(first, min(starts.stop, first + starts.step))
+        for keys in runs:
             hidden = _hidden(rows, keys, q.device)
             new = engine.attend(tile, k[n, keys].to(operand), v[n, keys].to(operand), hidden, scale)
             total = engine.merge(total, new)
         assert total is not None
         o[n, rows], lse[n, rows] = total
+        del tile, total, new, hidden
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _tiles_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count, heads, length, _ = q.shape
-    stats, operand = stats_dtype(q.dtype), engine.operand_dtype(q)
-    dq = torch.empty((count, length, heads, q.shape[-1]), dtype=q.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=stats, device=x.device) for x in (k, v))
-    for n, rows, starts in _blocks(count, heads, length, stats, q.device.type):
-        tile_q, tile_do, tile_o = (x[n, :, rows].transpose(1, 2) for x in (q, do, o))
-        delta = (tile_do.to(stats) * tile_o).sum(-1)
-        tile_q, tile_do = tile_q.to(operand), tile_do.to(operand)
-        tile_lse, tile_dq = lse[n, :, rows].transpose(1, 2), torch.zeros(tile_q.shape, dtype=stats, device=q.device)
-        for first in starts:
-            keys = slice(first, min(starts.stop, first + starts.step))
-            grads = engine.attend_backward(
-                tile_do, delta, tile_q, k[n, keys].to(operand), v[n, keys].to(operand), tile_lse,
-                _hidden(rows, keys, q.device), scale,
-            )  # fmt: skip
-            tile_dq += grads[0]
-            dk[n, keys] += grads[1]
-            dv[n, keys] += grads[2]
-        dq[n, rows] = tile_dq
-    return dq.transpose(1, 2), dk, dv
+    count, heads, length, width = q.shape
+    dq = torch.empty((count, length, heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
+    dk, dv = (torch.zeros(x.shape, dtype=stats_dtype(x.dtype), device=x.device) for x in (k, v))
+    for n, rows, runs in _tiles(q):
+        queries = [x[n, :, rows].transpose(1, 2) for x in (do, q, o, lse.unsqueeze(-1))]
+        dq[n, :, rows] = _tile_backward(queries, k[n], v[n], dk[n], dv[n], rows, runs, scale).transpose(1, 2)
+    return dq, dk, dv
+
+
+def _tile_backward(
+    queries: list[Tensor],  # do, q, o, lse [N, R, H, D]
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rows: slice,
+    runs: list[slice],
+    scale: float,
+) -> Tensor:
+    """dq [N, R, H, Dk] of the rows; adds to dk and dv."""
+    do, q, o, lse = queries
+    operand, stats = engine.operand_dtype(q), stats_dtype(q.dtype)
+    delta = (do.to(stats) * o).sum(-1)
+    do, q = engine.packed_as(do, operand), engine.packed_as(q, operand)
+    total: Tensor | None = None
+    for keys in runs:
+        tile_k, tile_v, hidden = k[:, keys].to(operand), v[:, keys].to(operand), _hidden(rows, keys, q.device)
+        new = engine.attend_backward(do, delta, q, tile_k, tile_v, lse.squeeze(-1), hidden, scale)
+        total = new[0] if total is None else total.add_(new[0])
+        dk[:, keys] += new[1]
+        dv[:, keys] += new[2]
+    assert total is not None
+    return total

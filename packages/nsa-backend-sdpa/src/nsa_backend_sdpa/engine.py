@@ -21,6 +21,7 @@ from torch import Tensor
 
 # Bytes of one tile of scores, which bound the extra memory of every slot: a core's cache, or enough to fill a GPU.
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+NARROW_DEVICES = {"cuda"}  # where products take bf16/fp16 operands and return fp32
 MAX_KEYS = 4096  # in one product; more are accumulated with running statistics
 
 
@@ -36,7 +37,12 @@ def score_bytes(device_type: str) -> int:
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which ``tensor`` enters a product."""
-    return tensor.dtype if tensor.device.type == "cuda" else stats_dtype(tensor.dtype)
+    return tensor.dtype if tensor.device.type in NARROW_DEVICES else stats_dtype(tensor.dtype)
+
+
+def packed_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` contiguous in ``dtype``, by one copy at most (`to` leaves the strides of what has the dtype already)."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

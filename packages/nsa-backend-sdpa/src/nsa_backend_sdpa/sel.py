@@ -48,12 +48,17 @@ def _distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.masked_fill_(~counted, 0), counted
 
 
+def queries_per_run(heads: int, groups: int, keys: int, width: int, stats: int, operand: int, budget: int) -> int:
+    """How many queries keep both the scores and the gathered keys (``width`` = Dk + Dv) of a run within ``budget``."""
+    return max(1, budget // (keys * max(heads * stats, groups * width * operand)))
+
+
 def _pick(q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall) -> Iterator[_Picked]:
-    """Runs of queries whose gathered keys (``width`` = Dk + Dv) and scores are bounded."""
+    """Runs of queries with what they see."""
     groups, n = blocks.shape[-2:]
-    stats, size = stats_dtype(q.dtype).itemsize, tiles.size
-    per_query = n * size * max(q.shape[-2] * stats, groups * width * operand_dtype(q).itemsize)
-    count = max(1, engine.score_bytes(q.device.type) // per_query)
+    stats, operand = stats_dtype(q.dtype).itemsize, operand_dtype(q).itemsize
+    budget, size = engine.score_bytes(q.device.type), tiles.size
+    count = queries_per_run(q.shape[-2], groups, n * size, width, stats, operand, budget)
     position, offset = _places(q, tiles, call)
     inside = torch.arange(size, device=q.device)
     head = torch.arange(groups, device=q.device)[:, None]
@@ -61,9 +66,9 @@ def _pick(q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall) -
         rows = slice(a, min(a + count, tiles.total))
         here = position[rows][:, None, None]
         number, counted = _distinct(blocks[rows], here // size)
-        index = (offset[rows][:, None, None] + number).clamp_(0, len(tiles) - 1) * groups + head
-        hidden = (number[..., None] * size + inside > here[..., None]) | ~counted[..., None]
-        yield _Picked(rows, index.flatten(), hidden.view(-1, 1, 1, n * size))
+        block = (offset[rows][:, None, None] + number).clamp_(0, len(tiles) - 1) * groups + head
+        hidden = (inside > (here - number * size)[..., None]).logical_or_(~counted[..., None])
+        yield _Picked(rows, block.flatten(), hidden.view(-1, 1, 1, n * size))
 
 
 def _in_blocks(x: Tensor, tiles: Tiles) -> Tensor:
@@ -73,11 +78,10 @@ def _in_blocks(x: Tensor, tiles: Tiles) -> Tensor:
 
 
 def _from_blocks(grad: Tensor, tiles: Tiles, x: Tensor, packed: bool) -> Tensor:
-    """Inverse of :func:`_in_blocks` for gradients, rounded once."""
-    groups, width = x.shape[-2:]
-    rows = torch.empty((tiles.total + 1, groups, width), dtype=x.dtype, device=x.device)
-    values = grad.view(len(tiles), groups, tiles.size, width).transpose(1, 2).flatten(0, 1)
-    rows.index_copy_(0, tiles.targets(), values.to(x.dtype))
+    """Inverse of :func:`_in_blocks` for the gradient of ``x``, rounded once."""
+    rows = torch.empty((tiles.total + 1, *x.shape[-2:]), dtype=x.dtype, device=x.device)
+    values = grad.to(x.dtype).view(len(tiles), x.shape[-2], tiles.size, -1).transpose(1, 2).flatten(0, 1)
+    rows.index_copy_(0, tiles.targets(), values)
     return from_rows(rows[:-1], x, packed)
 
 
@@ -94,20 +98,31 @@ def forward(
         packed, groups = call.cu_seqlens is not None, k.shape[-2]
         tiles = make_tiles(q, call.geometry.select_block_size, call)
         rows_q = as_rows(q, packed).unflatten(1, (groups, 1, -1))  # [T, G, 1, h, Dk]
+        o = q.new_empty((tiles.total, *rows_q.shape[1:-1], v.shape[-1]))
+        lse = q.new_empty(rows_q.shape[:-1], dtype=stats_dtype(q.dtype))
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
-        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        lse = q.new_empty(q.shape[:-1], dtype=stats_dtype(q.dtype))
-        rows_o, rows_lse = as_rows(o, packed), as_rows(lse, packed)
         for run in _pick(q, as_rows(blocks, packed), tiles, k.shape[-1] + v.shape[-1], call):
-            tile_q = rows_q[run.rows].flatten(0, 1).to(operand_dtype(q))
-            shape = (len(tile_q), run.hidden.shape[-1], -1)
-            tile_o, tile_lse = engine.attend(
-                tile_q, keys.index_select(0, run.block).view(shape), values.index_select(0, run.block).view(shape),
-                run.hidden, call.scale,
-            )  # fmt: skip
-            rows_o[run.rows] = tile_o.view(rows_o[run.rows].shape)
-            rows_lse[run.rows] = tile_lse.view(rows_lse[run.rows].shape)
-        return o, lse.transpose(-1, -2).contiguous()
+            _forward_run(rows_q, keys, values, o, lse, run, call.scale)
+        lse_rows = from_rows(lse.flatten(1), q, packed)
+        return from_rows(o.flatten(1, 3), q, packed), lse_rows.transpose(-1, -2).contiguous()
+
+
+def _tile(rows: Tensor, run: _Picked, dtype: torch.dtype) -> Tensor:
+    """Rows [T, G, 1, h, D] of the run as [t * G, 1, h, D]."""
+    return rows[run.rows].flatten(0, 1).to(dtype)
+
+
+def _seen(blocks: Tensor, run: _Picked) -> Tensor:
+    """The run's blocks gathered from [NB * G, l' * D]: [t * G, n * l', D]."""
+    return blocks.index_select(0, run.block).view(len(run.hidden), run.hidden.shape[-1], -1)
+
+
+def _forward_run(q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, run: _Picked, scale: float) -> None:
+    """Store the run's rows of o [T, G, 1, h, Dv] and lse [T, G, 1, h]."""
+    tile = _tile(q, run, operand_dtype(q))
+    tile_o, tile_lse = engine.attend(tile, _seen(keys, run), _seen(values, run), run.hidden, scale)
+    o[run.rows] = tile_o.view(-1, *o.shape[1:])
+    lse[run.rows] = tile_lse.view(-1, *lse.shape[1:])
 
 
 def backward(
@@ -123,32 +138,32 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v."""
     with torch.profiler.record_function("nsa_sdpa.sel_backward"), ieee_products(q):
-        packed, groups, operand, stats = (
-            call.cu_seqlens is not None,
-            k.shape[-2],
-            operand_dtype(q),
-            stats_dtype(q.dtype),
-        )
+        packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
         tiles = make_tiles(q, call.geometry.select_block_size, call)
-        rows_do, rows_q, rows_o = (as_rows(x, packed).unflatten(1, (groups, 1, -1)) for x in (do, q, o))
-        rows_lse = as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, 1, -1))
+        rows = [as_rows(x, packed).unflatten(1, (groups, 1, -1)) for x in (do, q, o, lse.transpose(-1, -2))]
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
         dk, dv = (torch.zeros(x.shape, dtype=stats, device=x.device) for x in (keys, values))
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rows_dq = as_rows(dq, packed)
+        dq = torch.empty(rows[1].shape, dtype=q.dtype, device=q.device)
         for run in _pick(q, as_rows(blocks, packed), tiles, k.shape[-1] + v.shape[-1], call):
-            tile_do, tile_q = (x[run.rows].flatten(0, 1).to(operand) for x in (rows_do, rows_q))
-            delta = (tile_do.to(stats) * rows_o[run.rows].flatten(0, 1)).sum(-1)
-            shape = (len(tile_q), run.hidden.shape[-1], -1)
-            grads = engine.attend_backward(
-                tile_do, delta, tile_q, keys.index_select(0, run.block).view(shape),
-                values.index_select(0, run.block).view(shape), rows_lse[run.rows].flatten(0, 1), run.hidden,
-                call.scale,
-            )  # fmt: skip
-            rows_dq[run.rows] = grads[0].view(rows_dq[run.rows].shape)
-            _add(dk, run.block, grads[1])
-            _add(dv, run.block, grads[2])
-        return dq, _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
+            _backward_run(rows, keys, values, [dq, dk, dv], run, call.scale)
+        del keys, values
+        d_q = from_rows(dq.flatten(1, 3), q, packed)
+        return d_q, _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
+
+
+def _backward_run(
+    rows: list[Tensor], keys: Tensor, values: Tensor, grads: list[Tensor], run: _Picked, scale: float
+) -> None:
+    """Store the run's rows of dq [T, G, 1, h, Dk]; add to dk, dv [NB * G, l' * D]."""
+    operand, stats = operand_dtype(rows[1]), stats_dtype(rows[1].dtype)
+    do, q, lse = _tile(rows[0], run, operand), _tile(rows[1], run, operand), _tile(rows[3], run, stats)
+    delta = (do.to(stats) * _tile(rows[2], run, operand)).sum(-1)
+    seen_k, seen_v = _seen(keys, run), _seen(values, run)
+    dq, dk, dv = engine.attend_backward(do, delta, q, seen_k, seen_v, lse, run.hidden, scale)
+    del seen_k, seen_v
+    grads[0][run.rows] = dq.view(-1, *grads[0].shape[1:])
+    _add(grads[1], run.block, dk)
+    _add(grads[2], run.block, dv)
 
 
 def _add(total: Tensor, index: Tensor, grads: Tensor) -> None:

@@ -94,6 +94,7 @@ def block_scores(
         overlapping = p[..., tap - first :: every][..., :count]
         total = overlapping * weight if total is None else total.add_(overlapping, alpha=weight)
     assert total is not None
+    del p, overlapping
     score = total[..., 0, :].clone()
     for head in range(1, total.shape[-2]):
         score += total[..., head, :]

@@ -13,6 +13,8 @@ import torch
 from nsa_core.contract import SlotCall
 from torch import Tensor
 
+from nsa_backend_sdpa.engine import packed_as
+
 
 def as_rows(x: Tensor, packed: bool) -> Tensor:
     """[B, S, ...] or [T, ...] as rows [T, ...]; a view wherever the strides allow."""
@@ -101,7 +103,7 @@ def gather(
     dtype: torch.dtype,
 ) -> Tensor:  # [G, tiles, places, ...] contiguous
     """The given rows, kv heads outermost."""
-    picked = x.index_select(0, rows.flatten()).transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    picked = packed_as(x.index_select(0, rows.flatten()).transpose(0, 1), dtype)
     return picked.view(x.shape[1], *rows.shape, *x.shape[2:])
 
 

@@ -67,6 +67,12 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return by_group
 
 
+def _by_token(x: Tensor, batch: int) -> Tensor:
+    """Inverse of :func:`_by_group`, contiguous."""
+    by_token: Tensor = x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).contiguous().flatten(2, 3)
+    return by_token
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k: Tensor,  # [B, S, G, Dk]
@@ -81,8 +87,7 @@ def forward(
         groups, batch = k.shape[2], q.shape[0]
         keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         o, lse = aten.causal(_by_group(q, groups), keys, values, call.scale)
-        o = o.unflatten(0, (batch, groups)).flatten(1, 2).transpose(1, 2)
-        return o.contiguous(), lse.reshape(batch, q.shape[2], q.shape[1])
+        return _by_token(o, batch), lse.reshape(batch, q.shape[2], q.shape[1])
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
@@ -148,9 +153,8 @@ def backward(
         tile_do, tile_q, tile_o = (_by_group(x, groups) for x in (do, q, o))
         tile_lse = lse.unflatten(1, (groups, -1)).flatten(0, 1)
         grads = aten.causal_backward(tile_do, tile_q, keys, values, tile_o, tile_lse, call.scale, True)
-        dq = grads[0].unflatten(0, (batch, groups)).flatten(1, 2).transpose(1, 2).contiguous()
         dk, dv = (g.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous() for g in grads[1:])
-        return dq, dk, dv
+        return _by_token(grads[0], batch), dk, dv
 
 
 def _tiled_backward(
@@ -177,12 +181,13 @@ def _backward_step(rows: list[Tensor], grads: list[Tensor], step: Tiles, window:
     do, q, o, lse, k, v = rows
     operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), step.clamp(step.rows()[0])
     tile_do, tile_q, tile_lse = gather(do, queries, operand), gather(q, queries, operand), gather(lse, queries, stats)
-    delta = (tile_do.to(stats) * gather(o, queries, stats)).sum(-1)
+    delta = (tile_do.to(stats) * gather(o, queries, operand)).sum(-1)
     total: Tensor | None = None
     for keys, hidden in _key_parts(step, window):
         places = step.clamp(keys)
         tile_k, tile_v = gather(k, places, operand), gather(v, places, operand)
         dq, dk, dv = engine.attend_backward(tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale)
+        del tile_k, tile_v, hidden
         total = dq if total is None else total.add_(dq)
         _add(grads[1], keys, step, dk)
         _add(grads[2], keys, step, dv)
