@@ -61,7 +61,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every package."""
-    install(session, MYPY, "pluggy", "packaging", "typer", "rich")
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8")
     session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 
@@ -94,6 +94,7 @@ def wheels(session: nox.Session) -> None:
     session.install(*map(str, built))
     session.chdir(dist)  # away from the sources, so that only the wheels are imported
     check_listing(session)
+    session.run("nsa", "verify")  # with the wheels' own dependencies and nothing else
     session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
     check_without_sdpa(session)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from nsa_backend_sdpa import win as healthy
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, Request, SlotSpec
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-import misbehaving
 import pytest
 import torch
+
+import misbehaving
 from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
 from nsa_core.ops import record_dispatch
 from nsa_core.registry import default_registry
@@ -142,7 +143,7 @@ def call_win(fault: str) -> None:
 
 
 def test_row_47_out_of_memory_is_passed_on_unchanged() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="^planted$"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^planted$"):
         call_win("out_of_memory")
 
 

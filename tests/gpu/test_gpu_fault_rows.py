@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan import Plan
@@ -128,10 +129,11 @@ def test_row_47_peak_within_5_percent_of_workspace_bytes(backend: str, slot: str
     run_slot(plan, slot, inputs, do, data)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    # What was asked of the allocator: its blocks may be up to 1 MiB larger, which at 2k tokens is more than 5 %.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     run_slot(plan, slot, inputs, do, data)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     stated = plan.workspace_bytes(plan.requests[slot])
     assert abs(peak - stated) <= 0.05 * peak, f"peak {peak}, stated {stated}, ratio {stated / peak:.3f}"
 
@@ -141,7 +143,7 @@ def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) 
     plan, data, inputs = inputs_of(backend, slot, Case("oom", CONFIG, (8192,), batch=4))
     run_slot(plan, slot, inputs, data.do, data)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
@@ -152,7 +154,7 @@ def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) 
 
 @EACH_BRANCH
 def test_row_50_graph_replay_equals_eager_on_new_inputs(backend: str, slot: str) -> None:
-    plan, data, inputs = inputs_of(backend, slot)
+    plan, _, inputs = inputs_of(backend, slot)
     kernel = getattr(plan, slot)
     static = {n: t.clone() for n, t in inputs.items()}
     stream = torch.cuda.Stream()
@@ -189,7 +191,7 @@ def test_row_51_side_stream(backend: str, slot: str) -> None:
 
 @EACH_BRANCH
 def test_row_52_two_threads_call_first_together(backend: str, slot: str) -> None:
-    _, data, inputs = inputs_of(backend, slot)
+    _, _, inputs = inputs_of(backend, slot)
     results: list[torch.Tensor] = []
     barrier = threading.Barrier(2)
 

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import torch
+
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
 from nsa_core.ops import Kernel, slot_op, stats_dtype

@@ -1,4 +1,4 @@
-"""Put one fault into a copy of a backend, or into one module of nsa_core, and ask the checks of `nsa verify` to find it."""
+"""Put one fault into a copy of a backend, or into a module of nsa_core, and let the checks of `nsa verify` find it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
 from nsa_core.registry import discover
 from nsa_core.verify import suite
@@ -55,7 +56,7 @@ def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
 
 
 def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
-    name = "nsa_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
+    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name.lower())
     original = Path(importlib.import_module(BACKEND).__file__ or "").parent
     copy = scratch / name
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from nsa_core import NSAConfig, oracle, resolve
 from nsa_core.verify.parity import judge_slot
 
@@ -38,9 +39,8 @@ def test_sdpa_causal_mask_with_one_query_returns_the_first_value() -> None:
 def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
     """The reports' selection case: B=2 S=6 G=1 h=2 D=32, 16 keys, query t on keys t-span+1 .. t, fp32."""
     torch.manual_seed(seed)
-    make = dict(device=device)
-    q = torch.randn(2, 6, 1, 2, 32, **make)
-    k, v = (torch.randn(2, 1, 16, 32, **make).transpose(1, 2) for _ in range(2))
+    q = torch.randn(2, 6, 1, 2, 32, device=device)
+    k, v = (torch.randn(2, 1, 16, 32, device=device).transpose(1, 2) for _ in range(2))
     return {"q": q.flatten(2, 3), "k": k[:, :6], "v": v[:, :6]}
 
 
@@ -90,7 +90,7 @@ def test_0_575_cuda_varlen_selection(device: str) -> None:
     """'CUDA varlen selection, MAE 0.575 (tolerance 1e-5)': the distance to V[first of the span]."""
     inputs = spans(device, seed=0)
     number, to_first = distance_to_first(inputs, window=4)
-    assert to_first == 0
+    assert to_first < 1e-6  # fp32 softmax over one visible key
     if device == "cuda":
         assert number == pytest.approx(0.575, abs=0.003)
     mean = sum(distance_to_first(spans("cpu", seed), window=4)[0] for seed in range(40)) / 40
@@ -102,7 +102,7 @@ def test_0_575_cuda_varlen_selection(device: str) -> None:
 def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
     """The sel slot on blocks of one token: the same spans of four keys, as selected blocks; MAE to the oracle."""
     q, k, v = inputs.values()
-    sizes = dict(compress_block_size=1, compress_stride=1, select_block_size=1, num_selected_blocks=4)
+    sizes = {"compress_block_size": 1, "compress_stride": 1, "select_block_size": 1, "num_selected_blocks": 4}
     config = _config(q, k, v, 4, **sizes)
     t = torch.arange(q.shape[1], device=q.device)
     blocks = t[:, None] - torch.arange(3, -1, -1, device=q.device)
@@ -120,6 +120,31 @@ def test_0_766_sliding_fa2(device: str) -> None:
     k, v = (torch.randn(2, 2, 64, 64, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     inputs = {"q": q, "k": k, "v": v}
     number, to_first = distance_to_first(inputs, window=32)
-    assert to_first == 0
+    assert to_first < 1e-6  # fp32 softmax over one visible key
     assert number == pytest.approx(0.766, abs=0.003 if device == "cuda" else 0.04)
     assert judge_window(inputs, window=32) < 2e-4
+
+
+def test_0_629_selection_on_the_cpu() -> None:
+    """0.629, reported without its shapes: the case of 0.575 with the random numbers of a CPU, seed 0, gives 0.628."""
+    inputs = spans("cpu", seed=0)
+    number, to_first = distance_to_first(inputs, window=4)
+    assert to_first < 1e-6
+    assert number == pytest.approx(0.629, abs=0.002)
+    assert judge_window(inputs, window=4) < 1e-5
+    assert _selection_mae(inputs) < 1e-5
+
+
+def test_0_325_spans_of_two_keys() -> None:
+    """0.325, reported without its shapes: between what spans of two keys give over two (0.27) and three (0.37) queries.
+
+    The first query sees one key and is right by accident; the shorter the case, the smaller the number.
+    """
+    means = []
+    for queries in (2, 3):
+        cases = [{n: t[:, :queries] for n, t in spans("cpu", seed).items()} for seed in range(40)]
+        found = [distance_to_first(case, window=2) for case in cases]
+        assert max(to_first for _, to_first in found) < 1e-6
+        means.append(sum(number for number, _ in found) / len(found))
+        assert judge_window(cases[0], window=2) < 1e-5
+    assert means[0] < 0.325 < means[1]

@@ -38,33 +38,50 @@ def test_files_and_functions_are_short(repo):
     assert not wrong, "\n".join(wrong)
 
 
-def environment_reads(tree: ast.AST) -> list[tuple[int, str | None]]:
-    """(line, name) of each read of the environment; None where the name is not a literal or a constant's value."""
+def text_of(node: ast.AST | None, names: dict[str, str]) -> str | None:
+    """The string that ``node`` is, or that the constant it names holds."""
+    value = node.value if isinstance(node, ast.Constant) else names.get(getattr(node, "id", ""))
+    return value if isinstance(value, str) else None
+
+
+def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
+    """(line, name) of each read of the environment; None where nothing in the file tells it."""
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     constants = {
-        target.id: node.value.value
-        for node in ast.walk(tree)
+        ast.unparse(target): node.value.value
+        for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
-        if isinstance(target, ast.Name)
     }
-    reads = []
-    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    reads: list[tuple[int, str | None]] = []
     for node in ast.walk(tree):
-        if not (isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node) in ("os.environ", "os.getenv")):
+        if not isinstance(node, (ast.Attribute, ast.Name)) or ast.unparse(node) not in ("os.environ", "os.getenv"):
             continue
-        parent = parents[node]
-        if isinstance(parent, ast.Attribute):  # os.environ.get(...)
-            parent = parents[parent]
+        inner = parents[node]
+        if isinstance(inner, ast.Attribute) and inner.attr == "setdefault":  # tells another library, reads nothing
+            continue
+        outer = parents[inner] if isinstance(inner, ast.Attribute) else inner
         key: ast.AST | None = None
-        if isinstance(parent, ast.Call) and parent.args and parent.args[0] is not node:
-            key = parent.args[0]
-        elif isinstance(parent, ast.Subscript):
-            key = parent.slice
-        elif isinstance(parent, ast.Compare):
-            key = parent.left
-        value = key.value if isinstance(key, ast.Constant) else constants.get(getattr(key, "id", ""))
-        reads.append((node.lineno, value if isinstance(value, str) else None))
+        if isinstance(outer, ast.Call) and outer.args and outer.args[0] is not node:
+            key = outer.args[0]
+        elif isinstance(outer, ast.Subscript):
+            key = outer.slice
+        elif isinstance(outer, ast.Compare):
+            key = outer.left
+        reads += [(node.lineno, name) for name in given_as(key, node, parents, tree) or [text_of(key, constants)]]
     return reads
+
+
+def given_as(key: ast.AST | None, node: ast.AST, parents: dict[ast.AST, ast.AST], tree: ast.Module) -> list[str | None]:
+    """Where ``key`` is the first parameter of the function around ``node``: what its callers in the file pass."""
+    while node in parents and not isinstance(node, ast.FunctionDef):
+        node = parents[node]
+    if not isinstance(node, ast.FunctionDef) or not isinstance(key, ast.Name):
+        return []
+    if not node.args.args or node.args.args[0].arg != key.id:
+        return []
+    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func) == node.name]
+    return [text_of(call.args[0] if call.args else None, {}) for call in calls]
 
 
 # Hands the whole environment on to a child process, and reads nothing in it.

@@ -1,1 +1,1 @@
-"""Native Sparse Attention branches on FlashAttention-2: no kernels yet; the plugin says so."""
+"""FlashAttention-2 as a backend of nsa_core; plugin.py says what it offers."""

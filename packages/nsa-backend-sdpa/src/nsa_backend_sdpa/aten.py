@@ -20,6 +20,7 @@ from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.engine import stats_dtype
 
 _FLASH_WIDTH = 256  # widest head of the CUDA operator
+_GRID = 65_535  # batch entries of one call: a grid's second axis ends there
 _ops = torch.ops.aten
 
 
@@ -60,11 +61,18 @@ def causal(
     how, q_width, v_width = _route(q, v), q.shape[-1], v.shape[-1]
     if how == "tiles":
         return _tiles_forward(q, k, v, scale)
+    if how == "flash" and len(q) > _GRID:
+        cuts = [slice(n, n + _GRID) for n in range(0, len(q), _GRID)]
+        parts = [causal(q[n], k[n], v[n], scale) for n in cuts]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     q, scale = _signed(q, scale)
     if how == "cpu":
         wide, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(wide), k.to(wide), v.to(wide), width)
         o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=scale)
+        # The operator takes a row of NaN scores for one that sees nothing and returns 0.
+        lost = q4.isnan().any(-1) | k4[:, :1].isnan().any(-1).cummax(-1).values
+        o, lse = o.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     else:
         q4, k4, v4 = _operands(q, k, v, -(-max(q_width, v_width) // 8) * 8)
         o, lse = _ops._scaled_dot_product_flash_attention(q4, k4, v4, 0.0, True, False, scale=scale)[:2]
@@ -92,6 +100,11 @@ def causal_backward(
     how, q_width, v_width, stats = _route(q, v), q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
     if how == "tiles" or (how == "flash" and deterministic):
         return _tiles_backward(do, q, k, v, o, lse, scale)
+    if how == "flash" and len(q) > _GRID:
+        cuts = [slice(n, n + _GRID) for n in range(0, len(q), _GRID)]
+        grads = [causal_backward(do[n], q[n], k[n], v[n], o[n], lse[n], scale, deterministic) for n in cuts]
+        d_q, d_k, d_v = (torch.cat(parts) for parts in zip(*grads))
+        return d_q, d_k, d_v
     signed, positive = _signed(q, scale)
     if how == "cpu":
         width = max(q_width, v_width)

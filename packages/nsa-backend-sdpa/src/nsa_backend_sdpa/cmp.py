@@ -14,11 +14,11 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_sdpa import aten
 from nsa_backend_sdpa.engine import ieee_products, stats_dtype
+from nsa_core.contract import SlotCall
 
 
 def _documents(x: Tensor, call: SlotCall) -> Iterator[tuple[slice, slice]]:

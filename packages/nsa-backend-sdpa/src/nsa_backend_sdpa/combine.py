@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
+
+from nsa_core.contract import SlotCall
 
 
 def forward(

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from nsa_core.contract import SlotCall
-from nsa_core.packing import token_places
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
+from nsa_core.contract import SlotCall
+from nsa_core.packing import token_places
 
 
 class _Picked(NamedTuple):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from nsa_core.contract import SlotCall
-from nsa_core.layout import BlockGeometry
-from nsa_core.packing import compressed_cu_seqlens
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.packing import compressed_cu_seqlens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_sdpa.engine import packed_as
+from nsa_core.contract import SlotCall
 
 
 def as_rows(x: Tensor, packed: bool) -> Tensor:

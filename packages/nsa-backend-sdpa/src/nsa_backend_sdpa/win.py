@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from nsa_core.contract import SlotCall
 from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_core.contract import SlotCall
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from nsa_core.contract import Request
 
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.sel import queries_per_run as sel_queries
 from nsa_backend_sdpa.select import Cut as SelectCut
 from nsa_backend_sdpa.select import columns as select_columns
 from nsa_backend_sdpa.win import Cut as WinCut
+from nsa_core.contract import Request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli import backends, output
+from nsa_cli import backends, bench, output
+from nsa_cli.conformance import conformance
+from nsa_cli.doctor import doctor, env
+from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, explain and verify its backends.
@@ -26,8 +29,14 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: quick, and never cut
     pretty_exceptions_enable=False,
 )
-app.add_typer(backends.app, name="backends")
-app.command()(verify)
+# A short help of its own, because the one typer makes from a docstring is cut.
+app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
+app.command(short_help="Check backends against a float64 truth.")(verify)
+app.command(short_help="Measure backends here, for `auto` to use.")(tune)
+app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
+app.command(short_help="Run the suite for authors of backends.")(conformance)
+app.command(short_help="What this machine has, what is wrong, and what to type.")(doctor)
+app.command(short_help="Print a block to paste in a bug report.")(env)
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,12 +50,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     safe: Annotated[bool, typer.Option("--safe", help="Load this project's own plugins only.")] = False,
+    plugin_limit: Annotated[
+        float, typer.Option(help="Seconds a third-party plugin may take to load in a child process.", min=0.1)
+    ] = 20.0,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that every command shares."""
-    output.set_safe_mode(safe)
+    output.set_plugin_options(safe, plugin_limit)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,23 +59,35 @@ def _ask(registry: Registry) -> tuple[str, dict[tuple[str, str], Candidate]]:
     return describe_request(answers.requests["cmp"]), by_slot
 
 
+def add_details(document: dict[str, Any], registry: Registry) -> None:
+    """Put into each row of ``document`` what its backend says of itself on this machine."""
+    from nsa_core.survey import details
+
+    entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
+    for row in document["backends"]:
+        row["details"] = details(entries[row["name"], row["distribution"]])
+
+
 def _reason_row(reason: Reason | None) -> dict[str, str] | None:
     return None if reason is None else {"code": reason.code, "message": reason.message, "hint": reason.hint}
 
 
 def _row(entry: BackendEntry, answers: dict[tuple[str, str], Candidate]) -> dict[str, Any]:
     spec = entry.spec
+    slots = {slot: _slot_row(entry, slot, answers.get((entry.name, slot))) for slot in SLOTS}
+    # A backend that loaded and yet refuses in every slot it offers is of no use on this machine.
+    usable = spec is None or any(slots[slot]["accepted"] for slot in spec.slots)
     return {
         "name": entry.name,
         "distribution": entry.distribution,
         "version": entry.version,
         "entry_point": entry.entry_point,
         "first_party": entry.first_party,
-        "status": entry.status,
+        "status": entry.status if usable else "unavailable",
         "reason": _reason_row(entry.reason),
         "summary": spec.summary if spec else "",
         "api_version": list(spec.api_version) if spec else None,
-        "slots": {slot: _slot_row(entry, slot, answers.get((entry.name, slot))) for slot in SLOTS},
+        "slots": slots,
     }
 
 
@@ -143,6 +155,8 @@ def print_details(document: dict[str, Any]) -> None:
             for key in ("message", "hint"):
                 console.print(f"{'reason' if key == 'message' else key:13} {output.one_line(row['reason'][key])}")
             continue
+        for line in row["details"]:
+            console.print(f"{'detail':13} {line}")
         console.print(f"{'contract':13} {'.'.join(map(str, row['api_version']))}")
         made = output.plain_table("slot", "offers", "deterministic", "workspace", "priority", "refuses, because")
         for name, slot in row["slots"].items():

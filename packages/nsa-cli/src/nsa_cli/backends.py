@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,10 +62,30 @@ def show(name: Annotated[str, typer.Argument(help="A backend's name.")], json: _
         wanted = registry.get(name)  # refuses unknown names before anything is probed
         _, document = rows.probed(registry)
         document["backends"] = [row for row in document["backends"] if row["name"] == wanted.name]
+        rows.add_details(document, registry)
         if json:
             output.print_json(document)
         else:
             rows.print_details(document)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The backend's name: lower-case words joined by '-'.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to create, or an empty one.")],
+) -> None:
+    """Write a working plugin package: one slot in plain PyTorch, its conformance test, its README.
+
+    The distribution is nsa-backend-NAME. docs/write-a-backend.md walks through it.
+    """
+    from nsa_cli import scaffold
+
+    with output.exit_codes():
+        written = scaffold.create(name, folder)
+        console = output.console()
+        for path in written:
+            console.print(str(path))
+        console.print(f"next: pip install -e {shlex.quote(str(folder))}; nsa conformance {name}")
 
 
 _Slot = typer.Option(help="Backend asked for; left out, the best that accepts.", show_default=False)

@@ -46,6 +46,7 @@ def explained(answers: Survey) -> dict[str, Any]:
             slot: {
                 "asked": answers.wanted[slot],
                 "chosen": chosen[slot],
+                "tuned": None if answers.wanted[slot] else answers.tuned.get(slot),
                 "candidates": [_candidate_row(candidate) for candidate in of],
             }
             for slot, of in candidates.items()
@@ -93,6 +94,9 @@ def print_explained(document: dict[str, Any]) -> None:
                 made.add_row(slot, mark, *title, Text(verdict, style), *said)
                 title, mark = ["", ""], ""
     console.print(made)
+    for slot, row in document["slots"].items():
+        if row["tuned"]:
+            console.print(f"{slot}: tuned: {row['tuned']}")
 
 
 def leave(document: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ __all__ = [
     "print_json",
     "progress",
     "safe_mode",
-    "set_safe_mode",
+    "set_plugin_options",
     "write_atomic",
 ]
 
@@ -42,25 +42,26 @@ FAILED, USAGE, UNAVAILABLE, BROKEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 130, 141
 # typer borrows click or carries its own, by version; this is ClickException either way.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 _UNLIMITED = 1_000_000  # columns: piped output is never wrapped or cut
-_safe = False
+_plugin_options = (False, 20.0)
 
 
-def set_safe_mode(safe: bool) -> None:
-    """Whether this process loads this project's own plugins only (`nsa --safe`)."""
-    global _safe
-    _safe = safe
+def set_plugin_options(safe: bool, limit_s: float) -> None:
+    """Whether to load this project's own plugins only, and how long a third-party one may take (`nsa --help`)."""
+    global _plugin_options
+    _plugin_options = (safe, limit_s)
 
 
 def safe_mode() -> bool:
-    """What :func:`set_safe_mode` said."""
-    return _safe
+    """Whether only this project's own plugins are loaded."""
+    return _plugin_options[0]
 
 
 def find_backends() -> Registry:
     """Every backend, third-party plugins tried in a child process first; only ours in safe mode."""
     from nsa_core.registry import discover
 
-    return discover(isolate=True, safe=_safe)
+    safe, limit_s = _plugin_options
+    return discover(isolate=True, safe=safe, limit_s=limit_s)
 
 
 def prepare_streams() -> None:
@@ -117,23 +118,28 @@ def check_writable(path: Path | None, force: bool = False) -> None:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Progress on stderr: a bar on a terminal, else a line at most every ten seconds. Yields ``advance(label)``."""
-    if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """Progress and time left on stderr: a bar on a terminal, else a line at most every ten seconds.
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    Yields ``advance(label)``.
+    """
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda label: bar.update(task, advance=1, description=one_line(label))
         return
-    done, last = 0, time.monotonic()
+    started = last = time.monotonic()
+    done = 0
 
     def advance(label: str) -> None:
         nonlocal done, last
         done += 1
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            print(f"{done}/{total} {one_line(label)}", file=sys.stderr, flush=True)
+            left = (last - started) / done * (total - done)
+            print(f"{done}/{total} {one_line(label)}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     yield advance
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from nsa_cli import output
 
 if TYPE_CHECKING:
     import torch
+
     from nsa_core.verify.subject import Finding
 
 SCHEMA_VERSION = 1
@@ -75,6 +78,7 @@ def verify(
 
 def _dtypes(text: str) -> list[torch.dtype]:
     import torch
+
     from nsa_core.contract import DTYPES
     from nsa_core.errors import InvalidInput
 
@@ -97,9 +101,7 @@ def _read_text(path: Path | None) -> tuple[str, bytes]:
         else:
             from importlib.metadata import metadata
 
-            return "README of nsa-core", str(
-                metadata("nsa-core").get_payload() or metadata("nsa-core")["Description"]
-            ).encode()
+            return "description of nsa-core", str(metadata("nsa-core").json["description"]).encode()
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -112,15 +114,19 @@ def _read_text(path: Path | None) -> tuple[str, bytes]:
 def _run(
     named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], preset: str, text: tuple[str, bytes], seed: int
 ) -> dict[str, Any]:
+    # Before torch loads: some builds of its profiler write to stderr at every start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
-    from nsa_core.registry import discover
-    from nsa_core.verify import suite
+
+    from nsa_core.verify import layer, suite
     from nsa_core.verify.subject import Subject
 
+    if device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    subject = Subject(named, device, discover(isolate=True, safe=output.safe_mode()))
-    plan = subject.plan(suite.layer.CONFIG, dtypes[0])  # refuses unknown and unavailable names before any work
+    subject = Subject(named, device, output.find_backends())
+    plan = subject.plan(layer.CONFIG, dtypes[0])  # refuses unknown and unavailable names before any work
     todo = suite.jobs(preset, dtypes, text=text[1], seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []

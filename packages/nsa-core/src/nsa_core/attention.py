@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 
 from nsa_core.compress import mean_compress, packed_blocks
 from nsa_core.config import NSAConfig
+from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.validate import check_cu_seqlens, describe, dtype_problems, tensor_problems
 
@@ -107,7 +108,7 @@ def nsa_attention(
         places = None if cu_seqlens is None else packed_blocks(cu_seqlens, q.shape[0], config.geometry)
         k_cmp, v_cmp = (mean_compress(x, config.geometry, places) for x in (k_raw, v_raw))
 
-    where = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **where)
     if blocks is None:
         blocks = plan.select(q.detach(), k_cmp.detach(), lse_cmp, **where)
@@ -138,9 +139,7 @@ def _check_inputs(
     given: dict[str, torch.Tensor], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> bool:
     """Refuse what no backend could take; True if a gradient will be wanted."""
-    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
-    if strangers:
-        raise InvalidInput("; ".join(strangers))
+    _check_kinds(given)
     axes: dict[str, tuple[str | int, ...]] = {"q": ("B", "S", "Hq", "Dk"), "gates": ("B", "S", "Hq", 3)}
     axes |= {"k_cmp": ("B", "C", "G", "Dk"), "v_cmp": ("B", "C", "G", "Dv"), "blocks": ("B", "S", "G", "n")}
     shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in given]
@@ -163,9 +162,19 @@ def _check_inputs(
     return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
 
 
+def _check_kinds(given: dict[str, torch.Tensor]) -> None:
+    """Refuse what is no plain tensor, and what the operators would silently take for one."""
+    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
+    if strangers:
+        raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in given.values()):
+        raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
+
+
 def _is_tensor(x: object) -> bool:
-    # A DTensor's shape is not its memory's: no operator here knows how to shard, so a plain error now, not a deep one.
-    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
+    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"  # whose shape is not that of its memory
 
 
 def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> list[str]:
@@ -207,61 +216,3 @@ def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wa
 def _wide(blocks: torch.Tensor) -> torch.Tensor:
     """int32 and int64 as they are; other integers widened, so that no value wraps round into range."""
     return blocks if blocks.dtype in (torch.int32, torch.int64) else blocks.to(torch.int64)
-
-
-Backends = str | tuple[tuple[str, str], ...] | None
-
-
-def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
-    """``backends`` of :func:`nsa_core.resolve` as a hashable value."""
-    return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
-
-
-@torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
-def default_plan(
-    config: NSAConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    varlen: bool,
-    wants_grad: bool,
-    backends: Backends = None,
-) -> Plan:
-    """The plan for calls that name none, made once per process and arguments.
-
-    One that can train, so that grad and no_grad run the same kernels; only where none can and no gradient is
-    wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
-
-    Raises:
-        Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
-    """
-    device = torch.device("cpu") if device.type == "meta" else device
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        return _resolved(config, device, dtype, varlen, True, deterministic, backends)
-    except Unsupported:
-        if wants_grad:
-            raise
-        return _resolved(config, device, dtype, varlen, False, deterministic, backends)
-
-
-@functools.lru_cache(maxsize=256)
-def _resolved(
-    config: NSAConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    varlen: bool,
-    needs_grad: bool,
-    deterministic: bool,
-    backends: Backends,
-) -> Plan:
-    from nsa_core.plan import resolve
-
-    return resolve(
-        config,
-        device=device,
-        dtype=dtype,
-        backends=dict(backends) if isinstance(backends, tuple) else backends,
-        needs_grad=needs_grad,
-        deterministic=deterministic,
-        varlen=varlen,
-    )

@@ -52,8 +52,10 @@ class _Chunks:
         self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
         self.places = geometry.compress_block_size // stride
         self._blocks = geometry.num_compressed(x.shape[-3])
-        x = x[:, : self.rows * stride] if packed is None else x.index_select(0, packed.tokens)
-        self.tokens = x.unflatten(-3, (self.rows, stride)).transpose(-3, -2)
+        x = x if packed is None else x.index_select(0, packed.tokens)
+        # Cut after the transpose: a cut of x itself would make torch.compile tell S = m*d from other lengths.
+        x = x.transpose(-3, -2)[..., : self.rows * stride, :]
+        self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
     def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
         """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c, ...] or [m, ...]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
@@ -56,7 +57,8 @@ class NSAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be an integer >= 1, got {value!r}")
         try:
-            self.geometry  # noqa: B018  validates the block fields
+            blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
+            object.__setattr__(self, "_geometry", BlockGeometry(**blocks))  # once: torch.compile cannot trace this
         except InvalidInput as error:
             wrong.append(str(error))
         if wrong:
@@ -70,6 +72,7 @@ class NSAConfig:
         wrong += self._wrong_options()
         if wrong:
             raise InvalidInput("; ".join(wrong))
+        object.__setattr__(self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     def _wrong_options(self) -> list[str]:
         wrong = []
@@ -94,7 +97,14 @@ class NSAConfig:
     @property
     def geometry(self) -> BlockGeometry:
         """The block integers alone."""
-        return BlockGeometry(**{f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)})
+        made: BlockGeometry = vars(self)["_geometry"]
+        return made
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Every field in order: NSAConfig(*config.values) == config."""
+        values: tuple[Any, ...] = self._values  # type: ignore[attr-defined]  # set in __post_init__
+        return values
 
     @property
     def qk_dim(self) -> int:

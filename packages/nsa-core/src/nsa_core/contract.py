@@ -149,6 +149,7 @@ class BackendSpec:
     priority: int = 0
     slot_priority: Mapping[str, int] = dataclasses.field(default_factory=dict)
     summary: str = ""
+    detail: str | None = None  # "module:function" of () -> lines of text on this machine, for `nsa backends show`
 
     def priority_of(self, slot: str) -> int:
         """Priority of this backend for ``slot``."""

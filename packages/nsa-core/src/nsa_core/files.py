@@ -10,8 +10,19 @@ from pathlib import Path
 from nsa_core.errors import InvalidInput
 
 
+def user_cache() -> Path:
+    """This library's directory under XDG_CACHE_HOME or ~/.cache; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))) / "nsa"
+
+
 def write_atomic(path: str | Path, text: str, force: bool = False) -> None:
-    """Write ``text`` to ``path`` as UTF-8: a reader sees the old file or the whole new one, never a part.
+    """Write ``text`` as UTF-8, as :func:`write_bytes_atomic` does and with its errors."""
+    write_bytes_atomic(path, text.encode("utf-8"), force)
+
+
+def write_bytes_atomic(path: str | Path, content: bytes, force: bool = False) -> None:
+    """Write ``content`` to ``path``: a reader sees the old file or the whole new one, never a part.
 
     Raises:
         InvalidInput: the file exists and ``force`` is False, or the path names something that is not a plain file.
@@ -24,8 +35,8 @@ def write_atomic(path: str | Path, text: str, force: bool = False) -> None:
         raise InvalidInput(f"{path} exists; give --force to overwrite it")
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(draft, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(draft, "xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if force:

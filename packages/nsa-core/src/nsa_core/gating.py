@@ -6,25 +6,14 @@ mean and a spread of about a half over tokens of unit variance: no branch is pre
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.ops import stats_dtype
+from nsa_core.ops import no_autocast, stats_dtype
 
 _SPREAD = 0.5  # of the logits at the start: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # of SiLU over a standard normal
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on ``device``."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def _linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
@@ -50,7 +39,7 @@ class LinearGate(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             return _gates(_linear(x.to(stats_dtype(x.dtype)), self))
 
 
@@ -71,7 +60,7 @@ class MLPGate(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
         inner, outer = self._layers()
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             return _gates(_linear(F.silu(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
 
     def _layers(self) -> tuple[nn.Linear, nn.Linear]:

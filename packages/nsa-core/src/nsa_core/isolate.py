@@ -22,7 +22,7 @@ from typing import Any
 
 from nsa_core.contract import Reason
 from nsa_core.errors import InvalidInput
-from nsa_core.files import write_atomic
+from nsa_core.files import user_cache, write_atomic
 from nsa_core.plugins import Plugin, call_plugin
 
 LIMIT_S = 20.0
@@ -74,12 +74,12 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Verdict]
                 if status is None and time.monotonic() < deadline:
                     continue
                 del running[plugin]
-                _kill(child)
+                end(child)
                 verdicts[plugin] = Verdict(_reason(status, limit_s), limit_s)
             time.sleep(0.005)
     finally:
         for child, _ in running.values():
-            _kill(child)
+            end(child)
     return verdicts
 
 
@@ -87,8 +87,13 @@ def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
     # The caller's own path, set before anything is imported; an argument, so that no environment variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.isolate import _child\n_child(*sys.argv[1:])"
+    return start([code, plugin.name, plugin.value])
+
+
+def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A silent child that runs ``arguments[0]`` as Python; it and what it starts are ended by :func:`end`."""
     return subprocess.Popen(
-        [sys.executable, "-c", code, plugin.name, plugin.value],
+        [sys.executable, "-c", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -96,7 +101,8 @@ def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
     )
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill ``child`` with its process group, and wait for it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
@@ -117,17 +123,22 @@ def _child(name: str, value: str) -> None:
 
 
 def _reason(status: int | None, limit_s: float) -> Reason | None:
+    return ended(status, limit_s, "while loading", _hint())
+
+
+def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:
+    """Why a child that ended with ``status`` (None: killed at its limit) did not survive; None: it did."""
     if status == _SURVIVED:
         return None
     if status is None:
-        return Reason("hangs", f"did not finish loading within {limit_s:g} s in a child process", _hint())
+        return Reason("hangs", f"did not finish within {limit_s:g} s in a child process {doing}", hint)
     if status < 0:
         try:
             name = signal.Signals(-status).name
         except ValueError:
             name = f"signal {-status}"
-        return Reason("crashes", f"killed its process with {name} while loading", _hint())
-    return Reason("exits", f"ended its process with exit status {status} while loading", _hint())
+        return Reason("crashes", f"killed its process with {name} {doing}", hint)
+    return Reason("exits", f"ended its process with exit status {status} {doing}", hint)
 
 
 def _hint() -> str:
@@ -136,8 +147,7 @@ def _hint() -> str:
 
 def cache_file() -> Path:
     """Where verdicts are remembered: ``nsa/plugins.json`` under XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))) / "nsa" / "plugins.json"
+    return user_cache() / "plugins.json"
 
 
 def _key(plugin: Plugin) -> str:

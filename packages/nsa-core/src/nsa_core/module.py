@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.attention import default_plan, frozen_backends, nsa_attention
+from nsa_core.attention import nsa_attention
 from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
 from nsa_core.config import NSAConfig
+from nsa_core.default_plan import default_plan, frozen_backends
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.gating import autocasts, make_gate
+from nsa_core.gating import make_gate
+from nsa_core.ops import autocasts
 from nsa_core.packing import token_places
 from nsa_core.rope import RopeTable, rope_table, rotate
 
@@ -98,8 +100,11 @@ class NSAttention(nn.Module):
         attention_mask: None = None,
         context: None = None,
         key_value_states: None = None,
+        plan: Plan | None = None,
     ) -> torch.Tensor:
         """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
+
+        ``plan`` runs this call on its kernels instead of those that ``backends`` named.
 
         Raises:
             InvalidInput: x or cu_seqlens do not fit the layer; a padding mask, or keys from elsewhere, are given.
@@ -117,7 +122,7 @@ class NSAttention(nn.Module):
             config=self.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=self._plan(x, q, cu_seqlens is not None),
+            plan=self._plan(x, q, cu_seqlens is not None, plan),
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
@@ -194,11 +199,12 @@ class NSAttention(nn.Module):
     def _wants_grad(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
-    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool) -> Plan:
-        wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
-        plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
-        if not torch.compiler.is_compiling():
-            self._last = (q.device, q.dtype, varlen)
+    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
+        if plan is None:
+            wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
+            plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
+            if not torch.compiler.is_compiling():
+                self._last = (q.device, q.dtype, varlen)
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
@@ -250,6 +256,5 @@ class CheckedKernel:
 
 def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
     """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after ``layer``."""
-    return dataclasses.replace(
-        plan, **{s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
-    )
+    kernels: dict[str, Any] = {s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
+    return dataclasses.replace(plan, **kernels)

@@ -70,13 +70,27 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` the current CUDA device; nothing elsewhere."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for tensors on ``device``."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Turn autocast off, where it is on, for tensors on ``device``."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def _running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
     for trace in _traces:
         trace.append(DispatchRecord(backend, slot, direction))
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
-        with guard:
+        with _current_device(device), no_autocast(device):  # a backend's fp32 products stay fp32
             yield
     except (NSAError, torch.OutOfMemoryError):
         raise

@@ -36,6 +36,7 @@ class Choice:
     version: str
     explicit: bool  # asked for by name, not chosen by `auto`
     candidates: tuple[Candidate, ...]
+    tuned: str = ""  # what `nsa tune` measured, where that decided
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class Plan:
         """The request, and per slot who runs it and why nobody else does; plain text of several lines."""
         lines = [describe_request(self.requests["cmp"])]
         for slot, choice in self.choices.items():
-            how = "asked for" if choice.explicit else "auto"
+            how = "asked for" if choice.explicit else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
             lines.append(f"{slot}: {one_line(choice.backend)} {one_line(choice.version)} ({how})")
             lines += [f"  {candidate}" for candidate in choice.candidates if candidate.backend != choice.backend]
         return "\n".join(lines)
@@ -189,7 +190,9 @@ def decide(answers: Survey) -> Plan:
         assert chosen is not None  # no error: somebody was chosen
         candidate, op = chosen
         explicit, request = answers.wanted[slot] is not None, answers.requests[slot]
-        choices[slot] = Choice(slot, candidate.backend, candidate.version, explicit, candidates)
+        first = not explicit and candidates[0].backend == candidate.backend
+        said = answers.tuned.get(slot, "") if first else ""
+        choices[slot] = Choice(slot, candidate.backend, candidate.version, explicit, candidates, said)
         scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
         kernels[slot] = Kernel(candidate.backend, slot, op.op, scale, geometry, request.deterministic)
         slots[slot] = op.spec

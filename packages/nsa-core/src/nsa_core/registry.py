@@ -70,9 +70,8 @@ def mark_conflicts(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
     return result
 
 
-def _names_in(variable: str) -> set[str] | None:
-    value = os.environ.get(variable)
-    return None if value is None else {normalized(name.strip()) for name in value.split(",") if name.strip()}
+def _names_in(listed: str) -> set[str]:
+    return {normalized(name.strip()) for name in listed.split(",") if name.strip()}
 
 
 def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
@@ -83,7 +82,7 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
     "1" or "all" means all but this project's own, "" and "0" none. ``safe`` loads this project's own only.
     """
     names = {normalized(plugin.name), normalized(plugin.distribution)}
-    refused = (_names_in("NSA_DISABLE_PLUGINS") or set()) - {"0"}
+    refused = _names_in(os.environ.get("NSA_DISABLE_PLUGINS", "")) - {"0"}
     if names & refused:
         return Reason("disabled", "named in NSA_DISABLE_PLUGINS", "take it out of NSA_DISABLE_PLUGINS")
     if plugin.first_party:
@@ -92,8 +91,8 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
         return Reason("disabled", f"safe mode loads only {', '.join(FIRST_PARTY)}", "leave safe mode")
     if refused & {"1", "all"}:
         return Reason("disabled", "NSA_DISABLE_PLUGINS refuses all third-party plugins", "unset NSA_DISABLE_PLUGINS")
-    allowed = _names_in("NSA_PLUGINS")
-    if allowed is not None and not names & allowed:
+    allowed = os.environ.get("NSA_PLUGINS")
+    if allowed is not None and not names & _names_in(allowed):
         return Reason("disabled", "not in NSA_PLUGINS", "add it to NSA_PLUGINS")
     return None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nsa_core import tuned
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.errors import BackendUnavailable, InvalidInput
@@ -55,6 +56,7 @@ class Survey:
     wanted: Mapping[str, str | None]  # slot -> backend asked for, None: auto
     candidates: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
+    tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # slot -> why its first candidate is first
 
 
 def survey(
@@ -111,7 +113,32 @@ def survey(
             candidate = Candidate(entry.name, entry.version, entry.status, reasons)
             candidates[slot].append(((entry.spec is None, -priority, entry.name), candidate))
     ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
-    return Survey(config, MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked), registry)
+    said = _tune(ranked, requests, device)
+    frozen = (MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked))
+    return Survey(config, *frozen, registry, MappingProxyType(said))
+
+
+def _tune(
+    ranked: dict[str, tuple[Candidate, ...]], requests: Mapping[str, Request], device: str | torch.device
+) -> dict[str, str]:
+    """Put what was measured to be fastest on this device first; slot -> the sentence that says so."""
+    if not tuned.path().exists():
+        return {}
+    place = torch.device(device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else tuned.processor_name()
+    said = {}
+    for slot, candidates in ranked.items():
+        accepted = {c.backend: c.version for c in candidates if c.accepted}
+        best = tuned.choose(requests[slot], name, accepted)
+        if best is not None:
+            ranked[slot] = tuple(sorted(candidates, key=lambda c: c.backend != best[0]))
+            said[slot] = best[1]
+    return said
+
+
+def ask(entry: BackendEntry, request: Request) -> Candidate:
+    """What ``entry`` says to one request, which may describe a device that is not here."""
+    return Candidate(entry.name, entry.version, entry.status, _reasons(entry, request, None))
 
 
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
@@ -169,6 +196,18 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
     return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
 
 
+def details(entry: BackendEntry) -> list[str]:
+    """What ``entry``'s backend says of itself on this machine, a line each; what goes wrong in asking is a line too."""
+    if entry.spec is None or entry.spec.detail is None:
+        return []
+    try:
+        return [one_line(text) for text in _call_limited(import_named(entry.spec.detail))]
+    except _TooSlowError:
+        return [f"its detail did not come within {PROBE_LIMIT_S:g} s"]
+    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+        return [f"its detail raised {describe_error(error)}"]
+
+
 class _TooSlowError(Exception):
     """The probe did not answer in time."""
 
@@ -189,13 +228,13 @@ def _probe(path: str, request: Request) -> tuple[Reason, ...]:
     return tuple(answer)
 
 
-def _call_limited(probe: Any, request: Request) -> Any:
-    """``probe(request)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
+def _call_limited(probe: Any, *arguments: Any) -> Any:
+    """``probe(*arguments)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put((probe(request), None))
+            answers.put((probe(*arguments), None))
         except BaseException as error:  # noqa: BLE001  handed to the asking thread
             answers.put((None, error))
 

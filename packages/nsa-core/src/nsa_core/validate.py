@@ -36,7 +36,8 @@ def tensor_problems(
     symbols must have equal sizes, those of ``sizes`` the given ones, and ``packed`` drops "B". "Hq" must be a
     multiple of "G".
     """
-    wrong, known = [], dict[object, int](sizes or {})
+    wrong: list[str] = []
+    known: dict[str, int] = dict(sizes or {})
     for name, tensor, axes in zip(names, tensors, shapes):
         axes = [a for a in axes if not (packed and a == "B")]
         if tensor.dim() != len(axes):

@@ -9,13 +9,14 @@ from nsa_core.oracle.branches import cmp, combine, sel, win
 from nsa_core.oracle.layer import Projected, attention, layer, project
 from nsa_core.oracle.phi import compress, rope
 from nsa_core.oracle.rows import Truth
-from nsa_core.oracle.selection import RowScores, row_scores, scores, select
+from nsa_core.oracle.selection import RowScores, choose, row_scores, scores, select
 
 __all__ = [
     "Projected",
     "RowScores",
     "Truth",
     "attention",
+    "choose",
     "cmp",
     "combine",
     "compress",

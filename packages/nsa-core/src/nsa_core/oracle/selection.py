@@ -76,10 +76,10 @@ def row_scores(
     """
     bounds = token_bounds(cu_seqlens)
     key_bounds = compressed_bounds(bounds, geometry)
+    evaluated = document_rows(rows, [len(x) for x in documents(q, bounds)], bounds)
+    refuse_absurd(evaluated, [len(x) for x in documents(k_cmp, key_bounds)], q.shape[-2])
     per_q, per_k = documents(f64(q), bounds), documents(f64(k_cmp), key_bounds)
     per_lse = documents(f64(lse).transpose(-1, -2), bounds)
-    evaluated = document_rows(rows, [len(x) for x in per_q], bounds)
-    refuse_absurd(evaluated, [len(x) for x in per_k], q.shape[-2])
     groups, h = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
     for document, rows_here in enumerate(evaluated):
         length = len(per_q[document])

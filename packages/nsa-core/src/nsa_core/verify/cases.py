@@ -27,7 +27,10 @@ class Case:
     batch: int = 1
     packed: bool = False
     fused: bool = False  # q, k, v are views of one buffer, as a fused projection leaves them
-    sharpness: float = 1.0  # factor on q: above 1 the attention is peaked
+    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error of s, about
+    # |s| 2^-24 in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise does not grow with
+    # |s|, and is calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on such a row.
+    sharpness: float = 1.0
     text: bytes | None = None
     rows: tuple[int, ...] | None = None
     seed: int = 0
@@ -153,12 +156,14 @@ def quick_cases() -> tuple[Case, ...]:
     return (
         Case("reports 12/2/64", _config(12, 2, 64, 64, SMALL), (150,), fused=True),
         Case("paper 64/4 192/128", _config(64, 4, 192, 128, (16, 8, 16, 4, 32)), (97,)),
-        Case("h=1", _config(2, 2, 16, 16, TINY), (61,), sharpness=3.0),
+        Case("h=1", _config(2, 2, 16, 16, TINY), (61,), sharpness=1.5),
         Case("h=4, Dk != Dv", _config(8, 2, 32, 16, TINY), (77,), batch=2),
         Case("S=w", small, (24,)),
         Case("S=2w", small, (48,)),
         Case("S=1", small, (1,)),
         Case("S<l", small, (5,), batch=2),
+        # With two local blocks forced, a score that looks at invisible tokens changes no choice.
+        Case("nothing forced", dataclasses.replace(small, init_blocks=0, local_blocks=0), (70,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
     )
 
@@ -177,7 +182,7 @@ def full_cases() -> tuple[Case, ...]:
         *quick_cases(),
         Case("reports S=w", reports, (512,)),
         Case("reports S=2w", reports, (1024,)),
-        Case("reports S=1155", reports, (1155,), fused=True, sharpness=2.0),
+        Case("reports S=1155", reports, (1155,), fused=True, sharpness=1.5),
         Case("paper blocks 64/4 192/128", _config(64, 4, 192, 128, PAPER), (203,)),
         Case("h=3", _config(6, 2, 16, 16, TINY), (63,)),
         Case("h=7", _config(7, 1, 16, 24, TINY), (64,)),

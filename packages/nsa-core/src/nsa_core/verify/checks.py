@@ -49,7 +49,7 @@ def _judge_run(
 
 
 def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Where a branch is given everything, it is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
+    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
     length = max(case.lengths, default=0)
     if length == 0 or case.rows is not None:
         return
@@ -116,9 +116,12 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     data = case.data(dtype, subject.device)
     plan = subject.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
     zero = torch.zeros_like(data.k_cmp)
+    # Keys repeat with the selection block, so that whole blocks tie exactly, tap by tap and in any order of addition;
+    # one entry of q and a power-of-two scale keep every logit exact in fp32.
+    period = case.config.select_block_size // case.config.compress_stride
     generator = torch.Generator().manual_seed(case.seed)
-    few = torch.randint(-1, 2, zero.shape, generator=generator).to(zero)
-    # One entry of q and a power-of-two scale keep every logit exact in fp32.
+    pattern = torch.randint(-1, 2, (period, *zero.shape[-2:]), generator=generator).to(zero)
+    few = pattern[torch.arange(zero.shape[-3]) % period].expand(zero.shape).contiguous()
     q = torch.zeros_like(data.q)
     q[..., 0] = 4.0
     exact = dataclasses.replace(case.config, scale=0.25)
@@ -131,13 +134,24 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
         lse = run_slot(use, "cmp", inputs, None, data).outputs["lse"]
         got = run_slot(use, "select", {"q": queries, "k_cmp": keys, "lse": lse}, None, data).outputs["blocks"]
         want = oracle.select(queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens)
-        if label == "zero keys":
-            yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
-        else:
-            tie_case = dataclasses.replace(case, config=config)
-            run = SlotRun({"q": queries, "k_cmp": keys, "lse": lse}, {"blocks": got}, None)
-            for finding in _judge_run("ties", "select", tie_case, dtype, run, data.cu_seqlens):
-                yield dataclasses.replace(finding, quantity=label)
+        yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
+
+
+def any_blocks(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are never read."""
+    if case.tokens == 0 or case.rows is not None:
+        return
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    last = case.config.geometry.num_select_blocks(max(case.lengths))
+    shape = (*data.q.shape[:-2], case.config.n_kv_heads, 6)
+    blocks = torch.randint(-1, last + 2, shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.int32)
+    blocks[..., 4] = blocks[..., 0]
+    blocks[..., 5] = 2**30
+    for kind in (torch.int32, torch.int64):
+        inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks.to(data.q.device, kind)}
+        run = run_slot(plan, "sel", inputs, data.do, data)
+        yield from _judge_run("any blocks", "sel", case, dtype, run, data.cu_seqlens)
 
 
 def empty_rows(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:

@@ -127,10 +127,8 @@ def host_bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.detach().cpu().long()
 
 
-def compressed_starts(bounds: torch.Tensor | None, geometry: BlockGeometry) -> torch.Tensor | None:
+def compressed_starts(bounds: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     """First compressed row of each packed document, and the end of the last one's."""
-    if bounds is None:
-        return None
     counts = ((bounds.diff() - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -196,7 +194,7 @@ def cmp(
         return lambda rows, g: last <= rows[:, None]
 
     bounds = host_bounds(cu_seqlens)
-    names, both = ("dq", "dk_cmp", "dv_cmp"), (bounds, compressed_starts(bounds, geometry))
+    names, both = ("dq", "dk_cmp", "dv_cmp"), (bounds, None if bounds is None else compressed_starts(bounds, geometry))
     return _attend((q, k_cmp, v_cmp), mask, scale, both, names, do, rows, _Maths(arithmetic, dtype))
 
 

@@ -45,7 +45,7 @@ def scores(
     """Group scores [S, G, NB] in float64, one tensor per batch entry or document."""
     bounds = host_bounds(cu_seqlens)
     q, k_cmp, lse = (x.detach().cpu().double() for x in (q, k_cmp, lse.transpose(-1, -2)))
-    per_key = spans(k_cmp, compressed_starts(bounds, geometry))
+    per_key = spans(k_cmp, None if bounds is None else compressed_starts(bounds, geometry))
     parts = zip(spans(q, bounds), per_key, spans(lse, bounds))
     return [_document_scores(*part, geometry, scale) for part in parts]
 

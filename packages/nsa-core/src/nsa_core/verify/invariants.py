@@ -40,8 +40,9 @@ def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fi
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
     kv = {n: leaves[n] for n in ("k_cmp", "v_cmp")}
+    k, v = (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"])
     o, blocks = nsa_attention(
-        leaves["q"], (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"]), leaves["gates"],
+        leaves["q"], k, v, leaves["gates"],
         config=case.config, plan=plan, cu_seqlens=data.cu_seqlens, max_seqlen=_longest(data), return_blocks=True, **kv,
     )  # fmt: skip
     got = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
@@ -73,7 +74,8 @@ def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Find
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
         # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to the tokens.
         k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
-        return nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        o, blocks = nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        return o, blocks
 
     with torch.no_grad():
         o, blocks = run(data)
@@ -113,7 +115,7 @@ def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
     data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype)
+    plan = subject.plan(case.config, dtype, deterministic=True)
     runs = run_slots(plan, case, data)
     t = case.tokens // 2
     seen = case.config.geometry.num_compressed(t + 1)

@@ -148,7 +148,8 @@ def judge(
     slant = ((a - g) * g).sum((-1, -2)).abs()
     chance = 4 * (noise.square() * g.square().sum(-1)).sum(-1).sqrt()
     bias = _over(slant, limits.bias * u * g.square().sum((-1, -2)) + chance)
-    where = tuple(int(i) for i in torch.unravel_index(row.argmax(), row.shape))
+    worst = torch.maximum(row / limits.row, elem.amax(-1) / limits.elem)
+    where = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     return _verdict(row.max().item(), elem.max().item(), bias.max().item(), where, limits._replace(bias=1))
 
 

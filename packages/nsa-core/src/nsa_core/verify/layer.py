@@ -6,17 +6,18 @@ combination under test where it takes float64, and else the best backend that do
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from nsa_core import oracle
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
-from nsa_core.errors import BackendUnavailable, Unsupported
+from nsa_core.errors import Unsupported
 from nsa_core.module import NSAttention
+from nsa_core.plan import Plan, resolve
 from nsa_core.verify.cases import Case
-from nsa_core.verify.judge import judge
+from nsa_core.verify.parameters import judge_layer
 from nsa_core.verify.subject import Finding, Subject, judged
 
 CONFIG = NSAConfig(
@@ -33,9 +34,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
-    """A job per option of the layer (quick: the default phi, and packed), made with ``job(name, check, case, dtype)``."""
-    import dataclasses
-
+    """A dense and a packed job per option (quick: the default phi), made with ``job(name, check, case, dtype)``."""
     options = OPTIONS if preset == "full" else OPTIONS[:1]
     cases = []
     for option in options:
@@ -47,28 +46,22 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
 
 
 def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """NSAttention equals the oracle's layer, given the layer's own blocks."""
+    """NSAttention equals the oracle's layer: output, input gradient, and the gradient of every parameter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        attn = NSAttention(case.config, backends=_backends(subject, case)).to(dtype)
-        x = torch.randn(*(() if case.packed else (case.batch,)), case.tokens, case.config.dim, dtype=dtype)
-    cu_seqlens = case.data(dtype).cu_seqlens
-    with torch.no_grad():
-        state = dict(attn.state_dict())
-        p = oracle.project(state, x, case.config, cu_seqlens=cu_seqlens)
-        golden = oracle.layer(state, x, case.config, cu_seqlens=cu_seqlens)
-        positive = oracle.attention(
-            p.q, p.k, tuple(v.abs() for v in p.v), p.gates, case.config, k_cmp=p.k_cmp, v_cmp=p.v_cmp.abs(),
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        magnitude = positive.flatten(-2) @ state["out.weight"].abs().T
-        y = attn(x, cu_seqlens)
-    yield from judged("layer", "", case, dtype, {"y": judge(y, golden, golden, magnitude, dtype)})
+        attn = NSAttention(case.config).to(dtype)
+        shape = (*(() if case.packed else (case.batch,)), case.tokens, case.config.dim)
+        x, do = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    plan = _plan(subject, case, dtype) or resolve(case.config, dtype=dtype, needs_grad=True, varlen=case.packed)
+    verdicts = judge_layer(attn, x, do, case.data(dtype).cu_seqlens, plan)
+    yield from judged("layer", "", case, dtype, verdicts)
 
 
-def _backends(subject: Subject, case: Case) -> dict[str, str] | None:
-    try:
-        subject.plan(case.config, torch.float64, varlen=case.packed)
-    except (Unsupported, BackendUnavailable):
+def _plan(subject: Subject, case: Case, dtype: torch.dtype) -> Plan | None:
+    """The subject's plan if it computes ``dtype`` on the CPU, where the oracle's layer is compared; None: the best."""
+    if subject.device != "cpu":
         return None
-    return dict(subject.backends) if subject.device == "cpu" else None
+    try:
+        return subject.plan(case.config, dtype, varlen=case.packed)
+    except Unsupported:
+        return None

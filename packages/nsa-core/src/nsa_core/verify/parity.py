@@ -12,6 +12,7 @@ from nsa_core import oracle
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense
+from nsa_core.verify.dense import compressed_starts
 from nsa_core.verify.judge import Verdict, gate_rows, heads_first, judge, judge_lse, refused
 
 _INPUTS = {
@@ -80,7 +81,8 @@ def judge_slot(
             verdicts[name] = _judge_lse(actual, golden.lse, noise.top, dtype, picked)
         else:
             three = [x.o if name == "o" else x.grads[name] for x in (golden, rounded, noise)]
-            verdicts[name] = _judge(name, [actual, *three], dtype, picked)
+            stray = _tail(name, actual, cu_seqlens, geometry)
+            verdicts[name] = stray if stray is not None else _judge(name, [actual, *three], dtype, picked)
     return verdicts
 
 
@@ -125,6 +127,18 @@ def _judge_lse(
         return judge_lse(actual, golden, top, dtype)
     verdict = judge_lse(actual[..., rows.to(actual.device)], golden[..., rows], top[..., rows], dtype)
     return _renamed(verdict, rows, golden.dim() - 1)
+
+
+def _tail(name: str, actual: torch.Tensor, cu_seqlens: torch.Tensor | None, geometry: BlockGeometry) -> Verdict | None:
+    """The verdict on gradients of packed compressed rows that no document owns, unless they are exactly zero."""
+    if cu_seqlens is None or name not in ("dk_cmp", "dv_cmp"):
+        return None
+    owned = int(compressed_starts(cu_seqlens.cpu().long(), geometry)[-1])
+    stray = actual[owned:].ne(0).any(-1).nonzero()
+    if not len(stray):
+        return None
+    row, head = (int(i) for i in stray[0])
+    return refused("a gradient that is not exactly 0 in a row no document owns", (head, owned + row))
 
 
 def _judge(name: str, tensors: list[torch.Tensor], dtype: torch.dtype, rows: torch.Tensor | None) -> Verdict:

@@ -10,6 +10,7 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
+from nsa_core.ops import Kernel
 from nsa_core.plan import Plan, resolve
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.judge import LIMITS, LSE_LIMIT, Verdict
@@ -84,13 +85,18 @@ def run_slot(
     plan: Plan, slot: str, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
 ) -> SlotRun:
     """Call ``slot`` of ``plan`` on ``inputs`` and, with ``do``, its backward."""
+    return run_kernel(getattr(plan, slot), inputs, do, data)
+
+
+def run_kernel(kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData) -> SlotRun:
+    """Call ``kernel`` on ``inputs`` and, with ``do``, its backward."""
     leaves = {n: t.detach() for n, t in inputs.items()}
     wanted = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
     for name in wanted:
         leaves[name].requires_grad_()
-    result = getattr(plan, slot)(*leaves.values(), cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen)
+    result = kernel(*leaves.values(), cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen)
     results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    outputs = {n: t.detach() for n, t in zip(OUTPUTS[slot], results)}
+    outputs = {n: t.detach() for n, t in zip(OUTPUTS[kernel.slot], results)}
     if do is not None:
         grads = torch.autograd.grad(results[0], [leaves[n] for n in wanted], do)
         outputs |= {f"d{n}": g for n, g in zip(wanted, grads)}

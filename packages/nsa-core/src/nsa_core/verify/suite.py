@@ -41,6 +41,7 @@ _CHECKS: tuple[tuple[str, Check, int, int], ...] = (
     ("parity", checks.parity, 1 << 20, 1 << 20),
     ("ties", checks.ties, 1 << 10, 1 << 13),
     ("packed", checks.packed_equals_separate, 1 << 12, 1 << 13),
+    ("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
     ("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     ("composition", invariants.composition, 1 << 14, 1 << 15),
     ("causality", invariants.causality, 1 << 11, 1 << 14),
@@ -51,6 +52,8 @@ _CHECKS: tuple[tuple[str, Check, int, int], ...] = (
     ("run to run", invariants.run_to_run, 1 << 11, 1 << 14),
     ("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
+
+_FIRST = ("parity", "ties", "any blocks")  # what most faults show in
 
 
 def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed: int = 0) -> list[Job]:
@@ -69,10 +72,11 @@ def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed
         cases.append(dataclasses.replace(text_case(text), seed=seed))
     made = [
         Job(name, check, case, dtype)
+        for against_oracle in (True, False)
         for case in sorted(cases, key=_size)
         for dtype in dtypes
         for name, check, quick, full in _CHECKS
-        if _size(case) <= (quick if preset == "quick" else full)
+        if _size(case) <= (quick if preset == "quick" else full) and (name in _FIRST) == against_oracle
     ]
     return [*layer.jobs_for(preset, seed, Job), *made]
 
@@ -82,7 +86,7 @@ def _size(case: Case) -> int:
 
 
 def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -> Iterator[tuple[Job, list[Finding]]]:
-    """Run ``todo`` in order, yielding each job with its findings; with ``stop_at_first``, end after the first red one."""
+    """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the first red one."""
     for job in todo:
         findings = job.run(subject)
         yield job, findings

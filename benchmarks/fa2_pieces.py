@@ -1,0 +1,136 @@
+"""Times cmp, win and sel on FlashAttention-2: median ms of triton's do_bench, bf16, batch 1, forward and backward.
+
+    python benchmarks/fa2_pieces.py out.json [--provider flash-attn|PyTorch] [--sel]
+
+cmp is timed as the backend runs it, and with the fold's copies for comparison. Everything the slot does is inside the
+time: views, padding, copies, the library call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_backend_fa2 import cmp, providers, residues, sel, win
+from nsa_backend_fa2.fold import fold
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry()
+SHAPES = {
+    "64/4/128 S=64k": (64, 4, 128, 65536),
+    "32/8/128 S=32k": (32, 8, 128, 32768),
+    "12/2/64 S=64k": (12, 2, 64, 65536),
+}
+# H200, flash-attn 2.8.3, torch 2.11, measured with the same tool before this backend existed: forward, backward.
+BEFORE = {
+    ("cmp", "64/4/128 S=64k"): (14.3, 39.5),
+    ("cmp", "32/8/128 S=32k"): (2.29, 6.01),
+    ("cmp", "12/2/64 S=64k"): (1.63, 4.13),
+    ("win", "64/4/128 S=64k"): (5.0, 14.1),
+    ("win", "32/8/128 S=32k"): (1.2, 3.7),
+    ("win", "12/2/64 S=64k"): (0.66, 1.6),
+}
+
+
+def median_ms(function: Callable[[], Any]) -> float:
+    """Median of do_bench."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=50, rep=300, return_mode="median"))
+
+
+def tensors(heads: int, groups: int, width: int, rows: int, length: int) -> list[torch.Tensor]:
+    """q, k, v, dO."""
+    shapes = ((length, heads), (rows, groups), (rows, groups), (length, heads))
+    return [torch.randn((1, *shape, width), device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def random_blocks(length: int, groups: int) -> torch.Tensor:
+    """The forced blocks and random past ones, int32 [1, S, G, n]."""
+    n, size = GEOMETRY.num_selected_blocks, GEOMETRY.select_block_size
+    current = torch.arange(length, device="cuda")[:, None, None] // size
+    blocks = (torch.rand(length, groups, n, device="cuda") * (current + 1)).int()
+    blocks[..., :1], blocks[..., 1:2] = current.int(), (current - 1).clamp(min=0).int()
+    blocks[..., 2] = 0
+    return blocks[None]
+
+
+def measure(name: str, forward: Callable[[], Any], backward: Callable[[Any], Callable[[], Any]]) -> dict[str, Any]:
+    """One row of the table."""
+    outputs = forward()
+    row = {"piece": name, "forward_ms": median_ms(forward), "backward_ms": median_ms(backward(outputs))}
+    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}", flush=True)
+    return row
+
+
+def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
+    """Every piece of one shape."""
+    heads, groups, width, length = SHAPES[shape]
+    call = SlotCall(GEOMETRY, width**-0.5)
+    rows = []
+    q, k, v, do = tensors(heads, groups, width, GEOMETRY.num_compressed(length), length)
+    variants = {
+        "cmp": (residues.forward, residues.backward),
+        "cmp folded copies": (cmp.forward_folded, cmp.backward_folded),
+    }
+    for name, (forward, backward) in variants.items():
+        rows.append(
+            measure(
+                f"{name} {shape}",
+                lambda f=forward: f(q, k, v, call),
+                lambda out, b=backward: lambda: b(do, q, k, v, *out, call),
+            )
+        )
+    rows.append({"piece": f"fold of q alone {shape}", "forward_ms": median_ms(lambda: fold(q, groups, GEOMETRY))})
+    print(f"{rows[-1]['piece']:34} {rows[-1]['forward_ms']:8.3f}")
+    del q, k, v, do
+    q, k, v, do = tensors(heads, groups, width, length, length)
+    rows.append(
+        measure(
+            f"win {shape}",
+            lambda: win.forward(q, k, v, call=call),
+            lambda out: lambda: win.backward(do, q, k, v, *out, call=call),
+        )
+    )
+    if with_sel:
+        blocks = random_blocks(length, groups)
+        rows.append(
+            measure(
+                f"sel {shape}",
+                lambda: sel.forward(q, k, v, blocks, call=call),
+                lambda out: lambda: sel.backward(do, q, k, v, blocks, *out, call=call),
+            )
+        )
+    for row in rows:
+        slot = row["piece"].split()[0]
+        row["before_ms"] = BEFORE.get((slot, shape)) if slot in ("cmp", "win") else None
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--provider", choices=[place.name for place in providers.found()], default=None)
+    parser.add_argument("--sel", action="store_true", help="also the slow sel")
+    options = parser.parse_args()
+    if options.provider is not None:
+        place = next(place for place in providers.found() if place.name == options.provider)
+        if place.provider is None:
+            parser.error(str(place.reason))
+        providers.found = lambda: (place,)  # type: ignore[assignment]
+    title = providers.serving().title
+    print(f"{title} on {torch.cuda.get_device_name()}\n{'':34}  forward backward (ms)")
+    rows = [row for shape in SHAPES for row in pieces(shape, options.sel)]
+    document = {"schema_version": 1, "provider": title, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    options.json.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What FlashAttention-2 takes, and every reason why not."""
+
+from __future__ import annotations
+
+from nsa_backend_fa2 import providers
+from nsa_backend_fa2.operands import MAX_WIDTH, width_of
+from nsa_core.contract import Reason, Request
+
+OLDEST_GPU = (8, 0)
+NEWEST_GPU = (12, 1)
+MAX_HEADS = 65535  # of the library call: an axis of the kernels' grid
+providers.found()  # loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
+
+_SMALL = (
+    (8, 6),
+    (8, 7),
+    (8, 9),
+    (12, 0),
+    (12, 1),
+)  # GPUs whose shared memory is too small for PyTorch's backward of 224
+
+
+def probe(request: Request) -> list[Reason]:
+    """All reasons against ``request``; none: the backend takes it."""
+    return [*_device_reasons(request), *_shape_reasons(request), *_provider_reasons(request)]
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _device_reasons(request: Request) -> list[Reason]:
+    reasons, have = [], request.capability
+    if request.device != "cuda":
+        reasons.append(Reason("device", f"needs cuda, got {request.device}", "use sdpa there"))
+    elif have is None:
+        reasons.append(Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
+    elif have < OLDEST_GPU:
+        message = f"needs {_dotted(OLDEST_GPU)}, this GPU is {_dotted(have)}"
+        reasons.append(Reason("sm_too_old", message, "use sdpa or triton"))
+    elif have > NEWEST_GPU:
+        message = f"knows GPUs up to {_dotted(NEWEST_GPU)}, this GPU is {_dotted(have)}"
+        reasons.append(Reason("sm_too_new", message, "use sdpa or triton"))
+    if request.dtype not in ("bfloat16", "float16"):
+        hint = "use sdpa, or run the layer in bfloat16"
+        reasons.append(Reason("dtype", f"needs bfloat16 or float16, got {request.dtype}", hint))
+    return reasons
+
+
+def _shape_reasons(request: Request) -> list[Reason]:
+    reasons = []
+    width = width_of(request.head_dim, request.v_head_dim)
+    if width > MAX_WIDTH:
+        message = f"head widths {request.head_dim}/{request.v_head_dim} exceed {MAX_WIDTH}"
+        reasons.append(Reason("head_dim", message, "use sdpa"))
+    if request.phase != "prefill":
+        reasons.append(Reason("phase", f"has no form for {request.phase}", "use sdpa or triton"))
+    heads = request.n_heads * (request.geometry.compress_stride if request.slot == "cmp" else 1)
+    if heads > MAX_HEADS:
+        message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"
+        reasons.append(Reason("too_many_heads", message, "use sdpa"))
+    return reasons
+
+
+def _provider_reasons(request: Request) -> list[Reason]:
+    places = providers.found()
+    serving = next((place.provider for place in places if place.provider is not None), None)
+    if serving is None:
+        return [place.reason for place in places if place.reason is not None]
+    if not isinstance(serving, providers.TorchFlash) or not request.needs_grad:
+        return []
+    reasons = []
+    if request.deterministic and not providers.torch_is_deterministic():
+        reasons.append(providers.not_deterministic())
+    width = width_of(request.head_dim, request.v_head_dim)
+    if 192 < width <= 224 and request.capability in _SMALL:
+        message = f"PyTorch's backward of heads of {width} does not run on {_dotted(request.capability)}"
+        reasons.append(Reason("head_dim_backward", message, "install flash-attn, or use sdpa"))
+    return reasons
+
+
+def detail() -> list[str]:
+    """Who serves this backend, and what keeps the others from it; a line each."""
+    lines, served = [], False
+    for place in providers.found():
+        if place.provider is None:
+            lines.append(f"{place.name}: {place.reason}")
+        elif served:
+            lines.append(f"{place.provider.title}: not needed")
+        else:
+            lines.append(f"{place.provider.title}: serves")
+            served = True
+    return lines

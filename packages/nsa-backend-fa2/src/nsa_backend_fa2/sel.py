@@ -1,0 +1,190 @@
+"""The selected branch by gathering: every token's chosen keys side by side, one varlen document per token and group.
+
+The h heads of a group are the query rows of its document, so its keys are loaded once. Tokens go in chunks of a fixed
+number of gathered keys: memory beyond the inputs and outputs does not grow with S. Reads n*l' keys per token and group
+from memory three times over; right, and slow: an independent check of faster kernels, and a floor where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_backend_fa2.operands import MAX_BATCH, attend, attend_backward
+from nsa_backend_fa2.packed import documents
+from nsa_backend_fa2.providers import Attention, Packed
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.packing import token_places
+
+KEYS_AT_ONCE = 2**19  # gathered keys of a chunk
+
+
+def keys_per_token(geometry: BlockGeometry, blocks: int, longest: int) -> int:
+    """Keys that ``blocks`` chosen blocks hold at most, in documents of at most ``longest`` tokens."""
+    return min(blocks, geometry.num_select_blocks(longest)) * geometry.select_block_size
+
+
+def tokens_at_once(groups: int, keys: int) -> int:
+    """Tokens of a chunk."""
+    return max(1, min(KEYS_AT_ONCE // keys, MAX_BATCH) // groups)
+
+
+class Chunk(NamedTuple):
+    """Tokens ``first .. last-1`` (batch and sequence flattened) and where their chosen keys are."""
+
+    first: int
+    last: int
+    key: Tensor  # int64 [N*K]: flat index (token * G + group) of each gathered key; of no key: the first past all
+    cu: Tensor  # int32 [N + 1]: first gathered key of each token and group
+    longest: int
+
+
+def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Chunk]:
+    """The tokens of q [B, S, ...] in chunks; packed tensors come as B = 1."""
+    batch, length, groups, _ = k.shape
+    bound = length if call.cu_seqlens is None else min(call.max_seqlen, length)
+    keys = keys_per_token(call.geometry, blocks.shape[-1], bound)
+    step = tokens_at_once(groups, keys)
+    flat = blocks.reshape(batch * length, groups, -1)
+    if call.cu_seqlens is None:
+        rows = torch.arange(batch * length, device=q.device)
+        position = rows % length
+        start = rows - position
+    else:
+        places = token_places(documents(call.cu_seqlens, length), length)
+        position, start = places.position, places.start
+    for first in range(0, batch * length, step):
+        last = min(first + step, batch * length)
+        yield _chunk(first, last, flat[first:last], position[first:last], start[first:last], keys, call.geometry)
+
+
+def _chunk(
+    first: int,
+    last: int,
+    blocks: Tensor,  # [N, G, n] any order, duplicates, -1, out of range
+    position: Tensor,  # [N] in its document
+    start: Tensor,  # [N] flat index of the document's first token
+    keys: int,
+    geometry: BlockGeometry,
+) -> Chunk:
+    size, groups = geometry.select_block_size, blocks.shape[1]
+    current = (position // size)[:, None, None]
+    nobody = torch.iinfo(torch.int64).max
+    chosen = blocks.long()
+    chosen = chosen.masked_fill((chosen < 0) | (chosen > current), nobody).sort(-1).values
+    repeated = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] != nobody)
+    chosen[..., 1:].masked_fill_(repeated, nobody)
+    chosen = chosen.sort(-1).values  # ascending, nobody last: every block but the last one is whole
+    count = (chosen != nobody).sum(-1) * size
+    count -= (chosen == current).any(-1) * (size - 1 - position % size)[:, None]
+    count.clamp_(max=keys)  # a max_seqlen that is too small: wrong, but inside the chunk
+    cu = torch.nn.functional.pad(count.flatten().cumsum(0), (1, 0))
+    place = torch.arange(count.numel() * keys, device=blocks.device)
+    document = torch.searchsorted(cu[1:-1].contiguous(), place, right=True)
+    within = place - cu[document]
+    used = within < count.flatten()[document]
+    within.clamp_(max=keys - 1)
+    block = chosen.flatten(0, 1)[document, within // size]
+    token = start[document // groups] + block.masked_fill(~used, 0) * size + within % size
+    key = token * groups + document % groups
+    return Chunk(first, last, key.masked_fill_(~used, nobody), cu.int(), keys)
+
+
+def _rows(
+    x: Tensor,  # [B*S, heads, D]
+    chunk: Chunk,
+) -> Tensor:  # [N*G*h, 1, D]
+    return x[chunk.first : chunk.last].reshape(-1, 1, x.shape[-1])
+
+
+def _gather(
+    x: Tensor,  # [B, S, G, D], any strides
+    key: Tensor,
+) -> Tensor:  # [N*K, 1, D]
+    batch, length, groups, _ = x.shape
+    safe = key.clamp(max=batch * length * groups - 1)
+    token = safe // groups
+    return x[token // length, token % length, safe % groups].unsqueeze(1)
+
+
+def _attention(chunk: Chunk, heads: int, call: SlotCall) -> Attention:
+    count = chunk.cu.shape[0] - 1
+    rows = torch.arange(0, (count + 1) * heads, heads, dtype=torch.int32, device=chunk.cu.device)
+    packed = Packed(rows, chunk.cu, heads, chunk.longest)
+    return Attention(call.scale, causal=False, packed=packed, deterministic=call.deterministic)
+
+
+def _batched(call: SlotCall, *tensors: Tensor) -> list[Tensor]:
+    return list(tensors) if call.cu_seqlens is None else [x.unsqueeze(0) for x in tensors]
+
+
+def forward(
+    q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
+    k: Tensor,  # [B, S, G, Dk]
+    v: Tensor,  # [B, S, G, Dv]
+    blocks: Tensor,  # [B, S, G, n]
+    *,
+    call: SlotCall,
+) -> tuple[Tensor, Tensor]:
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no block is chosen."""
+    shape, (q, k, v, blocks) = q.shape[:-1], _batched(call, q, k, v, blocks)
+    batch, length, heads, _ = q.shape
+    per_group, flat = heads // k.shape[2], q.flatten(0, 1)
+    o = q.new_empty((batch * length, heads, v.shape[-1]))
+    lse = torch.empty((batch * length, heads), dtype=torch.float32, device=q.device)
+    for chunk in _chunks(q, k, blocks, call):
+        tokens = slice(chunk.first, chunk.last)
+        out, stats = attend(
+            _rows(flat, chunk), _gather(k, chunk.key), _gather(v, chunk.key), _attention(chunk, per_group, call)
+        )
+        blank = (chunk.cu.diff() == 0).repeat_interleave(per_group).view(-1, heads)
+        o[tokens] = out.view(-1, heads, v.shape[-1]).masked_fill(blank.unsqueeze(-1), 0)
+        lse[tokens] = stats.view(-1, heads).masked_fill(blank, -torch.inf)
+    spread = lse.view(batch, length, heads).transpose(1, 2)
+    return o.view(*shape, -1), spread if call.cu_seqlens is None else spread[0]
+
+
+def backward(
+    do: Tensor,  # [B, S, Hq, Dv]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    call: SlotCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes of q, k, v; dk and dv are summed over the tokens in fp32."""
+    shapes = [x.shape for x in (q, k, v)]
+    do, q, k, v, blocks, o, lse = _batched(call, do, q, k, v, blocks, o, lse)
+    heads, (batch, length, groups, _) = q.shape[2], k.shape
+    flat_do, flat_q, flat_o, flat_lse = (x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1)))
+    dq = torch.empty(flat_q.shape, dtype=q.dtype, device=q.device)
+    # One row past the last key takes what the kernel left in the rows of no key.
+    sums = [torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device) for x in (k, v)]
+    for chunk in _chunks(q, k, blocks, call):
+        do_rows, q_rows, o_rows, lse_rows = (_rows(x, chunk) for x in (flat_do, flat_q, flat_o, flat_lse))
+        how = _attention(chunk, heads // groups, call)
+        grads = attend_backward(
+            do_rows, q_rows, _gather(k, chunk.key), _gather(v, chunk.key), o_rows, lse_rows.view(1, -1), how
+        )
+        blank = (chunk.cu.diff() == 0).repeat_interleave(heads // groups).view(-1, heads, 1)
+        dq[chunk.first : chunk.last] = grads[0].reshape(-1, heads, q.shape[-1]).masked_fill(blank, 0)
+        target = chunk.key.clamp(max=batch * length * groups)
+        for total, grad in zip(sums, grads[1:]):
+            _add(total, target, grad.squeeze(1), call.deterministic)
+    dk, dv = (total[:-1].to(q.dtype) for total in sums)
+    return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+
+
+def _add(total: Tensor, index: Tensor, rows: Tensor, deterministic: bool) -> None:
+    rows = rows.to(total.dtype)
+    if deterministic:
+        total.index_put_((index,), rows, accumulate=True)  # sorts, so that equal indices add in one order
+    else:
+        total.index_add_(0, index, rows)

@@ -1,0 +1,272 @@
+"""`nsa bench`: time combinations of backends against dense attention, compare results, and report on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsa_cli import output
+
+if TYPE_CHECKING:
+    from nsa_core.bench.result import Result
+    from nsa_core.bench.run import Settings
+
+_HELP = """Time combinations of backends, each branch and the whole, against dense attention in the same run.
+
+Core: mean compression, three branches, selection and gates; q, k, v and gates in, o out. Correctness first: a
+combination is judged against the float64 truth before it is timed; one that fails has no figure, and exit code 1.
+"""
+app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
+
+PRESETS: dict[str, dict[str, dict[str, str]]] = {
+    "quick": {
+        "cpu": {"shapes": "tiny", "lengths": "256..1k", "phases": "forward,backward", "dtypes": "float32"},
+        "cuda": {"shapes": "reports", "lengths": "2k..16k", "phases": "forward,backward", "dtypes": "bfloat16"},
+    },
+    "full": {
+        "cpu": {"shapes": "reports", "lengths": "512..8k", "phases": "forward,backward", "dtypes": "float32"},
+        "cuda": {
+            "shapes": "12/2/64,64/4/128,32/8/128",
+            "lengths": "2k..64k",
+            "phases": "forward,backward",
+            "dtypes": "bfloat16",
+        },
+    },
+}
+BUDGET_S = {"quick": 0.1, "full": 0.3}
+TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
+
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the result file.", show_default=False)]
+_Html = Annotated[Path | None, typer.Option("--html", help="Write a report in one file.", show_default=False)]
+_Png = Annotated[Path | None, typer.Option("--png", help="Write the plots as PNG.", show_default=False)]
+_Svg = Annotated[Path | None, typer.Option("--svg", help="Write the plots as SVG.", show_default=False)]
+_Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    combo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="win=sdpa,cmp=fa2 or one name; repeatable. Left out: all that are ready.", show_default=False
+        ),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="quick (under a minute) or full.")] = "quick",
+    shape: Annotated[
+        str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports or paper.", show_default=False)
+    ] = None,
+    length: Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)] = None,
+    phase: Annotated[
+        str | None, typer.Option(help="Comma-separated: forward, backward, both.", show_default=False)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Comma-separated.", show_default=False)] = None,
+    blocks: Annotated[str, typer.Option(help="l,d,l',n,w.")] = "32,16,64,16,512",
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    inputs: Annotated[str, typer.Option(help="Comma-separated: random, real (from --text).")] = "random",
+    text: Annotated[
+        Path | None, typer.Option(help="Text behind real inputs; by default a README.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds per figure; 3 to 20 samples.", min=0.001, show_default=False)
+    ] = None,
+    max_call: Annotated[float, typer.Option(help="Skip lengths whose call is expected to take longer (s).")] = 5.0,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which nothing new is measured.", min=1, show_default=False)
+    ] = None,
+    json_file: _Json = None,
+    html: _Html = None,
+    png: _Png = None,
+    svg: _Svg = None,
+    force: _Force = False,
+    seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+) -> None:
+    """Run the bench; the options that are left out are the preset's for this device."""
+    if context.invoked_subcommand is not None:
+        return
+    given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
+    with output.exit_codes():
+        _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        quick = {"budget_s": BUDGET_S.get(preset), "time_limit_s": TIME_LIMIT_S.get(preset)}
+        limits = {"budget_s": budget, "time_limit_s": time_limit}
+        settings = _settings(
+            preset, given, combo or [], integers(blocks), device,
+            {"batch": batch, "seed": seed, "max_call_s": max_call}
+            | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
+            inputs, text, threads,
+        )  # fmt: skip
+        result = _run(settings)
+        _write(result, json_file, html, png, svg, force)
+        _print(result)
+    raise typer.Exit(output.FAILED if result.failed else 0)
+
+
+@app.command("compare")
+def compare_files(
+    old: Annotated[Path, typer.Argument(help="Result file to compare with.")],
+    new: Annotated[Path, typer.Argument(help="Result file to judge.")],
+    fail_over: Annotated[str, typer.Option(help="Tolerated slow-down.")] = "5%",
+    force: Annotated[bool, typer.Option("--force", help="Compare results of different devices.")] = False,
+) -> None:
+    """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the noise, or lost."""
+    with output.exit_codes():
+        from nsa_cli.bench_report import changes_table
+        from nsa_core.bench.compare import compare, regressed
+        from nsa_core.bench.result import read_result
+
+        changes = compare(read_result(old), read_result(new), fail_over=_percentage(fail_over), force=force)
+        bad = regressed(changes)
+        console = output.console()
+        console.print(changes_table([c for c in changes if c.verdict != "same"]))
+        counts = {v: sum(c.verdict == v for c in changes) for v in ("slower", "lost", "faster", "same", "missing")}
+        line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        console.print(f"{len(changes)} figures: {line}", style="bold red" if bad else "bold green")
+    raise typer.Exit(output.FAILED if bad else 0)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="Result file of nsa bench --json.")],
+    html: _Html = None,
+    png: _Png = None,
+    svg: _Svg = None,
+    force: _Force = False,
+) -> None:
+    """Print a result file, and write its report or plots. Exit code 1 where a combination had failed."""
+    with output.exit_codes():
+        from nsa_core.bench.result import read_result
+
+        _check_outputs([html, png, svg], html or png or svg, force)
+        result = read_result(file)
+        _write(result, None, html, png, svg, force)
+        _print(result)
+    raise typer.Exit(output.FAILED if result.failed else 0)
+
+
+def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bool) -> None:
+    for file in files:
+        output.check_writable(file, force)
+    if plotted is not None:
+        from nsa_cli.plots import need_matplotlib
+
+        need_matplotlib()
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """The integers of --blocks."""
+    from nsa_core.errors import InvalidInput
+
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {text!r}") from None
+
+
+def _percentage(text: str) -> float:
+    from nsa_core.errors import InvalidInput
+
+    try:
+        value = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InvalidInput(f"--fail-over must be a percentage such as 5%, got {text!r}")
+    return value
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def pick_device(device: str, threads: int) -> str:
+    """The device to run on, with torch told how many CPU threads to use."""
+    # Before torch loads: some builds of its profiler write to stderr at every start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    import torch
+
+    torch.set_num_threads(threads)
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def check_dtypes(names: Sequence[str]) -> None:
+    """Refuse names that are no dtype of the contract."""
+    from nsa_core.contract import DTYPES
+    from nsa_core.errors import InvalidInput
+
+    wrong = [name for name in names if name not in DTYPES]
+    if wrong or not names:
+        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}")
+
+
+def _settings(
+    preset: str, given: dict[str, str | None], combos: Sequence[str], blocks: tuple[int, ...], device: str,
+    numbers: dict[str, Any], inputs: str, text: Path | None, threads: int,
+) -> Settings:  # fmt: skip
+    from nsa_core.errors import InvalidInput
+
+    if preset not in PRESETS:
+        raise InvalidInput(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    place = pick_device(device, threads)
+    chosen = {n: v for n, v in given.items() if v is not None}
+    of = PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
+    from nsa_cli.verify import _read_text
+    from nsa_core.bench.combos import parse_combo
+    from nsa_core.bench.run import Settings
+    from nsa_core.bench.shapes import parse_lengths, parse_shape
+
+    kinds = _words(inputs)
+    check_dtypes(_words(of["dtypes"]))
+    return Settings(
+        shapes=[parse_shape(word) for word in _words(of["shapes"])],
+        lengths=parse_lengths(of["lengths"]),
+        phases=_words(of["phases"]),
+        dtypes=_words(of["dtypes"]),
+        inputs=kinds,
+        combos=[parse_combo(word) for word in combos],
+        blocks=blocks,
+        device=place,
+        text=_read_text(text)[1] if "real" in kinds else b"",
+        **numbers,
+    )
+
+
+def _run(settings: Settings) -> Result:
+    from nsa_core.bench.run import Bench
+
+    run = Bench(settings, output.find_backends(), output.environment())
+    total = len(run.problems()) + len(settings.shapes) * len(settings.dtypes)
+    with output.progress(total) as advance:
+        return run.run(advance)
+
+
+def _write(
+    result: Result, json_file: Path | None, html: Path | None, png: Path | None, svg: Path | None, force: bool
+) -> None:
+    if json_file is not None:
+        output.write_atomic(json_file, result.to_json(), force)
+    if html is not None:
+        from nsa_cli.bench_report import page
+
+        output.write_atomic(html, page(result), force)
+    for file, kind in ((png, "png"), (svg, "svg")):
+        if file is not None:
+            from nsa_cli.plots import save
+
+            save(result, file, kind, force)
+
+
+def _print(result: Result) -> None:
+    from nsa_cli.bench_report import summary, tables
+
+    console = output.console()
+    for table in tables(result):
+        console.print(table)
+        console.print()
+    for style, line in summary(result):
+        console.print(line, style=style)

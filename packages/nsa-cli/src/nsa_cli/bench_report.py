@@ -1,0 +1,169 @@
+"""Tables, the summary and the self-contained HTML page of a bench result."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from nsa_cli import output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nsa_core.bench.compare import Change
+    from nsa_core.bench.result import Measurement, Result
+    from nsa_core.bench.timing import Performance
+
+Rows = tuple[str, list[str], list[list[str]]]  # title, columns, cells
+_PARTS = ("compress", "cmp", "select", "sel", "win", "combine")
+
+
+def milliseconds(performance: Performance | None) -> str:
+    """ "1.23" for a median of 1.23 ms; "-" where there is none."""
+    return "-" if performance is None else number(performance.median_ms)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, never in exponent form; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(count: int | None) -> str:
+    """Bytes in MiB."""
+    return "-" if count is None else f"{number(count / 2**20)}"
+
+
+def rows_of(result: Result) -> Iterator[Rows]:
+    """A table per shape, dtype, kind of inputs and phase."""
+    problems = list(dict.fromkeys(m.problem for m in result.measurements))
+    for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
+        shape, dtype, inputs, phase, batch = problem
+        title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all samples)"
+        columns = ["tokens", "subject", "total", "q1..q3", *_PARTS, "x dense", "of floor", "MiB"]
+        found = [m for m in result.measurements if m.problem == problem]
+        yield title, columns, [_row(m) for m in sorted(found, key=lambda m: (m.length, m.kind, m.subject))]
+
+
+def _row(m: Measurement) -> list[str]:
+    if m.performance is None:
+        return [str(m.length), m.subject, m.reason, *[""] * (len(_PARTS) + 4)]
+    p = m.performance
+    parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
+    share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%}"
+    return [
+        str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *parts,
+        number(m.ratio_to_dense), share, size(m.peak_memory_bytes),
+    ]  # fmt: skip
+
+
+def _part(m: Measurement, name: str) -> str:
+    return milliseconds(m.parts[name].performance) if name in m.parts else "-"
+
+
+def tables(result: Result) -> list[Table]:
+    """What is printed: the combinations, then the figures."""
+    made = []
+    for title, columns, cells in [_combos(result), *rows_of(result)]:
+        table = output.plain_table(*columns)
+        table.title, table.title_justify = title, "left"
+        for cell in cells:
+            table.add_row(*cell)
+        made.append(table)
+    return made
+
+
+def _combos(result: Result) -> Rows:
+    slots = ["cmp", "select", "sel", "win", "combine"]
+    gates: dict[str, list[str]] = {}
+    for gate in result.gates:
+        gates.setdefault(gate.combo, []).append("ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}")
+    cells = [
+        [
+            name,
+            *(output.one_line(who.get(slot, "-")) for slot in slots),
+            "; ".join(dict.fromkeys(gates.get(name, ["-"]))),
+        ]
+        for name, who in result.combos.items()
+    ]
+    return "Combinations", ["combination", *slots, "correct"], cells
+
+
+def summary(result: Result) -> Iterator[tuple[str, str]]:
+    """(style, line): failures, what did not run, crossovers, and how it was measured."""
+    for gate in result.gates:
+        for failure in gate.failures[:5]:
+            yield (
+                "red",
+                f"NOT CORRECT {gate.combo}, {gate.shape} {gate.dtype} ({gate.case}): {output.one_line(failure)}",
+            )
+    for name, reason in result.skipped.items():
+        yield "", f"{name}: not available: {output.one_line(reason)}"
+    for found in result.crossovers:
+        yield "", f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}: {found.sentence}"
+    peaks, where = result.peaks, result.environment.get("device", "?")
+    yield (
+        "",
+        (
+            f"peak rates measured: {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s; "
+            "of floor: the arithmetic or byte floor over the time; x dense: fastest dense time over this one"
+        ),
+    )
+    methods = sorted({m.performance.method for m in result.measurements if m.performance})
+    known = result.settings.get("methods", {})
+    how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
+    line = f"{where}, {result.settings.get('threads')} CPU thread(s), {how}; {result.seconds:.0f} s"
+    failed = sum(not gate.ok for gate in result.gates)
+    if result.failed:
+        yield "bold red", f"FAILED ({failed} gate(s) red): {line}"
+    else:
+        yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """What differs between two results."""
+    made = output.plain_table("subject", "problem", "part", "old ms", "new ms", "new/old", "verdict")
+    for change in changes:
+        _, subject, shape, dtype, inputs, phase, _, length, part = change.key
+        where = f"{shape} {dtype} {inputs} {phase} S={length}"
+        values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
+        made.add_row(output.one_line(subject), where, part, *values, change.verdict)
+    return made
+
+
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1400px;padding:0 1em;color:#1a1a1a}
+table{border-collapse:collapse;margin:0 0 2em;font-size:13px}td,th{padding:3px 9px;text-align:right;
+border-bottom:1px solid #ddd}td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}caption{text-align:left;
+font-weight:600;padding:6px 0}img{max-width:100%}.scroll{overflow-x:auto}pre{overflow-x:auto;background:#f6f6f6;
+padding:1em}"""
+
+
+def page(result: Result) -> str:
+    """The report as one HTML file: no script, nothing loaded from elsewhere."""
+    import json
+
+    from nsa_cli.plots import render
+
+    picture = base64.b64encode(render(result, "png")).decode()
+    lines = "".join(f"<li>{html.escape(line)}</li>" for _, line in summary(result))
+    body = "".join(_html_table(rows) for rows in [_combos(result), *rows_of(result)])
+    facts = {"environment": result.environment, "settings": result.settings}
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
+        f"</head><body><h1>nsa bench</h1><ul>{lines}</ul>"
+        f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">{body}'
+        f"<h2>Machine and settings</h2><pre>{html.escape(json.dumps(facts, indent=1))}</pre></body></html>\n"
+    )
+
+
+def _html_table(rows: Rows) -> str:
+    title, columns, cells = rows
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cell) + "</tr>" for cell in cells)
+    return (
+        f'<div class="scroll"><table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,100 @@
+"""`nsa conformance`: the suite for authors of backends, without writing a test file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsa_cli import output
+from nsa_cli.verify import Device, Preset
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def conformance(
+    name: Annotated[str, typer.Argument(help="A backend's name.")],
+    device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.auto,
+    preset: Annotated[Preset, typer.Option(help="Cases of the verify checks.")] = Preset.quick,
+    only: Annotated[
+        str, typer.Option("-k", help="Run only tests that match this pytest expression.", show_default=False)
+    ] = "",
+    stop: Annotated[bool, typer.Option("-x", help="Stop at the first failure.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", help="A line per test, and why a test was skipped.")] = False,
+) -> None:
+    """Run the conformance suite of nsa_core.testing on one backend: what it declares decides what runs.
+
+    Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here, or takes nothing that is
+    asked; 4: pytest is not installed.
+    """
+    with output.exit_codes():
+        code = _run(name, device.value, preset.value, only, stop, verbose)
+    raise typer.Exit(code)
+
+
+def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool) -> int:
+    from nsa_core.errors import BackendUnavailable, InvalidInput
+
+    entry = output.find_backends().get(name)
+    if entry.status != "ready":
+        raise BackendUnavailable(f"{entry.title} is {entry.status}: {entry.reason}")
+    try:
+        import pytest
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise ImportError('nsa conformance needs pytest: pip install "nsa-core[test]"') from None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable("device 'cuda' cannot be used: torch finds no CUDA GPU")
+    torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
+    import nsa_core.testing
+
+    home = Path(nsa_core.testing.__file__).parent
+    run = _Run(name, device, preset)
+    # Nothing of the caller's own pytest settings, conftest files or cache.
+    arguments = [str(home / "suite.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
+    arguments += ["-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "--no-header"]
+    arguments += ["-rs", "-v"] if verbose else ["-q"]
+    arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
+    status = int(pytest.main(arguments, plugins=[run]))
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if status == pytest.ExitCode.USAGE_ERROR:
+        raise InvalidInput(f"pytest refuses -k {only!r}")
+    if status == pytest.ExitCode.TESTS_FAILED:
+        return output.FAILED
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise ImportError(f"pytest ended with status {status}")
+    if not run.judged:
+        raise BackendUnavailable(f"nothing could be tested: {run.reason or 'no test matches'}")
+    return 0
+
+
+class _Run:
+    """What the command tells pytest, and what it wants to know afterwards."""
+
+    def __init__(self, name: str, device: str, preset: str) -> None:
+        self.options = {"nsa_backend": name, "nsa_device": device, "nsa_preset": preset}
+        self.judged = 0  # tests that passed or failed, the one that only loads the backend and asks its probe left out
+        self.reason = ""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Set what the suite reads; a backend is no option of pytest's command line."""
+        for option, value in self.options.items():
+            setattr(config.option, option, value)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count the tests in which a kernel was judged."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        with contextlib.suppress(ValueError):
+            test = report.location[2].split(".")[-1]
+            ran_a_kernel = not test.startswith(("test_is_installed", "test_probe_answers"))
+            self.judged += report.when == "call" and not report.skipped and ran_a_kernel

@@ -1,0 +1,181 @@
+"""Plots of a bench result: time over length with the crossover, time per branch, roofline. Loads matplotlib lazily."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from nsa_core.bench.result import Measurement, Result
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#6a3d9a", "#b15928")
+_GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
+_BRANCHES = {
+    "compress": "#bdbdbd", "cmp": "#0072b2", "select": "#e69f00", "sel": "#d55e00", "win": "#009e73",
+    "combine": "#cc79a7",
+}  # fmt: skip
+_MARKS = {
+    "compress": "P",
+    "cmp": "s",
+    "select": "D",
+    "sel": "^",
+    "win": "v",
+    "combine": "X",
+    "total": "o",
+    "dense": "*",
+}
+
+
+def need_matplotlib() -> None:
+    """Refuse, before any work is done, where there is no matplotlib.
+
+    Raises:
+        BackendUnavailable: with what to type.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("plots need matplotlib, which is not installed; pip install 'nsa-cli[plot]'")
+
+
+def save(result: Result, path: Path, kind: str, force: bool) -> None:
+    """Write the figure; ``kind`` is png or svg. Whole or not at all."""
+    from nsa_core.files import write_bytes_atomic
+
+    write_bytes_atomic(path, render(result, kind), force)
+
+
+def render(result: Result, kind: str) -> bytes:
+    """The figure: a row per shape, dtype and kind of inputs."""
+    need_matplotlib()
+    import matplotlib as mpl
+
+    style: Any = {"svg.hashsalt": "nsa", "svg.fonttype": "path", "font.size": 9, "axes.titlesize": 10}
+    with mpl.rc_context(style):
+        figure = _figure(result)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _figure(result: Result) -> Any:
+    from matplotlib.figure import Figure
+
+    rows = list(dict.fromkeys((m.shape, m.dtype, m.inputs) for m in result.measurements))
+    phases = list(dict.fromkeys(m.phase for m in result.measurements))
+    columns = len(phases) + 2
+    figure = Figure(figsize=(4.9 * columns, 4.6 * len(rows) + 1.0), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    colours = _colours(result)
+    for axes, row in zip(grid, rows):
+        found = [m for m in result.measurements if (m.shape, m.dtype, m.inputs) == row]
+        title = f"{row[0]} {row[1]}, {row[2]} inputs"
+        for place, phase in zip(axes, phases):
+            _over_length(place, [m for m in found if m.phase == phase], result, colours)
+            place.set_title(f"{title}: {phase}")
+        _stacked(axes[-2], [m for m in found if m.kind == "combo" and m.performance])
+        _roofline(axes[-1], [m for m in found if m.performance], result, colours)
+    figure.suptitle(f"nsa bench on {result.environment.get('device', '?')}")
+    return figure
+
+
+def _colours(result: Result) -> dict[str, str]:
+    names: dict[str, list[str]] = {"combo": [], "dense": []}
+    for m in result.measurements:
+        if m.subject not in names[m.kind]:
+            names[m.kind].append(m.subject)
+    found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"])}
+    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"])}
+
+
+def _tokens(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _nothing(axes: Any) -> None:
+    axes.text(0.5, 0.5, "no figure", ha="center", va="center", transform=axes.transAxes, color="#888888")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _over_length(axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]) -> None:
+    """Median over length with quartiles; a dotted line where a combination overtakes dense for good."""
+    timed = [m for m in found if m.performance]
+    if not timed:
+        return _nothing(axes)
+    for subject in dict.fromkeys(m.subject for m in timed):
+        points = sorted((m for m in timed if m.subject == subject), key=lambda m: m.length)
+        lengths = [m.length for m in points]
+        times = [p for m in points if (p := m.performance)]
+        dashed = "--" if points[0].kind == "dense" else "-"
+        axes.plot(
+            lengths, [t.median_ms for t in times], dashed, marker="o", ms=4, color=colours[subject], label=subject
+        )
+        low, high = [t.q1_ms for t in times], [t.q3_ms for t in times]
+        axes.fill_between(lengths, low, high, color=colours[subject], alpha=0.15, lw=0)
+    measured = sorted({m.length for m in timed})
+    for c in result.crossovers:
+        if (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].problem and c.length and c.length > measured[0]:
+            label = f"{c.subject} overtakes dense: {c.length} tokens"
+            axes.axvline(c.length, ls=":", color=colours.get(c.subject, "#000000"), label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per call (median, quartiles)")
+    axes.set_xticks(measured, [_tokens(n) for n in measured])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=2)
+
+
+def _stacked(axes: Any, found: list[Measurement]) -> None:
+    """Time per branch at the longest length: a bar per combination and phase."""
+    if not found:
+        return _nothing(axes)
+    longest = max(m.length for m in found)
+    bars = [m for m in found if m.length == longest]
+    for height, m in enumerate(bars):
+        left = 0.0
+        for name, colour in _BRANCHES.items():
+            part = m.parts.get(name)
+            width = part.performance.median_ms if part and part.performance else 0.0
+            axes.barh(height, width, left=left, color=colour, height=0.6, label=name if height == 0 else None)
+            left += width
+        total = m.performance.median_ms if m.performance else 0.0
+        axes.plot([total], [height], marker="|", ms=min(22, 120 / len(bars)), mew=2.5, color="black", ls="")
+    axes.plot([], [], marker="|", ms=9, mew=2.5, color="black", ls="", label="whole call")
+    names = [f"{m.subject}\n{m.phase}" for m in bars]
+    axes.set_yticks(range(len(bars)), names, fontsize=8)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set(xlabel="ms, each kernel timed alone", title=f"time per branch at {_tokens(longest)} tokens")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)
+
+
+def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]) -> None:
+    """Achieved rate over arithmetic intensity at the longest length of the first phase, under this machine's roof."""
+    if not found:
+        return _nothing(axes)
+    phase, longest = found[0].phase, max(m.length for m in found)
+    points = []
+    for m in (m for m in found if m.phase == phase and m.length == longest):
+        assert m.performance is not None  # the caller's choice
+        kind = "total" if m.kind == "combo" else "dense"
+        points.append((m.subject, kind, m.flops, m.bytes, m.performance.median_ms))
+        for name, part in m.parts.items():
+            if part.performance and part.flops:
+                points.append((m.subject, name, part.flops, part.bytes, part.performance.median_ms))
+    if not points:
+        return _nothing(axes)
+    xs = [flops / count for _, _, flops, count, _ in points]
+    low, high = min(xs) / 3, max(*xs, result.peaks.flops_per_s / result.peaks.bytes_per_s) * 3
+    ridge = result.peaks.flops_per_s / result.peaks.bytes_per_s
+    roof = [(x, min(result.peaks.flops_per_s, x * result.peaks.bytes_per_s) / 1e12) for x in (low, ridge, high)]
+    axes.plot(*zip(*roof), color="#444444", lw=1.2)
+    for subject, name, flops, count, time_ms in points:
+        rate, x = flops / time_ms / 1e9, flops / count
+        axes.plot([x], [rate], ls="", marker=_MARKS[name], ms=8, color=colours[subject], alpha=0.85)
+    for name in dict.fromkeys(name for _, name, *_ in points):
+        axes.plot([], [], ls="", marker=_MARKS[name], color="#444444", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte that must move", ylabel="TFLOP/s of counted work")
+    axes.set_title(f"roofline, {phase} at {_tokens(longest)} tokens (colours as at left)")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)

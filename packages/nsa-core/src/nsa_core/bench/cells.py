@@ -1,0 +1,134 @@
+"""The works of one cell on the same tensors: combinations whole, each of their kernels alone, the dense rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.attention import nsa_attention
+from nsa_core.bench.baselines import Dense
+from nsa_core.bench.inputs import Inputs
+from nsa_core.bench.timing import Work
+from nsa_core.compress import mean_compress
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
+from nsa_core.plan import Plan
+
+PHASES = ("forward", "backward", "both")
+TOTAL = "total "
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One cell of the grid."""
+
+    config: NSAConfig
+    shape: str
+    dtype: str
+    inputs: str
+    phase: str
+    batch: int
+    length: int
+
+
+def part_key(slot: str, plan: Plan) -> str:
+    """The key of a slot's kernel: combinations that share it share its time."""
+    return f"{slot} {plan.choices[slot].backend}"
+
+
+def works_of(
+    x: Inputs, config: NSAConfig, phase: str, plans: Mapping[str, Plan], rivals: Sequence[Dense]
+) -> list[Work]:
+    """Everything to time on ``x``: "total <combo>", "<slot> <backend>", "compress", and the rivals by name."""
+    works: list[Work] = []
+    for rival in rivals:  # first: a combination without a rival beside it says little
+        works.append(Work(rival.name, _phased(_dense(rival, x), [x.q, x.k, x.v], x.do, phase), True))
+    for name, plan in plans.items():
+        works.append(Work(TOTAL + name, _phased(_core(x, config, plan), [x.q, x.k, x.v, x.gates], x.do, phase), True))
+    seen: set[str] = set()
+    for plan in plans.values():
+        for slot in SLOTS:
+            key = part_key(slot, plan)
+            if key not in seen and not (slot == "select" and phase == "backward"):  # it has no backward
+                seen.add(key)
+                works.append(part_work(x, config, plan, slot, phase))
+    if plans:
+        works.append(Work("compress", _compress(x, config, phase)))
+    return works
+
+
+Call = Callable[[], Any]
+
+
+def _phased(forward: Call, leaves: Sequence[torch.Tensor], do: Any, phase: str) -> Callable[[], Call]:
+    """A setup that returns the call of ``phase`` of ``forward``."""
+
+    def only_forward() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), leaves, do)
+
+    def make() -> Call:
+        if phase == "forward":
+            return only_forward
+        if phase == "both":
+            return both
+        o = forward()
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    return make
+
+
+def _core(x: Inputs, config: NSAConfig, plan: Plan) -> Call:
+    return lambda: nsa_attention(x.q, x.k, x.v, x.gates, config=config, plan=plan)
+
+
+def _dense(rival: Dense, x: Inputs) -> Call:
+    return lambda: rival.forward(x)
+
+
+def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return mean_compress(x.k, config.geometry), mean_compress(x.v, config.geometry)
+
+    with torch.no_grad():
+        do = [torch.ones_like(part) for part in forward()]
+    return _phased(forward, [x.k, x.v], do, phase)
+
+
+def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Work:
+    """One kernel, alone, on the tensors it receives in ``plan``."""
+
+    def make() -> Call:
+        tensors = [t.detach() for t in _received(x, config, plan, slot)]
+        if slot == "select":
+            kernel = plan.select
+            return lambda: kernel(*tensors)
+        leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
+        return _phased(lambda: _first(getattr(plan, slot)(*tensors)), leaves, x.do, phase)()
+
+    return Work(part_key(slot, plan), make)
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+@torch.no_grad()
+def _received(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch.Tensor]:
+    if slot == "win":
+        return [x.q, x.k, x.v]
+    k_cmp, v_cmp = (mean_compress(t, config.geometry) for t in (x.k, x.v))
+    if slot == "cmp":
+        return [x.q, k_cmp, v_cmp]
+    o_cmp, lse = plan.cmp(x.q, k_cmp, v_cmp)
+    if slot == "select":
+        return [x.q, k_cmp, lse]
+    if slot == "combine":
+        return [x.gates, o_cmp, o_cmp.clone(), o_cmp.clone()]  # the values do not matter, three buffers do
+    return [x.q, x.k, x.v, plan.select(x.q, k_cmp, lse)]

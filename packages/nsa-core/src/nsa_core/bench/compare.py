@@ -1,0 +1,82 @@
+"""Two result files side by side: what became slower beyond the noise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsa_core.bench.result import Measurement, Result
+from nsa_core.bench.timing import Performance
+from nsa_core.errors import InvalidInput
+
+Key = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One figure in both files. ``ratio`` is new over old, None where one is missing."""
+
+    key: Key  # kind, subject, shape, dtype, inputs, phase, batch, length, part ("total" or a branch)
+    old_ms: float | None
+    new_ms: float | None
+    ratio: float | None
+    verdict: str  # slower, faster, same, lost, gained, missing
+
+
+def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) -> list[Change]:
+    """Every figure of ``old`` beside ``new``'s, the figures that only ``new`` has left out.
+
+    slower: the median grew by more than ``fail_over`` (0.05 is 5 %) and the quartiles do not overlap; faster likewise.
+    lost: a figure became null (its gate failed, out of memory). missing: ``new`` did not measure it.
+
+    Raises:
+        InvalidInput: other devices, threads or blocks (unless ``force``), or nothing in common.
+    """
+    differ = [
+        f"{name} {_said(old, name)!r} and {_said(new, name)!r}"
+        for name in ("device", "threads", "blocks")
+        if _said(old, name) != _said(new, name)
+    ]
+    if differ and not force:
+        raise InvalidInput(f"the results are not comparable: {'; '.join(differ)}; give --force to compare all the same")
+    before, after = _figures(old), _figures(new)
+    if not before.keys() & after.keys():
+        raise InvalidInput("the results have no measurement in common")
+    return [_change(key, before[key], after.get(key, "missing"), fail_over) for key in before]
+
+
+def regressed(changes: list[Change]) -> list[Change]:
+    """The changes that make a comparison fail."""
+    return [change for change in changes if change.verdict in ("slower", "lost")]
+
+
+def _said(result: Result, name: str) -> object:
+    return result.environment.get(name) if name == "device" else result.settings.get(name)
+
+
+def _figures(result: Result) -> dict[Key, Performance | None]:
+    found: dict[Key, Performance | None] = {}
+    for m in result.measurements:
+        if not m.reason.startswith("not measured"):
+            found[_key(m, "total")] = m.performance
+            found |= {_key(m, name): part.performance for name, part in m.parts.items()}
+    return found
+
+
+def _key(m: Measurement, part: str) -> Key:
+    return (m.kind, m.subject, m.shape, m.dtype, m.inputs, m.phase, str(m.batch), str(m.length), part)
+
+
+def _change(key: Key, old: Performance | None, new: Performance | str | None, fail_over: float) -> Change:
+    before = old.median_ms if old else None
+    if isinstance(new, str):
+        return Change(key, before, None, None, new)
+    after = new.median_ms if new else None
+    if old is None or new is None:
+        return Change(key, before, after, None, "same" if old is new else "lost" if old else "gained")
+    ratio = new.median_ms / old.median_ms
+    verdict = "same"
+    if ratio > 1 + fail_over and new.q1_ms > old.q3_ms:
+        verdict = "slower"
+    elif ratio < 1 / (1 + fail_over) and new.q3_ms < old.q1_ms:
+        verdict = "faster"
+    return Change(key, before, after, ratio, verdict)

@@ -1,0 +1,54 @@
+"""What the figures were measured on: device, driver, clocks, and the commit of this source."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_core import tuned
+
+_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+
+
+def device_name(device: str | torch.device) -> str:
+    """The GPU's name, or the processor's model."""
+    if torch.device(device).type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return tuned.processor_name()
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Device facts for a result file; what cannot be found out is None."""
+    found: dict[str, Any] = {"device": device_name(device), "device_type": torch.device(device).type}
+    found |= {"torch_cuda": torch.version.cuda, "git_commit": git_commit()}
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "driver": _said("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"),
+        }
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit this package's source is at, "+" behind it when files differ; None for an installed wheel."""
+    where = str(Path(__file__).parent)
+    commit = _said("git", "-C", where, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if _said("git", "-C", where, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _said(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or takes longer than 10 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,254 @@
+"""One run of the bench: gates first, then every cell, shortest lengths first, and what follows from the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.bench import cells, roofline
+from nsa_core.bench.baselines import Dense, dense_baselines
+from nsa_core.bench.cells import Problem
+from nsa_core.bench.combos import Combo, ready_combos
+from nsa_core.bench.crossover import crossovers, fastest_dense
+from nsa_core.bench.gate import Gate, gate_case, pass_gate
+from nsa_core.bench.inputs import make_inputs
+from nsa_core.bench.machine import machine
+from nsa_core.bench.result import Measurement, Part, Result
+from nsa_core.bench.roofline import Cost, Peaks
+from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
+from nsa_core.bench.timing import METHODS, Outcome, clock_for, measure
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
+from nsa_core.errors import InvalidInput
+from nsa_core.plan import Plan, resolve
+from nsa_core.registry import Registry
+
+NOT_CORRECT = "not correct: its gate failed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure; ``combos`` empty: all that are ready."""
+
+    shapes: Sequence[Shape]
+    lengths: Sequence[int]
+    phases: Sequence[str] = ("forward", "backward")
+    dtypes: Sequence[str] = ("float32",)
+    inputs: Sequence[str] = ("random",)
+    combos: Sequence[Combo] = ()
+    blocks: Sequence[int] = PAPER_BLOCKS
+    batch: int = 1
+    device: str = "cpu"
+    seed: int = 0
+    text: bytes = b""
+    budget_s: float = 0.3
+    max_call_s: float = 5.0
+    time_limit_s: float = 420.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as a result file holds them: the text's length for the text, and how time was taken."""
+        kept = dataclasses.asdict(self)
+        kept["shapes"] = [shape.name for shape in self.shapes]
+        kept["combos"] = [combo.name for combo in self.combos]
+        kept |= {"text_bytes": len(kept.pop("text")), "threads": torch.get_num_threads(), "methods": METHODS}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
+
+
+class Bench:
+    """A run under way."""
+
+    def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
+        if "decode" in settings.phases:
+            for shape in settings.shapes:  # raises Unsupported with every backend's reason
+                resolve(shape.config(settings.blocks), device=settings.device, phase="decode", registry=registry)
+        unknown = [phase for phase in settings.phases if phase not in (*cells.PHASES, "decode")]
+        if unknown:
+            raise InvalidInput(f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}")
+        self.settings, self.registry, self._versions = settings, registry, versions
+        self._gradients = any(phase != "forward" for phase in settings.phases)
+        self._started = time.monotonic()
+        self._deadline = self._started + settings.time_limit_s
+        self._plans: dict[tuple[str, str], dict[str, Plan]] = {}
+        self._gates: list[Gate] = []
+        self._measurements: list[Measurement] = []
+        self._skipped: dict[str, str] = {}
+        self._last_ms: dict[tuple[Any, ...], tuple[int, float]] = {}
+        self._combos: dict[str, dict[str, str]] = {}
+        self._dense: dict[str, list[Dense]] = {}
+
+    def problems(self) -> list[Problem]:
+        """The cells, shortest first: a time limit then costs the longest lengths of every shape."""
+        s = self.settings
+        return [
+            Problem(shape.config(s.blocks), shape.name, dtype, inputs, phase, s.batch, length)
+            for length in sorted(s.lengths)
+            for shape in s.shapes
+            for dtype in s.dtypes
+            for inputs in s.inputs
+            for phase in s.phases
+        ]
+
+    def run(self, advance: Callable[[str], None] = lambda label: None) -> Result:
+        """Measure everything; ``advance`` is told of each finished gate and cell.
+
+        Raises:
+            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
+        """
+        s = self.settings
+        for shape in s.shapes:
+            for dtype in s.dtypes:
+                self._open(shape, dtype)
+                advance(f"gate {shape.name}, {dtype}")
+        dtypes = [getattr(torch, name) for name in s.dtypes]
+        peaks = {name: roofline.measure_peaks(s.device, dtype) for name, dtype in zip(s.dtypes, dtypes)}
+        self._clock = clock_for(s.device)
+        for problem in self.problems():
+            self._cell(problem, peaks[problem.dtype])
+            advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
+        return Result(
+            settings=s.as_json(),
+            environment=self._versions | machine(s.device),
+            combos=self._combos,
+            skipped=self._skipped,
+            peaks=peaks[s.dtypes[0]],
+            gates=self._gates,
+            measurements=self._measurements,
+            crossovers=crossovers(self._measurements),
+            seconds=round(time.monotonic() - self._started, 2),
+        )
+
+    def _open(self, shape: Shape, dtype_name: str) -> None:
+        """Plan and judge the combinations of a shape class."""
+        s, dtype, config = self.settings, getattr(torch, dtype_name), shape.config(self.settings.blocks)
+        combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, self._gradients)
+        plans = self._plans[shape.name, dtype_name] = {}
+        case = gate_case(config, s.device, s.seed)
+        for combo in combos:
+            plan, small = self._plan(config, dtype, combo), self._plan(case.config, dtype, combo)
+            plans[combo.name] = plan
+            self._combos[combo.name] = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
+            gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
+            self._gates.append(gate)
+
+    def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combo) -> Plan:
+        return resolve(
+            config, device=self.settings.device, dtype=dtype, backends=dict(combo.backends),
+            needs_grad=self._gradients, registry=self.registry,
+        )  # fmt: skip
+
+    def _rivals(self, problem: Problem) -> list[Dense]:
+        key = f"{problem.shape} {problem.dtype}"
+        if key not in self._dense:
+            self._dense[key] = dense_baselines(problem.config, self.settings.device, getattr(torch, problem.dtype))
+            for rival in self._dense[key]:
+                if rival.reason:
+                    self._skipped[f"{rival.name}, {key}"] = rival.reason
+        return [rival for rival in self._dense[key] if not rival.reason]
+
+    def _cell(self, problem: Problem, peaks: Peaks) -> None:
+        s = self.settings
+        correct = {g.combo for g in self._gates if g.ok and (g.shape, g.dtype) == (problem.shape, problem.dtype)}
+        plans = self._plans[problem.shape, problem.dtype]
+        rivals = {rival.name: rival for rival in self._rivals(problem)}
+        why: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
+        why |= {name: text for name in [*plans, *rivals] if name not in why and (text := self._too_long(problem, name))}
+        timed = {name: plan for name, plan in plans.items() if name not in why}
+        wanted = [rival for name, rival in rivals.items() if name not in why]
+        outcomes: dict[str, Outcome] = {}
+        if time.monotonic() < self._deadline and (timed or wanted):
+            try:
+                x = make_inputs(
+                    problem.inputs, problem.config, batch=problem.batch, length=problem.length,
+                    dtype=getattr(torch, problem.dtype), device=s.device, seed=s.seed, text=s.text,
+                )  # fmt: skip
+                works = cells.works_of(x, problem.config, problem.phase, timed, wanted)
+                outcomes = measure(works, self._clock, budget_s=s.budget_s, deadline=self._deadline)
+                del x, works
+            except torch.OutOfMemoryError:
+                why |= dict.fromkeys([*timed, *rivals], "out of memory")
+        self._record(problem, peaks, outcomes, why, [*plans], [*rivals])
+        gc.collect()  # retained graphs hold most of the memory
+        if s.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _too_long(self, problem: Problem, subject: str) -> str:
+        """Why a call is not even tried: its time, extrapolated as S^2 from the last length, is over the limit."""
+        known = self._last_ms.get((subject, problem.shape, problem.dtype, problem.inputs, problem.phase))
+        if known is None:
+            return ""
+        expected = known[1] * (problem.length / known[0]) ** 2 / 1e3
+        limit = self.settings.max_call_s
+        return f"not measured: a call would take up to {expected:.0f} s, over {limit:g} s" if expected > limit else ""
+
+    def _record(
+        self, problem: Problem, peaks: Peaks, outcomes: dict[str, Outcome], why: dict[str, str],
+        plans: list[str], rivals: list[str],
+    ) -> None:  # fmt: skip
+        element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
+        costs = roofline.part_costs(problem.config, problem.batch, problem.length, element, problem.phase)
+        late = Outcome(reason="not measured: the time limit was reached")
+        made = []
+        for name in [*plans, *rivals]:
+            combo = name in plans
+            outcome = Outcome(reason=why[name]) if name in why else outcomes.get(cells.TOTAL * combo + name, late)
+            parts = self._parts(problem, name, outcomes, costs, peaks) if combo and name not in why else {}
+            cost = costs["total" if combo else "dense"]
+            time_ms = outcome.performance.median_ms if outcome.performance else None
+            if time_ms is not None:
+                key = (name, problem.shape, problem.dtype, problem.inputs, problem.phase)
+                self._last_ms[key] = (problem.length, time_ms)
+            made.append(_measurement(problem, name, combo, outcome, cost, peaks.floor_ms(cost), parts))
+        best = next(iter(fastest_dense(made).values()), None)
+        if best is not None and best.performance is not None:
+            dense = best.performance.median_ms
+            made = [
+                dataclasses.replace(m, ratio_to_dense=dense / m.performance.median_ms) if m.performance else m
+                for m in made
+            ]
+        self._measurements += made
+
+    def _parts(
+        self, problem: Problem, combo: str, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
+    ) -> dict[str, Part]:
+        plan = self._plans[problem.shape, problem.dtype][combo]
+        keys = {"compress": ("nsa_core", "compress")}
+        keys |= {slot: (plan.choices[slot].backend, cells.part_key(slot, plan)) for slot in SLOTS}
+        parts = {}
+        for name in roofline.PARTS:
+            backend, key = keys[name]
+            if key in outcomes:
+                outcome, cost = outcomes[key], costs[name]
+                time_ms = outcome.performance.median_ms if outcome.performance else None
+                share = peaks.floor_ms(cost) / time_ms if time_ms else None
+                parts[name] = Part(backend, outcome.performance, outcome.reason, cost.flops, cost.bytes, share)
+        return parts
+
+
+def _measurement(
+    problem: Problem, name: str, combo: bool, outcome: Outcome, cost: Cost, floor_ms: float, parts: dict[str, Part]
+) -> Measurement:
+    found = outcome.performance
+    return Measurement(
+        kind="combo" if combo else "dense",
+        subject=name,
+        shape=problem.shape,
+        dtype=problem.dtype,
+        inputs=problem.inputs,
+        phase=problem.phase,
+        batch=problem.batch,
+        length=problem.length,
+        performance=found,
+        reason=outcome.reason,
+        peak_memory_bytes=outcome.peak_bytes if found else None,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        floor_ms=floor_ms,
+        floor_fraction=floor_ms / found.median_ms if found else None,
+        ratio_to_dense=None,
+        parts=parts,
+    )

@@ -1,0 +1,216 @@
+"""Timers: works of one cell run round by round, interleaved, so that what drifts (clocks, neighbours) hits all alike.
+
+CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
+triton.testing.do_bench does); a call under 1 ms is captured into a CUDA graph and replayed, so that the host's launch
+time does not hide the kernels. CPU: perf_counter around as many calls as fill 5 ms, at a stated thread count; caches
+are as the previous work left them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.errors import NSAError
+from nsa_core.text import describe_error
+
+GRAPH_BELOW_MS = 1.0
+SAMPLE_MS = 5.0  # shortest CPU sample
+MIN_ROUNDS, MAX_ROUNDS = 3, 20
+METHODS = {
+    "events": "CUDA events, cold L2",
+    "graph": "CUDA graph replay, CUDA events, cold L2",
+    "perf_counter": "perf_counter, caches as left by the previous work",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Performance:
+    """Times of one work, ms per call."""
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    method: str  # a key of METHODS
+    calls_per_sample: int
+    samples_ms: list[float]
+
+
+@dataclasses.dataclass
+class Work:
+    """Something to time. ``make`` sets it up (a forward whose backward is timed, say) and returns the call."""
+
+    key: str
+    make: Callable[[], Callable[[], Any]]
+    measure_memory: bool = False
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a work: its times and peak memory, or the reason why there are none."""
+
+    performance: Performance | None = None
+    peak_bytes: int | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass
+class _Prepared:
+    call: Callable[[], Any]
+    method: str
+    calls: int
+    estimate_ms: float
+    eager: Callable[[], Any] | None = None  # the call that allocates, where ``call`` is a graph's replay
+    samples: list[float] = dataclasses.field(default_factory=list)
+
+
+class CpuClock:
+    """Wall time on the CPU."""
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call over ``calls`` calls."""
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter_ns() - start) / 1e6 / calls
+
+    def prepare(self, work: Work) -> _Prepared:
+        """Set up and warm up."""
+        call = work.make()
+        first = self.sample(call, 1)
+        estimate = self.sample(call, 1) if first < 200 else first
+        return _Prepared(call, "perf_counter", max(1, round(SAMPLE_MS / max(estimate, 1e-3))), estimate)
+
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        """Most bytes that one call holds beyond what it was given."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            call()
+        assert profiled.profiler is not None  # it ran
+        events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        return peak
+
+
+class CudaClock:
+    """Device time on the current CUDA device."""
+
+    def __init__(self, device: str) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        size = max(256 << 20, 2 * int(getattr(properties, "L2_cache_size", 0)))
+        self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds of one call after an L2 flush."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def prepare(self, work: Work) -> _Prepared:
+        """Set up, warm up, and capture what is short."""
+        call = work.make()
+        first = self.sample(call, 1)
+        estimate = first if first > 2000 else min(self.sample(call, 1) for _ in range(2))
+        if estimate < GRAPH_BELOW_MS:
+            replay = self._captured(work.make)
+            if replay is not None:
+                return _Prepared(replay, "graph", 1, self.sample(replay, 1), eager=call)
+        return _Prepared(call, "events", 1, estimate)
+
+    def _captured(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any] | None:
+        """The call as a graph, or None where it cannot be captured (it synchronises, say)."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                call = make()  # a backward runs on its forward's stream: both on the one that captures
+                for _ in range(2):
+                    call()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+            graph.replay()
+            torch.cuda.synchronize()
+        except (RuntimeError, NSAError):
+            torch.cuda.synchronize()
+            return None
+
+        def replay() -> Any:
+            graph.replay()
+            return call  # kept alive as long as the graph reads its tensors
+
+        return replay
+
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        """Most bytes that one call holds beyond what was held before it."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def clock_for(device: str) -> CpuClock | CudaClock:
+    """The timer of a device."""
+    return CudaClock(device) if device.startswith("cuda") else CpuClock()
+
+
+def measure(
+    works: Sequence[Work], clock: CpuClock | CudaClock, *, budget_s: float, deadline: float = float("inf")
+) -> dict[str, Outcome]:
+    """Time all works, interleaved: 3 to 20 rounds each, about ``budget_s`` seconds each where that allows more than 3.
+
+    Past ``deadline`` (time.monotonic) no further round is begun, and no further work prepared.
+    A work that runs out of memory or whose kernel refuses has a reason instead of times.
+    """
+    outcomes: dict[str, Outcome] = {}
+    ready: dict[str, _Prepared] = {}
+    for work in works:
+        if time.monotonic() > deadline:
+            outcomes[work.key] = Outcome(reason="not measured: the time limit was reached")
+            continue
+        outcomes[work.key] = outcome = Outcome()
+        try:
+            prepared = clock.prepare(work)  # warms up: what is allocated once and kept is not the call's
+            if work.measure_memory:
+                outcome.peak_bytes = clock.peak_bytes(prepared.eager or prepared.call)
+            prepared.eager = None
+            ready[work.key] = prepared
+        except torch.OutOfMemoryError:
+            outcome.reason = "out of memory"
+            gc.collect()
+        except (NSAError, RuntimeError) as error:
+            outcome.reason = f"failed: {describe_error(error)}"
+    for number in range(MAX_ROUNDS):
+        for prepared in ready.values():
+            rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
+            late = time.monotonic() > deadline and prepared.samples
+            if number < rounds and not late:
+                prepared.samples.append(clock.sample(prepared.call, prepared.calls))
+    for key, prepared in ready.items():
+        outcomes[key].performance = summarise(prepared.samples, prepared.method, prepared.calls)
+    return outcomes
+
+
+def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:
+    """Median and quartiles of samples in ms."""
+    ordered = torch.tensor(sorted(samples), dtype=torch.float64)
+    q1, median, q3 = (float(ordered.quantile(at)) for at in (0.25, 0.5, 0.75))
+    kept = [float(f"{sample:.5g}") for sample in samples]
+    q1, median, q3 = (float(f"{x:.6g}") for x in (q1, median, q3))
+    return Performance(median, q1, q3, method, calls, kept)

@@ -1,0 +1,100 @@
+"""The plan of calls that bring none: made once per configuration, device and dtype, and visible to torch.compile."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.errors import Unsupported
+
+if TYPE_CHECKING:
+    from nsa_core.plan import Plan
+
+Backends = str | tuple[tuple[str, str], ...] | None
+
+
+def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
+    """``backends`` of :func:`nsa_core.resolve` as a hashable value."""
+    return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
+
+
+class _Plans:
+    """Every default plan made, as attributes: torch.compile follows an attribute down to a kernel, with guards."""
+
+
+_plans = _Plans()
+
+
+def default_plan(
+    config: NSAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    wants_grad: bool,
+    backends: Backends = None,
+) -> Plan:
+    """The plan for calls that name none, made once per process and arguments.
+
+    One that can train, so that grad and no_grad run the same kernels; only where none can and no gradient is
+    wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
+
+    Raises:
+        Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
+    """
+    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends))
+    return plan
+
+
+@torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
+def _plan_name(
+    values: tuple[Any, ...],  # of the config: torch.compile passes plain values on, not every torch a dataclass
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    wants_grad: bool,
+    backends: Backends,
+) -> str:
+    device = torch.device("cpu") if device.type == "meta" else device
+    asked = (values, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
+    try:
+        return _made(_plans, True, *asked)
+    except Unsupported:
+        if wants_grad:
+            raise
+        return _made(_plans, False, *asked)
+
+
+@functools.cache
+def _made(
+    plans: _Plans,
+    needs_grad: bool,
+    values: tuple[Any, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    deterministic: bool,
+    backends: Backends,
+) -> str:
+    """Name of the attribute of ``plans`` that holds the plan."""
+    from nsa_core.plan import resolve
+
+    plan = resolve(
+        NSAConfig(*values),
+        device=device,
+        dtype=dtype,
+        backends=dict(backends) if isinstance(backends, tuple) else backends,
+        needs_grad=needs_grad,
+        deterministic=deterministic,
+        varlen=varlen,
+    )
+    name = f"plan_{next(_numbers)}"
+    setattr(plans, name, plan)
+    return name
+
+
+_numbers = itertools.count()

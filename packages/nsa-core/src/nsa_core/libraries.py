@@ -1,0 +1,145 @@
+"""Libraries tried in a child process: does one import here, what does it say of itself, or how did it end?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_core.contract import Reason
+from nsa_core.isolate import end, ended, start
+
+# What each child prints as JSON: a dict of facts. An exception becomes {"error": "..."}.
+TORCH = """
+import torch
+facts = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "gpus": []}
+facts["built_for"] = torch.cuda.get_arch_list() if torch.version.cuda else []
+facts["cuda_available"] = torch.cuda.is_available()
+for index in range(torch.cuda.device_count() if facts["cuda_available"] else 0):
+    p = torch.cuda.get_device_properties(index)
+    facts["gpus"].append({"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory})
+if facts["gpus"]:
+    x = torch.ones(8, 8, device="cuda")
+    facts["computes"] = float((x @ x).sum().item()) == 512.0
+"""
+TRITON = 'import triton\nfacts = {"version": triton.__version__}'
+FLASH_ATTN = 'import flash_attn, flash_attn_2_cuda\nfacts = {"version": flash_attn.__version__}'
+ATTENTION = """
+import torch
+from nsa_core import NSAConfig, nsa_attention
+from nsa_core.plan import resolve
+from nsa_core.registry import discover
+registry = discover(safe={safe!r})
+config = NSAConfig(64, 4, 2, num_selected_blocks=3)
+facts = {{}}
+for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    plan = resolve(config, device=device, dtype=dtype, needs_grad=True, registry=registry)
+    q, k, v = (torch.randn(1, 200, heads, 16, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    gates = torch.rand(1, 200, 4, 3, device=device)
+    o = nsa_attention(q, k, v, gates, config=config, plan=plan)
+    o.float().sum().backward()
+    finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad))
+    facts[device] = {{"finite": finite, "backends": {{s: c.backend for s, c in plan.choices.items()}}}}
+"""
+PROBE = """
+from nsa_core import NSAConfig
+from nsa_core.registry import default_registry
+from nsa_core.survey import survey
+registry = default_registry()
+entry = registry.get({name!r})
+registry = type(registry)((entry,))
+faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
+asked = survey(NSAConfig(768, 12, 2), device="cpu", registry=registry).candidates.values()
+wrong = [str(reason) for of in asked for c in of for reason in c.reasons if reason.code in faults]
+facts = {{"error": wrong[0]}} if wrong else {{"answers": True}}
+"""
+_FINISH = """
+import json
+with open(sys.argv[1], "w", encoding="utf-8") as file:
+    json.dump(facts, file)
+import os
+os._exit(86)
+"""
+_GUARDED = """
+import sys
+sys.path[:] = {path!r}
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is a finding, not a case for a core file
+except ImportError:
+    pass
+try:
+{body}
+except ModuleNotFoundError as error:
+    facts = {{"missing": str(error.name), "error": str(error)}}
+except BaseException as error:
+    facts = {{"error": type(error).__name__ + ": " + str(error)}}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What became of one child: what it found, or the reason why it found nothing."""
+
+    facts: dict[str, Any]
+    reason: Reason | None  # it crashed, hung or exited
+
+
+def try_all(bodies: Sequence[str], limit_s: float) -> list[Tried]:
+    """Run each body, which assigns ``facts``, in a child process of its own, all at once, ``limit_s`` each."""
+    with tempfile.TemporaryDirectory(prefix="nsa-") as folder:
+        places = [Path(folder) / str(index) for index in range(len(bodies))]
+        deadline = time.monotonic() + limit_s
+        children = [start([_script(body), str(place)]) for body, place in zip(bodies, places)]
+        statuses: list[int | None] = []
+        try:
+            for child in children:
+                while child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                statuses.append(child.poll())
+        finally:
+            for child in children:
+                end(child)
+        return [_outcome(place, status, limit_s) for place, status in zip(places, statuses)]
+
+
+def _script(body: str) -> str:
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    indented = "\n".join("    " + line for line in body.strip().splitlines())
+    return _GUARDED.format(path=path, body=indented) + _FINISH
+
+
+def _outcome(place: Path, status: int | None, limit_s: float) -> Tried:
+    reason = ended(status, limit_s, "while it was tried", "reinstall it")
+    if reason is not None:
+        return Tried({}, reason)
+    try:
+        facts = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        facts = {}
+    return Tried(facts if isinstance(facts, dict) else {}, None)
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version as the kernel module states it; None: no driver is loaded."""
+    for place in ("/proc/driver/nvidia/version", "/sys/module/nvidia/version"):
+        try:
+            text = Path(place).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        words = [word for word in text.split() if word[:1].isdigit() and word.count(".") >= 1]
+        if words:
+            return words[0]
+    return None
+
+
+def has_nvidia_device() -> bool:
+    """A device node of an NVIDIA GPU is there."""
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")

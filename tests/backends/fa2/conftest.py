@@ -1,0 +1,17 @@
+"""Fixtures: the backend over the CPU stand-in, one provider at a time."""
+
+from __future__ import annotations
+
+import pytest
+from fa2_standin import Library, make
+
+from nsa_backend_fa2 import providers
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The stand-in that serves the backend for one test; parametrize indirectly with a name of PROVIDERS."""
+    library = Library()
+    provider = make(getattr(request, "param", "2.8.3.post2"), library)
+    monkeypatch.setattr(providers, "serving", lambda: provider)
+    return library

@@ -1,0 +1,147 @@
+"""Problems for the slots, and how to run and judge one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from nsa_backend_fa2.plugin import nsa_register_backends
+from nsa_core.layout import BlockGeometry
+from nsa_core.ops import Kernel, slot_op
+from nsa_core.verify.parity import judge_slot
+
+SMALL = BlockGeometry(8, 4, 8, 4, 1, 2, 5)
+SLOTS = ("cmp", "sel", "win")
+INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Shapes and options; ``lengths`` of the documents, or one length for a batch."""
+
+    lengths: tuple[int, ...] = (23,)
+    batch: int | None = 2  # None: packed
+    heads: int = 4
+    groups: int = 2
+    Dk: int = 8
+    Dv: int = 8
+    scale: float | None = None
+    geometry: BlockGeometry = SMALL
+    seed: int = 0
+
+    def inputs(
+        self, slot: str, dtype: torch.dtype, device: str = "cpu"
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """The slot's tensors by name, dO, and cu_seqlens."""
+        make = torch.Generator().manual_seed(self.seed)
+        total = sum(self.lengths)
+        lead = (total,) if self.batch is None else (self.batch, total)
+        rows = self.geometry.max_compressed(total) if self.batch is None else self.geometry.num_compressed(total)
+        keys = (*lead[:-1], rows) if slot == "cmp" else lead
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=make).to(device, dtype)
+
+        q, do = randn(*lead, self.heads, self.Dk), randn(*lead, self.heads, self.Dv)
+        k, v = randn(*keys, self.groups, self.Dk), randn(*keys, self.groups, self.Dv)
+        found = dict(zip(INPUTS[slot], (q, k, v)))
+        if slot == "sel":
+            found["blocks"] = self.blocks(make).to(device)
+        if self.batch is not None:
+            return found, do, None
+        return found, do, torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+
+    def blocks(self, make: torch.Generator) -> Tensor:
+        """Any order, with duplicates, future blocks, -1 and out-of-range values among them; token 1 chooses none."""
+        total = sum(self.lengths)
+        lead = (total,) if self.batch is None else (self.batch, total)
+        shape = (*lead, self.groups, self.geometry.num_selected_blocks)
+        most = self.geometry.num_select_blocks(max(self.lengths))
+        blocks = torch.randint(-1, most + 2, shape, generator=make)
+        blocks[..., 0, :, :] = 0
+        if total > 1:
+            blocks[..., 1, :, :] = -1
+        if total > 2:
+            blocks[..., 2, :, 0] = 2**31 - 1
+        return blocks.int()
+
+    @property
+    def factor(self) -> float:
+        """The scale in use."""
+        return self.Dk**-0.5 if self.scale is None else self.scale
+
+
+def kernel(slot: str, problem: Problem, deterministic: bool = False) -> Kernel:
+    """fa2's operator for ``slot`` with the problem's constants bound."""
+    spec = nsa_register_backends().slots[slot]
+    geometry = tuple(problem.geometry.as_ints())
+    return Kernel("fa2", slot, slot_op("fa2", slot, spec).op, problem.factor, geometry, deterministic)
+
+
+def run(
+    slot: str, problem: Problem, inputs: dict[str, Tensor], do: Tensor, cu: Tensor | None, deterministic: bool = False
+) -> dict[str, Tensor]:
+    """o, lse and the gradients, through nsa_core's operator and autograd."""
+    leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
+    longest = max(problem.lengths) if cu is not None else None
+    o, lse = kernel(slot, problem, deterministic)(*leaves.values(), cu_seqlens=cu, max_seqlen=longest)
+    names = [n for n in leaves if n != "blocks"]
+    grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
+    return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
+
+
+def assert_judged(
+    slot: str, problem: Problem, dtype: torch.dtype, device: str = "cpu", deterministic: bool = False
+) -> dict[str, Tensor]:
+    """Run the problem and judge everything that came back; the outputs."""
+    inputs, do, cu = problem.inputs(slot, dtype, device)
+    outputs = run(slot, problem, inputs, do, cu, deterministic)
+    assert_right(slot, problem, inputs, outputs, do, cu)
+    return outputs
+
+
+def assert_right(
+    slot: str, problem: Problem, inputs: dict[str, Tensor], outputs: dict[str, Tensor], do: Tensor, cu: Tensor | None
+) -> None:
+    """Judge outputs against the oracle."""
+    verdicts = judge_slot(slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do)
+    wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
+    assert not wrong, (slot, problem, wrong)
+
+
+PACKED = (0, 17, 1, 0, 7, 8, 0)  # empty first, middle and last; shorter than l; exactly l
+WIDE = BlockGeometry(32, 8, 64, 2, 1, 1, 100)
+
+PROBLEMS = {
+    "plain": Problem(),
+    "row12-h1": Problem(heads=2, groups=2),
+    "row12-h3": Problem(heads=3, groups=1, batch=1),
+    "row12-h6": Problem(heads=12, groups=2, batch=1),
+    "row13-odd-width": Problem(Dk=5, Dv=5),
+    "row14-narrow-v": Problem(Dk=24, Dv=16, batch=1),
+    "row14-wide-v": Problem(Dk=6, Dv=13),
+    "row03-one-token": Problem((1,)),
+    "row04-shorter-than-l": Problem((7,)),
+    "row05-l": Problem((8,)),
+    "row05-l+d-1": Problem((11,)),
+    "row05-l+d": Problem((12,)),
+    "row06-odd": Problem((25,), batch=3, heads=2, groups=1),
+    "row07-n-covers-all": Problem((20,)),
+    "row10-wide-window": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 100)),
+    "row10-window-is-s": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 18)),
+    "window-1": Problem((18,), batch=1, geometry=BlockGeometry(8, 4, 8, 4, 1, 2, 1)),
+    "l-is-d": Problem((18,), batch=1, geometry=BlockGeometry(4, 4, 8, 4, 1, 2, 7)),
+    "long-blocks": Problem((130,), batch=1, heads=2, groups=1, geometry=WIDE),
+    "row41-negative-scale": Problem(scale=-0.3),
+    "row41-zero-scale": Problem(scale=0.0),
+    "packed": Problem((9, 14), batch=None),
+    "row18-packed-empties": Problem(PACKED, batch=None),
+    "packed-all-short": Problem((7, 3, 7), batch=None),
+    "packed-one": Problem((33,), batch=None),
+    "packed-one-run-each": Problem((8, 9, 3), batch=None),
+    "packed-single-tokens": Problem((1, 0, 1), batch=None),
+    "packed-padded-widths": Problem(PACKED, batch=None, heads=3, groups=1, Dk=5, Dv=9),
+    "packed-negative-scale": Problem(PACKED, batch=None, scale=-0.3),
+}

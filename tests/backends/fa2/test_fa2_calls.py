@@ -1,0 +1,218 @@
+"""How the library is called: how often, with which tensors and arguments, and without waiting for the device."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_judged, assert_right, run
+from fa2_standin import PROVIDERS, Library, make
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_backend_fa2 import providers
+from nsa_core.contract import SlotCall
+from nsa_core.errors import NSAError
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
+@pytest.mark.parametrize("library", PROVIDERS, indirect=True)
+def test_every_provider_is_called_in_its_own_way(
+    library: Library, name: str, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS[name]
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    outputs = run(slot, problem, inputs, do, cu)
+    assert {call["direction"] for call in library.calls} == {"forward", "backward"}
+    monkeypatch.setattr(providers, "serving", lambda: make("2.8.3", Library()))  # judged by the tests above
+    for key, value in run(slot, problem, inputs, do, cu).items():
+        assert torch.equal(outputs[key], value), key
+
+
+def test_window_is_one_call_on_the_callers_own_keys(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem()
+    inputs, do, cu = problem.inputs("win", torch.float32)
+    seen, forward = [], library.forward
+    monkeypatch.setattr(library, "forward", lambda q, k, v, **how: (seen.append((q, k, v)), forward(q, k, v, **how))[1])
+    run("win", problem, inputs, do, cu)
+    (call, _), ((q, k, v),) = library.calls, seen
+    assert (call["left"], call["right"], call["causal"]) == (SMALL.window_size - 1, 0, True)
+    assert [x.data_ptr() for x in (q, k, v)] == [inputs[n].data_ptr() for n in ("q", "k", "v")]
+
+
+@pytest.mark.parametrize("lengths", [(37,), (8,), (41,)])
+def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(lengths: tuple[int, ...], library: Library) -> None:
+    problem = Problem(lengths)
+    inputs, do, cu = problem.inputs("cmp", torch.float32)
+    run("cmp", problem, inputs, do, cu)
+    rows = SMALL.num_compressed(lengths[0])
+    for call in library.calls:
+        assert call["q"][1] == call["k"][1] == rows
+        assert call["q"][2] == problem.heads * SMALL.compress_stride
+        assert call["k"] == (2, rows, problem.groups, 8)
+        assert call["causal"]
+        assert call["left"] == -1
+    assert [call["direction"] for call in library.calls] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("length", [37, 8, 9, 11, 12])
+def test_cmp_of_one_sequence_copies_no_operand(length: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem((length,), batch=1)
+    inputs, do, cu = problem.inputs("cmp", torch.float32)
+    seen = []
+    for name in ("forward", "backward"):
+        function = getattr(library, name)
+        watched = lambda *x, f=function, **how: (seen.append(x), f(*x, **how))[1]  # noqa: E731
+        monkeypatch.setattr(library, name, watched)
+    outputs = run("cmp", problem, inputs, do, cu)
+    assert_right("cmp", problem, inputs, outputs, do, cu)
+    whole, rest = divmod(length - 7, 4)
+    assert [call["causal"] for call in library.calls] == ([True] * bool(whole) + [False] * bool(rest)) * 2
+    for tensors in seen:
+        q, k, v = tensors[-3:] if len(tensors) == 3 else tensors[1:4]
+        for x, name in ((q, "q"), (k, "k_cmp"), (v, "v_cmp")):
+            assert x.untyped_storage().data_ptr() == inputs[name].untyped_storage().data_ptr(), name
+
+
+def test_packed_cmp_and_win_are_one_call(library: Library) -> None:
+    for slot in ("cmp", "win"):
+        library.calls.clear()
+        problem = Problem(PACKED, batch=None)
+        inputs, do, cu = problem.inputs(slot, torch.float32)
+        run(slot, problem, inputs, do, cu)
+        assert [call["direction"] for call in library.calls] == ["forward", "backward"]
+        assert library.calls[0]["cu_k"].shape == (len(PACKED) + 1,)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_library_is_asked_to_be_deterministic_only_on_demand(packed: bool, slot: str, library: Library) -> None:
+    problem = Problem((9, 14), batch=None) if packed else Problem()
+    for wanted in (False, True):
+        library.calls.clear()
+        run(slot, problem, *problem.inputs(slot, torch.float32), deterministic=wanted)
+        assert {call["deterministic"] for call in library.calls if call["direction"] == "backward"} == {wanted}
+
+
+@pytest.mark.parametrize("keys_at_once", [1, 200, 10**9])
+def test_sel_in_chunks_of_any_size(keys_at_once: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", keys_at_once)
+    for problem in (Problem((19,)), Problem((13, 0, 9), batch=None)):
+        assert_judged("sel", problem, torch.float32)
+
+
+def test_sel_gathers_no_more_keys_at_once_as_s_grows(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", 320)
+    most = []
+    for length in (48, 96):
+        library.calls.clear()
+        problem = Problem((length,), batch=1)
+        run("sel", problem, *problem.inputs("sel", torch.float32))
+        most.append(max(call["k"][0] for call in library.calls))
+    assert most == [320, 320]
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_44_more_sequences_than_one_call_takes(
+    slot: str, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem((9,), batch=5, heads=2, groups=1)
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    expected = run(slot, problem, inputs, do, cu)
+    for module in ("operands", "sel"):
+        monkeypatch.setattr(f"nsa_backend_fa2.{module}.MAX_BATCH", 2)
+    library.calls.clear()
+    outputs = run(slot, problem, inputs, do, cu)
+    for call in library.calls:
+        assert (call["q"][0] if call["cu_q"] is None else len(call["cu_q"]) - 1) <= 2
+    for key, value in expected.items():
+        assert torch.equal(outputs[key], value), key
+
+
+def test_row_44_more_documents_than_one_call_takes_is_an_error_that_says_so(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa_backend_fa2.operands.MAX_BATCH", 2)
+    problem = Problem((9, 3, 4), batch=None)
+    with pytest.raises(NSAError, match="3 documents exceed the 2"):
+        run("win", problem, *problem.inputs("win", torch.float32))
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what would make the host wait for the device; ``off`` while the stand-in runs."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave.Tensor")
+    off = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = str(func).removeprefix("aten.")
+        if not self.off:
+            assert not name.startswith(self.READS), f"{func} synchronises"
+            indices = args[1] if name.startswith(("index.", "index_put")) else ()
+            assert not any(i is not None and i.dtype == torch.bool for i in indices), "a bool index synchronises"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("problem", [Problem((9,)), Problem((11,), batch=1, Dv=5), Problem((9, 3, 4), batch=None)])
+@pytest.mark.parametrize(
+    ("library", "deterministic"),
+    [("2.5.8", False), ("2.8.3.post2", False), ("2.8.3.post2", True), ("aten", False)],
+    indirect=["library"],
+)
+def test_nothing_is_read_back_to_the_host(
+    deterministic: bool, library: Library, problem: Problem, slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = NoReads()
+
+    def unwatched(function):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            mode.off = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                mode.off = False
+
+        return call
+
+    for method in ("forward", "backward"):
+        monkeypatch.setattr(library, method, unwatched(getattr(library, method)))
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    call = SlotCall(problem.geometry, problem.factor, cu, max(problem.lengths), deterministic)
+    module = importlib.import_module(f"nsa_backend_fa2.{slot}")
+    with mode:
+        o, lse = module.forward(*inputs.values(), call=call)
+        module.backward(do, *inputs.values(), o.contiguous(), lse, call=call)
+    assert len(library.calls) >= 2
+
+
+def test_the_watch_sees_a_read() -> None:
+    for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.repeat_interleave(x.long())):
+        with pytest.raises(AssertionError, match="synchronises"), NoReads():
+            read(torch.ones(3))
+
+
+class Names(TorchDispatchMode):
+    """Collects what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sel_adds_in_one_order_on_demand(deterministic: bool, library: Library) -> None:
+    """index_add_ adds with atomics on CUDA; index_put_ sorts first."""
+    problem = Problem((9,), batch=1)
+    inputs, do, cu = problem.inputs("sel", torch.float32)
+    call = SlotCall(problem.geometry, problem.factor, cu, 9, deterministic)
+    module = importlib.import_module("nsa_backend_fa2.sel")
+    o, lse = module.forward(*inputs.values(), call=call)
+    with Names() as names:
+        module.backward(do, *inputs.values(), o, lse, call=call)
+    assert ("index_add_" in names.seen, "index_put_" in names.seen) == (not deterministic, deterministic)

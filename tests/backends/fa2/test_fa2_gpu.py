@@ -1,0 +1,276 @@
+"""The library calls themselves, on a GPU: both providers, judged by the oracle. The rest is tested without one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fa2_problems import PACKED, PROBLEMS, SLOTS, Problem, assert_judged, assert_right, kernel, run
+
+from nsa_backend_fa2 import probe, providers
+from nsa_backend_fa2.plugin import nsa_register_backends
+from nsa_core.contract import Request, import_named
+from nsa_core.layout import BlockGeometry
+from nsa_core.verify.parity import judge_slot
+
+pytestmark = pytest.mark.gpu
+
+PLACES = {place.name: place for place in providers.found()}
+PAPER = BlockGeometry()
+SHORT = BlockGeometry(16, 8, 32, 4, 1, 2, 48)
+DOCUMENTS = (0, 33, 16, 15, 0, 210, 64, 1)
+
+# Larger than a tile of the kernels; judged in sampled rows.
+LARGE = {
+    "12/2/64": Problem((700,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
+    "12/2/64-batch": Problem((350,), batch=2, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
+    "h1": Problem((350,), batch=2, heads=2, groups=2, Dk=64, Dv=64, geometry=SHORT),
+    "h16-128": Problem((700,), batch=1, heads=32, groups=2, Dk=128, Dv=128, geometry=PAPER),
+    "64/4-192/128": Problem((300,), batch=1, heads=64, groups=4, Dk=192, Dv=128, geometry=PAPER),
+    "256": Problem((300,), batch=1, heads=2, groups=1, Dk=256, Dv=256, geometry=SHORT),
+    "65/80": Problem((300,), batch=1, heads=4, groups=2, Dk=65, Dv=80, geometry=SHORT),
+    "packed-12/2/64": Problem(DOCUMENTS, batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
+    "packed-192/128": Problem(DOCUMENTS, batch=None, heads=32, groups=2, Dk=192, Dv=128, geometry=SHORT),
+    "packed-h1": Problem(DOCUMENTS, batch=None, heads=2, groups=2, Dk=32, Dv=32, geometry=SHORT),
+}
+TINY = {
+    "batch": Problem(Dk=64, Dv=64),
+    "one": Problem(batch=1, Dk=64, Dv=64),
+    "packed": Problem(PACKED, batch=None, Dk=64, Dv=64),
+}
+HISTORIC = Problem((64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32))
+
+
+@pytest.fixture(params=["flash-attn", "PyTorch"])
+def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> providers.Provider:
+    """Each provider in turn; skipped with its reason where it is not here."""
+    place = PLACES[request.param]
+    if place.provider is None:
+        pytest.skip(str(place.reason))
+    monkeypatch.setattr(providers, "found", lambda: (place,))
+    return place.provider
+
+
+def sampled(problem: Problem) -> list[int]:
+    """Tokens at the edges of blocks, documents and tiles, and some in between."""
+    total, g = sum(problem.lengths), problem.geometry
+    near = [
+        0,
+        1,
+        g.compress_block_size - 1,
+        g.compress_block_size,
+        g.select_block_size,
+        g.window_size,
+        127,
+        128,
+        total - 1,
+    ]
+    near += [sum(problem.lengths[:i]) + step for i in range(len(problem.lengths)) for step in (-1, 0, 1)]
+    return sorted({t for t in [*near, *range(5, total, max(1, total // 12))] if 0 <= t < total})
+
+
+def judge_sampled(slot: str, problem: Problem, dtype: torch.dtype, deterministic: bool = False) -> None:
+    """Run on the GPU with dO zero outside the sampled rows, and judge those."""
+    inputs, do, cu = problem.inputs(slot, dtype, "cuda")
+    rows = sampled(problem)
+    kept = torch.zeros_like(do)
+    kept[..., rows, :, :] = do[..., rows, :, :]
+    outputs = run(slot, problem, inputs, kept, cu, deterministic)
+    verdicts = judge_slot(slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=kept, rows=rows)
+    for name, v in verdicts.items():
+        print(f"{name}: row {v.row:.2f} elem {v.elem:.2f} bias {v.bias:.2f}")
+    wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
+    assert not wrong, (slot, problem, wrong)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_problems_are_right(dtype: torch.dtype, name: str, slot: str, provider: providers.Provider) -> None:
+    judge_sampled(slot, LARGE[name], dtype)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_small_problems_are_right(name: str, slot: str, provider: providers.Provider) -> None:
+    assert_judged(slot, PROBLEMS[name], torch.bfloat16, "cuda")
+
+
+def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:
+    """The reports' comparison, fp16: right here; their reference returned V[0]."""
+    assert_judged("win", HISTORIC, torch.float16, "cuda")
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64"])
+def test_deterministic_runs_have_the_same_bits(name: str, slot: str, provider: providers.Provider) -> None:
+    problem = LARGE[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    torch.use_deterministic_algorithms(isinstance(provider, providers.TorchFlash))
+    try:
+        first = run(slot, problem, inputs, do, cu, deterministic=True)
+        for _ in range(20):
+            for key, value in run(slot, problem, inputs, do, cu, deterministic=True).items():
+                assert torch.equal(value, first[key]), key
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64", "64/4-192/128"])
+def test_nothing_synchronises(name: str, slot: str, provider: providers.Provider) -> None:
+    problem = LARGE[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    run(slot, problem, inputs, do, cu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(slot, problem, inputs, do, cu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", TINY)
+def test_row_50_captured_forward_and_backward_are_right_on_new_inputs(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
+    problem = TINY[name]
+    static, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    leaves = {n: x.detach().clone().requires_grad_(n != "blocks") for n, x in static.items()}
+    wanted = [x for n, x in leaves.items() if n != "blocks"]
+    call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
+
+    def both() -> list[torch.Tensor]:
+        o, lse = call(*leaves.values(), cu_seqlens=cu, max_seqlen=longest)
+        return [o, lse, *torch.autograd.grad(o, wanted, do)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = both()
+    fresh, new_do, _ = dataclasses.replace(problem, seed=7).inputs(slot, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        for n, x in fresh.items():
+            leaves[n].copy_(x)
+        do.copy_(new_do)
+    graph.replay()
+    torch.cuda.synchronize()
+    names = ["o", "lse", *(f"d{n}" for n in fresh if n != "blocks")]
+    outputs = {n: x.detach() for n, x in zip(names, results)}
+    assert_right(slot, problem, fresh, outputs, new_do, cu)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", TINY)
+def test_compiled_whole_is_right(name: str, slot: str, provider: providers.Provider) -> None:
+    problem = TINY[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
+    call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
+
+    @torch.compile(fullgraph=True)
+    def whole(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = call(*tensors, cu_seqlens=cu, max_seqlen=longest)
+        return o * 1, lse
+
+    o, lse = whole(*leaves.values())
+    wanted = [n for n in leaves if n != "blocks"]
+    grads = torch.autograd.grad(o, [leaves[n] for n in wanted], do)
+    outputs = {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, grads)}}
+    assert_right(slot, problem, inputs, outputs, do, cu)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["12/2/64", "packed-12/2/64"])
+def test_the_profile_shows_the_librarys_kernels(name: str, slot: str, provider: providers.Provider) -> None:
+    problem = LARGE[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    with torch.profiler.profile() as profile:
+        run(slot, problem, inputs, do, cu)
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    for evidence in nsa_register_backends().slots[slot].evidence:
+        assert any(evidence in name for name in names), (evidence, sorted(names))
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_34_nan_in_one_query_stays_in_its_row(slot: str, provider: providers.Provider) -> None:
+    problem = Problem((150,), batch=1, heads=4, groups=2, Dk=64, Dv=64, geometry=SHORT)
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    clean = run(slot, problem, inputs, do, cu)
+    inputs["q"][0, 100, 1] = torch.nan
+    outputs = run(slot, problem, inputs, do, cu)
+    assert outputs["o"][0, 100, 1].isnan().all()
+    assert outputs["lse"][0, 1, 100].isnan()
+    for name, where in (("o", (0, 100, 1)), ("lse", (0, 1, 100))):
+        outputs[name][where] = clean[name][where]
+        assert torch.equal(outputs[name], clean[name]), name
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: providers.Provider) -> None:
+    problem = Problem((8,), batch=70_000, heads=2, groups=1, Dk=16, Dv=16, geometry=BlockGeometry(2, 2, 2, 3, 1, 2, 3))
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    outputs = run(slot, problem, inputs, do, cu)
+    few = [0, 65_534, 65_535, 69_999]
+    picked = {n: x[few] for n, x in inputs.items()}
+    assert_right(slot, problem, picked, {n: x[few] for n, x in outputs.items()}, do[few], None)
+
+
+MEMORY = {
+    "12/2/64": Problem((8192,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
+    "batch": Problem((2048,), batch=4, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
+    "192/128": Problem((4096,), batch=1, heads=64, groups=4, Dk=192, Dv=128, geometry=PAPER),
+    "packed": Problem((3000, 1000, 4192), batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
+}
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("grad", [False, True])
+def test_row_47_peak_is_the_stated_workspace(grad: bool, name: str, slot: str, provider: providers.Provider) -> None:
+    problem = MEMORY[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    request = Request(
+        slot=slot, geometry=problem.geometry, n_heads=problem.heads, n_kv_heads=problem.groups, head_dim=problem.Dk,
+        v_head_dim=problem.Dv, dtype="bfloat16", device="cuda", capability=torch.cuda.get_device_capability(),
+        needs_grad=grad, varlen=cu is not None, batch=problem.batch, seq_len=sum(problem.lengths),
+    )  # fmt: skip
+    assert probe.probe(request) == []
+    call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
+
+    def once() -> None:
+        if grad:
+            run(slot, problem, inputs, do, cu)
+        else:
+            call(*inputs.values(), cu_seqlens=cu, max_seqlen=longest)
+
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    once()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    path = nsa_register_backends().slots[slot].workspace
+    assert path is not None
+    stated = import_named(path)(request)
+    print(f"peak {peak / 2**20:.1f} MiB, stated {stated / 2**20:.1f} MiB, {stated / peak:.3f}")
+    assert abs(peak - stated) <= 0.05 * peak
+
+
+def test_packed_boundaries_nobody_could_check_do_not_crash(provider: providers.Provider) -> None:
+    """Row 17: wrong boundaries on the device give wrong numbers, never an access outside the tensors."""
+    problem = Problem(PACKED, batch=None, heads=4, groups=2, Dk=64, Dv=64)
+    total = sum(PACKED)
+    for slot in SLOTS:
+        inputs, do, _ = problem.inputs(slot, torch.bfloat16, "cuda")
+        for bounds in ([0, total + 50, 20, total], [0, -5, total], [7, 3, 2**31 - 1], [0, 0, 0]):
+            run(slot, problem, inputs, do, torch.tensor(bounds, dtype=torch.int32, device="cuda"))
+            torch.cuda.synchronize()

@@ -1,0 +1,260 @@
+"""What the backend says of itself: reasons, hints, who serves, and that none of it needs a GPU or the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fa2_standin import Library, make
+
+from nsa_backend_fa2 import probe as probes
+from nsa_backend_fa2 import providers
+from nsa_backend_fa2.plugin import nsa_register_backends
+from nsa_backend_fa2.providers import Found
+from nsa_core.contract import Reason, Request, import_named
+from nsa_core.layout import BlockGeometry
+from nsa_core.registry import Registry
+from nsa_core.survey import details
+
+GOOD = Request(
+    slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
+    dtype="bfloat16", device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=2048,
+)  # fmt: skip
+
+
+@pytest.fixture
+def served_by(monkeypatch: pytest.MonkeyPatch):
+    """Let a stand-in provider serve: "2.8.3" (the package) or "aten"."""
+
+    def serve(name: str) -> None:
+        place = Found(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "found", lambda: (place,))
+
+    return serve
+
+
+def codes(request: Request) -> list[str]:
+    return [reason.code for reason in probes.probe(request)]
+
+
+@pytest.mark.parametrize("name", ["2.8.3", "aten"])
+@pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
+def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> None:
+    served_by(name)
+    for change in (
+        {}, {"dtype": "float16"}, {"capability": (8, 0)}, {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256},
+        {"n_heads": 2}, {"n_heads": 128, "n_kv_heads": 2}, {"varlen": True}, {"head_dim": 65}, {"batch": None},
+    ):  # fmt: skip
+        assert codes(dataclasses.replace(GOOD, slot=slot, **change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        pytest.param({"device": "cpu", "capability": None}, "device", "needs cuda, got cpu", id="row28-cpu"),
+        pytest.param({"capability": None}, "no_gpu", "no CUDA GPU", id="no-gpu"),
+        pytest.param({"capability": (7, 5)}, "sm_too_old", "needs sm_80, this GPU is sm_75", id="row49-old"),
+        pytest.param({"capability": (13, 0)}, "sm_too_new", "up to sm_121, this GPU is sm_130", id="row49-new"),
+        pytest.param({"dtype": "float32"}, "dtype", "got float32", id="fp32"),
+        pytest.param({"dtype": "float64"}, "dtype", "got float64", id="row21-fp64"),
+        pytest.param({"head_dim": 257}, "head_dim", "257/64 exceed 256", id="row13-wide"),
+        pytest.param({"v_head_dim": 264}, "head_dim", "64/264 exceed 256", id="row14-wide-v"),
+        pytest.param({"phase": "decode"}, "phase", "decode", id="decode"),
+        pytest.param({"slot": "cmp", "n_heads": 8192}, "too_many_heads", "131072", id="row44-heads"),
+    ],
+)
+def test_refuses_with_a_reason(change: dict, code: str, words: str, served_by) -> None:
+    served_by("2.8.3")
+    (reason,) = probes.probe(dataclasses.replace(GOOD, **change))
+    assert reason.code == code
+    assert words in reason.message
+    assert reason.hint
+
+
+def test_all_reasons_come_at_once(served_by) -> None:
+    served_by("2.8.3")
+    assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0), phase="decode")) == [
+        "sm_too_old", "dtype", "head_dim", "phase",
+    ]  # fmt: skip
+
+
+def test_pytorchs_backward_is_deterministic_only_when_all_of_pytorch_is(served_by) -> None:
+    request = dataclasses.replace(GOOD, deterministic=True)
+    served_by("2.8.3")
+    assert codes(request) == []
+    served_by("aten")
+    assert codes(request) == ["not_deterministic"]
+    assert codes(dataclasses.replace(request, needs_grad=False)) == []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert codes(request) == ["not_deterministic"]
+        torch.use_deterministic_algorithms(True)
+        assert codes(request) == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+    provider = make("aten", Library())
+    how = providers.Attention(1.0, deterministic=True)
+    with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+        provider.backward(*[torch.zeros(1, 1, 1, 8)] * 5, torch.zeros(1, 1, 1), how)
+
+
+def test_pytorchs_backward_of_224_runs_on_the_big_gpus_only(served_by) -> None:
+    request = dataclasses.replace(GOOD, head_dim=200, capability=(8, 9))
+    served_by("aten")
+    assert codes(request) == ["head_dim_backward"]
+    assert codes(dataclasses.replace(request, needs_grad=False)) == []
+    assert codes(dataclasses.replace(request, capability=(8, 0))) == []
+    assert codes(dataclasses.replace(request, head_dim=192)) == []
+    assert codes(dataclasses.replace(request, head_dim=256)) == []
+    assert codes(dataclasses.replace(request, capability=(12, 0))) == ["head_dim_backward"]
+    served_by("2.8.3")
+    assert codes(request) == []
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put a flash-attn of some version, with this text for its interface module, on the path."""
+
+    def install(version: str | None, interface: str | None = None) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+            monkeypatch.delitem(sys.modules, name)
+        if version is not None:
+            info = tmp_path / "flash_attn-0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n")
+        if interface is not None:
+            package = tmp_path / "flash_attn"
+            package.mkdir()
+            (package / "__init__.py").write_text("")
+            (package / "flash_attn_interface.py").write_text(interface)
+
+    yield install
+    for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+HAS_PACKAGE = providers._flash_attn().provider is not None
+SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"
+
+
+@pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
+def test_package_missing_says_how_to_get_it(site) -> None:
+    site(None)
+    reason = providers._flash_attn().reason
+    assert reason is not None
+    assert reason.code == "package_missing"
+    assert "pip install" in reason.hint
+    assert "FLASH_ATTN_CUDA_ARCHS" in reason.hint
+
+
+@pytest.mark.parametrize(
+    ("version", "interface", "code", "words"),
+    [
+        ("2.2.5", "", "package_too_old", "flash-attn 2.2.5 is too old: needs 2.5 (the window alone needs 2.3)"),
+        ("3.0.1", "", "package_too_new", "flash-attn 3.0.1 is too new"),
+        ("rubbish", "", "package_version", "rubbish"),
+        ("2.8.3", f"raise ImportError({SYMBOL!r})", "package_abi_mismatch", f"ImportError: {SYMBOL}"),
+        ("2.8.3", "import a_module_nobody_has", "package_abi_mismatch", "a_module_nobody_has"),
+        ("2.8.3", None, "package_abi_mismatch", "flash_attn"),
+    ],
+)
+@pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
+def test_package_that_cannot_serve_says_why(version: str, interface: str | None, code: str, words: str, site) -> None:
+    site(version, interface)
+    place = providers._flash_attn()
+    assert place.provider is None
+    assert place.reason is not None
+    assert place.reason.code == code
+    assert words in place.reason.message
+    assert place.reason.hint
+
+
+@pytest.mark.parametrize("version", ["2.5.8", "2.6.3", "2.7.4.post1", "2.8.3.post2", "2.8.3+cu12torch2.8"])
+@pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
+def test_package_that_loads_serves(version: str, site) -> None:
+    site(version, "loaded = True")
+    place = providers._flash_attn()
+    assert place.provider is not None
+    assert place.provider.title == f"flash-attn {version}"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has the kernels")
+def test_torch_without_cuda_is_no_provider() -> None:
+    reason = providers._torch_flash().reason
+    assert reason is not None
+    assert reason.code == "torch_without_flash"
+
+
+def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = (Found("flash-attn", None, Reason("a", "first", "h")), Found("PyTorch", None, Reason("b", "second", "h")))
+    monkeypatch.setattr(providers, "found", lambda: places)
+    assert codes(GOOD) == ["a", "b"]
+    with pytest.raises(RuntimeError, match=r"first \(h\); second"):
+        providers.serving()
+
+
+def test_detail_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, torchs = make("2.8.3", Library()), make("aten", Library())
+    missing = Reason("package_missing", "flash-attn is not installed", "pip install")
+    monkeypatch.setattr(
+        providers, "found", lambda: (Found("flash-attn", package, None), Found("PyTorch", torchs, None))
+    )
+    assert probes.detail() == ["flash-attn 2.8.3: serves", f"PyTorch {torch.__version__}: not needed"]
+    assert providers.serving() is package
+    monkeypatch.setattr(
+        providers, "found", lambda: (Found("flash-attn", None, missing), Found("PyTorch", torchs, None))
+    )
+    assert probes.detail() == [
+        "flash-attn: flash-attn is not installed (pip install)",
+        f"PyTorch {torch.__version__}: serves",
+    ]
+    assert providers.serving() is torchs
+
+
+def test_registering_imports_neither_torch_nor_flash_attn() -> None:
+    code = (
+        "import sys; from nsa_backend_fa2.plugin import nsa_register_backends as r; r();"
+        "print([m for m in ('torch', 'flash_attn') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_name_in_the_spec_leads_somewhere() -> None:
+    spec = nsa_register_backends()
+    assert import_named(spec.probe) is probes.probe
+    for slot in spec.slots.values():
+        for name in (slot.forward, slot.backward, slot.workspace):
+            assert name is not None
+            assert callable(import_named(name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend may be ready here")
+def test_command_shows_the_backend_unavailable_and_who_would_serve() -> None:
+    command = [sys.executable, "-m", "nsa_cli", "backends", "show", "fa2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout)["backends"]
+    assert row["status"] == "unavailable"
+    assert [line.partition(":")[0] for line in row["details"]] == ["flash-attn", "PyTorch"]
+    assert row["slots"]["cmp"]["reasons"][0]["message"] == "needs cuda, got cpu"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:dict", None)],
+)
+def test_a_detail_that_fails_is_a_line(function: str, words: str | None) -> None:
+    spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)
+    lines = details(Registry(()).with_backend(spec).get("other"))
+    assert lines == [] if words is None else words in lines[0]
+    assert details(Registry(()).with_backend(dataclasses.replace(spec, detail=None)).get("other")) == []
+    broken = Registry(()).with_backend(dataclasses.replace(spec, detail="not a path")).get("other")
+    assert broken.reason is not None
+    assert "detail must be None or 'module:function'" in broken.reason.message

@@ -1,0 +1,221 @@
+"""Rows of the fault table on the sdpa backend, judged by the oracle on bit for bit the tensors a slot received."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, resolve
+from nsa_core.ops import slot_op
+from nsa_core.registry import default_registry
+from nsa_core.verify.cases import Case
+from nsa_core.verify.parity import judge_slot
+from nsa_core.verify.subject import SlotRun, bits, run_slot, run_slots, slot_inputs
+
+BRANCHES = ("cmp", "sel", "win")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CONFIG = NSAConfig(
+    dim=64, n_heads=4, n_kv_heads=2, head_dim=16,  # a row of fewer elements makes its rms a matter of luck
+    compress_block_size=8, compress_stride=4, select_block_size=16,
+    num_selected_blocks=3, window_size=12,
+)  # fmt: skip
+
+
+def case(length: int = 53, batch: int = 1, **fields: object) -> Case:
+    return Case("row", dataclasses.replace(CONFIG, **fields), (length,), batch=batch)
+
+
+def plan_of(c: Case, dtype: torch.dtype):
+    return resolve(c.config, dtype=dtype, backends="sdpa", needs_grad=True, varlen=c.packed)
+
+
+def judged(c: Case, run: SlotRun, slot: str, **kw: object) -> None:
+    geometry, scale = c.config.geometry, c.config.softmax_scale
+    verdicts = judge_slot(slot, run.inputs, run.outputs, geometry, scale, do=run.do, **kw)
+    assert {n: v.why for n, v in verdicts.items() if not v} == {}
+
+
+def check(
+    c: Case, dtype: torch.dtype, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None
+) -> None:
+    """Run and judge every branch after ``change`` of its q, k and v."""
+    data, plan = c.data(dtype), plan_of(c, dtype)
+    runs = run_slots(plan, c, data)
+    for slot in BRANCHES:
+        inputs = {n: t.clone() for n, t in runs[slot].inputs.items()}
+        change(inputs)
+        judged(c, run_slot(plan, slot, inputs, data.do, data), slot)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "length", [1, 5, 7, 8, 11, 12, 17, 53], ids=["row03-S=1", "row04-S<l", "row04-S=l-1", "row05-S=l", "row05-S=l+d-1",
+                                                   "row05-S=l+d", "row06-tail", "row06-odd"],
+)  # fmt: skip
+def test_rows_03_to_06_lengths(length: int, dtype: torch.dtype) -> None:
+    check(case(length), dtype)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"num_selected_blocks": 9}, id="row07-n*l'>S"),
+        pytest.param({"window_size": 53}, id="row10-w=S"),
+        pytest.param({"window_size": 99}, id="row10-w>S"),
+        pytest.param({"window_size": 1}, id="w=1"),
+        pytest.param({"n_kv_heads": 4}, id="row12-h=1"),
+        pytest.param({"n_heads": 6, "dim": 96}, id="row12-h=3"),
+        pytest.param({"n_heads": 7, "n_kv_heads": 1, "dim": 112}, id="row12-h=7"),
+        pytest.param({"n_heads": 64, "n_kv_heads": 1, "dim": 1024}, id="row12-h=64"),
+        pytest.param({"head_dim": 17, "v_head_dim": 17, "rope": False}, id="row13-odd"),
+        pytest.param({"head_dim": 65, "v_head_dim": 65, "rope": False}, id="row13-65"),
+        pytest.param({"head_dim": 96, "v_head_dim": 96}, id="row13-96"),
+        pytest.param({"head_dim": 320, "v_head_dim": 320}, id="row13-320"),
+        pytest.param({"head_dim": 16, "v_head_dim": 24}, id="row14-Dv>Dk"),
+        pytest.param({"head_dim": 24, "v_head_dim": 16}, id="row14-Dv<Dk"),
+        pytest.param({"scale": 0.0}, id="row41-scale=0"),
+        pytest.param({"scale": -0.3}, id="row41-scale<0"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_07_10_12_13_14_41_shapes(fields: dict[str, object], dtype: torch.dtype) -> None:
+    check(case(**fields), dtype)
+
+
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_row_16_expanded_keys_and_values(slot: str) -> None:
+    c = case(batch=2)
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    inputs = dict(run_slots(plan, c, data)[slot].inputs)
+    for name in [n for n in inputs if n[0] in "kv"]:
+        inputs[name] = inputs[name][:1].expand(2, -1, -1, -1)
+    judged(c, run_slot(plan, slot, inputs, data.do, data), slot)
+
+
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_row_23_sliced_and_transposed_inputs_have_the_same_bits(slot: str) -> None:
+    c = case(batch=2)
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    run = run_slots(plan, c, data)[slot]
+    for view in (
+        lambda t: torch.cat([t, t], -2)[..., : t.shape[-2], :],
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    ):
+        inputs = {n: t if n == "blocks" else view(t) for n, t in run.inputs.items()}
+        again = run_slot(plan, slot, inputs, data.do, data)
+        assert all(torch.equal(bits(again.outputs[n]), bits(t)) for n, t in run.outputs.items())
+
+
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_row_25_dout_not_contiguous_or_stride_0(slot: str) -> None:
+    c = case()
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    inputs = run_slots(plan, c, data)[slot].inputs
+    for do in (data.do.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(()).expand(data.do.shape)):
+        judged(c, run_slot(plan, slot, inputs, do, data), slot)
+
+
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_row_34_nan_in_one_query_stays_in_its_row_and_group(slot: str) -> None:
+    c = case()
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    inputs = dict(run_slots(plan, c, data)[slot].inputs)
+    clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    inputs["q"] = inputs["q"].clone()
+    inputs["q"][0, 40, 1] = torch.nan  # head 1 is in group 0
+    o = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    assert o[0, 40, 1].isnan().all()
+    elsewhere = torch.ones(o.shape[:-1], dtype=torch.bool)
+    elsewhere[0, 40, :2] = False
+    assert torch.equal(bits(o[elsewhere]), bits(clean[elsewhere]))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_row_34_nan_is_never_swallowed(slot: str, name: str) -> None:
+    """A NaN that some query sees shows in its output; the other group is untouched, and for q and k the rows before.
+
+    0 times NaN is NaN: one in v may spread over the rows of its own kv head.
+    """
+    c = case()
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    inputs = dict(run_slots(plan, c, data)[slot].inputs)
+    clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    key = next(n for n in inputs if n[0] == name)
+    inputs[key] = inputs[key].clone()
+    place = 9 if key.endswith("_cmp") else 43
+    inputs[key][0, place, 0] = torch.nan
+    o = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    assert o[0, 43, 0].isnan().any()
+    assert name == "v" or torch.equal(bits(o[:, :32]), bits(clean[:, :32]))
+    assert torch.equal(bits(o[..., 2:, :]), bits(clean[..., 2:, :]))  # the other group
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_row_37_huge_logits_stay_finite(dtype: torch.dtype) -> None:
+    c = case()
+    data, plan = c.data(dtype), plan_of(c, dtype)
+    runs = run_slots(plan, c, data)
+    for slot in BRANCHES:
+        inputs = dict(runs[slot].inputs)
+        inputs["q"] = inputs["q"] * 1e4
+        run = run_slot(plan, slot, inputs, data.do, data)
+        assert all(t.isfinite().all() for n, t in run.outputs.items() if n in ("o", "dv", "dv_cmp"))
+        seen = run.outputs["lse"] > -torch.inf
+        assert run.outputs["lse"][seen].isfinite().all()
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e3, "outlier", "subnormal"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_row_38_values_of_every_size(factor: float | str, dtype: torch.dtype) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n[0] == "v"]:
+            some = tensors[name][0, 3 % tensors[name].shape[1]]
+            if factor == "outlier":
+                some.fill_(1e4)
+            elif factor == "subnormal":
+                some.fill_(torch.finfo(dtype).tiny / 8)
+            else:
+                tensors[name].mul_(factor)
+
+    check(case(), dtype, change)
+
+
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_gradcheck_in_fp64(slot: str) -> None:
+    c = Case("gradcheck", dataclasses.replace(CONFIG, n_heads=2, n_kv_heads=1, head_dim=4, v_head_dim=4), (21,))
+    data, plan = c.data(torch.float64), plan_of(c, torch.float64)
+    inputs = slot_inputs(slot, data, run_slots(plan, c, data))
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs.values()]
+    kernel = getattr(plan, slot)
+    assert torch.autograd.gradcheck(lambda *x: kernel(*x)[0], leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win", "combine"])
+def test_opcheck(slot: str, packed: bool) -> None:
+    c = Case("opcheck", CONFIG, (5, 0, 23) if packed else (28,), packed=packed)
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    inputs = slot_inputs(slot, data, run_slots(plan, c, data))
+    args = [t.clone().requires_grad_(slot != "select") if n not in ("blocks", "lse") else t for n, t in inputs.items()]
+    spec = default_registry().get("sdpa").spec
+    assert spec is not None
+    op = slot_op("sdpa", slot, spec.slots[slot]).op
+    tail = (data.cu_seqlens, 28, c.config.softmax_scale, c.config.geometry.as_ints(), False)
+    torch.library.opcheck(op, (*args, *tail))
+
+
+def test_window_is_key_chunked_above_4096_keys() -> None:
+    c = Case("long window", dataclasses.replace(CONFIG, n_heads=1, n_kv_heads=1, window_size=4200), (4700,))
+    rows = (0, 4095, 4199, 4200, 4699)
+    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    do = torch.zeros_like(data.do)
+    do[:, list(rows)] = data.do[:, list(rows)]
+    inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
+    run = run_slot(plan, "win", inputs, do, data)
+    forward = SlotRun(run.inputs, {n: run.outputs[n] for n in ("o", "lse", "dq")}, do)
+    judged(c, forward, "win", rows=rows)

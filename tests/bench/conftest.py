@@ -1,0 +1,101 @@
+"""A bench small enough for a test, `nsa` in this process, and backends that are wrong or slow on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import sys
+import time
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nsa_core.bench import roofline, timing
+from nsa_core.bench.run import Bench, Settings
+from nsa_core.bench.shapes import parse_shape
+from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
+from nsa_core.registry import Registry, discover
+
+BLOCKS = (8, 4, 16, 3, 24)
+_numbers = itertools.count()  # an operator is made once per name of its functions
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Nobody's settings, nobody's cache, one thread."""
+    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.set_num_threads(1)
+    monkeypatch.setattr(timing, "SAMPLE_MS", 0.1)
+    monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run `nsa` here, where torch is loaded already."""
+    from nsa_cli.app import main
+
+    def run(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Done(int(caught.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def small() -> Callable[..., Settings]:
+    """Settings of a run of about a second."""
+
+    def make(**changes) -> Settings:
+        usual = {"shapes": [parse_shape("2/1/8")], "lengths": [40, 80], "blocks": BLOCKS, "budget_s": 0.001}
+        return Settings(**{**usual, **changes})
+
+    return make
+
+
+@pytest.fixture
+def run(small) -> Callable[..., object]:
+    """Run a small bench."""
+
+    def do(registry: Registry | None = None, **changes):
+        return Bench(small(**changes), registry or discover(), {"device": "?"}).run()
+
+    return do
+
+
+@pytest.fixture
+def registry_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
+    """A registry that also holds a window backend ``name``: sdpa's, changed by ``forward(o) -> o`` and ``delay`` s."""
+
+    def make(name: str, change: Callable = lambda o: o, delay: float = 0.0, priority: int = -5) -> Registry:
+        module, win = types.ModuleType(f"bench_{name}_{next(_numbers)}"), discover().get("sdpa").spec.slots["win"]
+        real, real_backward = (
+            getattr(importlib.import_module(path.split(":")[0]), path.split(":")[1])
+            for path in (win.forward, win.backward)
+        )
+
+        def forward(q, k, v, *, call):
+            time.sleep(delay)
+            o, lse = real(q, k, v, call=call)
+            return change(o), lse
+
+        module.forward, module.backward, module.accept = forward, real_backward, lambda request: []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        slots = {"win": SlotSpec(f"{module.__name__}:forward", f"{module.__name__}:backward")}
+        spec = BackendSpec(name, API_VERSION, slots, f"{module.__name__}:accept", priority=priority)
+        return discover().with_backend(spec, version="1.0")
+
+    return make

@@ -1,0 +1,170 @@
+"""What is counted and concluded: shapes, costs, crossovers, comparisons. No timing here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from nsa_core.bench import roofline
+from nsa_core.bench.combos import parse_combo
+from nsa_core.bench.compare import compare, regressed
+from nsa_core.bench.crossover import crossing
+from nsa_core.bench.roofline import measure_peaks
+from nsa_core.bench.shapes import parse_lengths, parse_shape
+from nsa_core.bench.timing import summarise
+from nsa_core.contract import SLOTS
+from nsa_core.errors import InvalidInput
+
+
+def test_shapes_by_name_and_given():
+    assert parse_shape("reports").name == "12/2/64"
+    assert parse_shape("paper").name == "64/4/192/128"
+    assert parse_shape("8/2/32").config((16, 8, 32, 4, 48)).geometry.as_ints() == [16, 8, 32, 4, 1, 2, 48]
+    for wrong, said in (("12/5/64", "do not divide"), ("report", "did you mean"), ("1/2", "Hq/G/Dk"), ("0/1/2", "Hq")):
+        with pytest.raises(InvalidInput, match=said):
+            parse_shape(wrong)
+
+
+def test_lengths_listed_and_doubled():
+    assert parse_lengths("2k..16k") == [2048, 4096, 8192, 16384]
+    assert parse_lengths("512, 100,1k") == [100, 512, 1024]
+    for wrong in ("", "x", "4k..2k", "0", "1.5k"):
+        with pytest.raises(InvalidInput):
+            parse_lengths(wrong)
+
+
+def test_combos_are_read_in_slot_order():
+    assert parse_combo("win=a, cmp=b").name == "cmp=b,win=a"
+    assert parse_combo("sdpa").backends == dict.fromkeys(SLOTS, "sdpa")
+    assert parse_combo("auto").backends == {}
+    for wrong, said in (("wim=a", "did you mean 'win'"), ("win=a,win=b", "twice"), ("win=a,b", "like"), ("", "empty")):
+        with pytest.raises(InvalidInput, match=said):
+            parse_combo(wrong)
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"), [(1, (8, 4, 16, 3, 24)), (7, (8, 4, 16, 3, 24)), (131, (8, 4, 16, 4, 9))]
+)
+def test_pairs_equal_a_count_of_every_key(length, blocks):
+    geometry = parse_shape("2/1/8").config(blocks).geometry
+    size, stride, block, n, window = blocks
+    count = dict.fromkeys(("cmp", "sel", "win", "dense"), 0)
+    for t in range(length):
+        count["cmp"] += sum(i * stride + size - 1 <= t for i in range(length))
+        current = t // block
+        chosen = [current, *range(current)][:n]  # any choice with the current block in it
+        count["sel"] += sum(key // block in chosen for key in range(t + 1))
+        count["win"] += sum(t - window < key <= t for key in range(length))
+        count["dense"] += t + 1
+    assert roofline.visible_pairs(geometry, length) == count
+
+
+def test_floors_are_those_of_the_published_table():
+    """64/4/128 at 64k: 12.5 ms forward and 24.4 ms backward at 790 TFLOP/s, counted by hand elsewhere."""
+    config, peaks = parse_shape("64/4/128").config(), roofline.Peaks(790e12, 1e20)
+    floors = [
+        peaks.floor_ms(roofline.part_costs(config, 1, 65536, 2, phase)["total"]) for phase in ("forward", "backward")
+    ]
+    assert floors[0] == pytest.approx(12.5, rel=0.02)
+    assert floors[1] == pytest.approx(24.4, rel=0.02)
+
+
+def test_peak_rates_are_measured():
+    peaks = measure_peaks("cpu", torch.float32)
+    assert 1e8 < peaks.flops_per_s < 1e14
+    assert 1e7 < peaks.bytes_per_s < 1e13
+
+
+def test_both_phases_cost_their_sum():
+    config = parse_shape("reports").config()
+    forward, backward, both = (roofline.part_costs(config, 2, 999, 4, p) for p in ("forward", "backward", "both"))
+    for name, cost in both.items():
+        assert cost.flops == forward[name].flops + backward[name].flops
+        assert cost.bytes == forward[name].bytes + backward[name].bytes
+
+
+@pytest.mark.parametrize(
+    ("pairs", "length", "said"),
+    [
+        ([], None, "not known"),
+        ([(1024, 3.0), (2048, 1.5)], None, "dense is faster up to 2048"),
+        ([(1024, 0.5), (2048, 0.4)], 1024, "at every measured length"),
+        ([(1024, 2.0), (2048, 0.5)], round(1024 * math.sqrt(2)), "between 1024 and 2048"),
+        ([(512, 0.9), (1024, 2.0), (2048, 0.5)], round(1024 * math.sqrt(2)), "from about"),
+        ([(1024, 0.5), (2048, 1.0)], None, "dense is faster"),
+    ],
+)
+def test_crossover(pairs, length, said):
+    found = crossing(pairs)
+    assert found[0] == length
+    assert said in found[1]
+
+
+def test_median_and_quartiles():
+    p = summarise([5.0, 1.0, 2.0, 3.0, 4.0], "events", 1)
+    assert (p.median_ms, p.q1_ms, p.q3_ms) == (3.0, 2.0, 4.0)
+    assert p.samples_ms == [5.0, 1.0, 2.0, 3.0, 4.0]  # in the order they were taken
+
+
+@pytest.fixture
+def result(run):
+    return run(lengths=[40], phases=["forward"])
+
+
+def slower(result, factor, spread=0.0, performance=True):
+    """``result`` with every total multiplied."""
+
+    def scaled(m):
+        p = m.performance
+        new = dataclasses.replace(
+            p, median_ms=p.median_ms * factor, q1_ms=p.q1_ms * factor * (1 - spread), q3_ms=p.q3_ms * factor
+        )
+        return dataclasses.replace(m, performance=new if performance else None)
+
+    return dataclasses.replace(result, measurements=[scaled(m) for m in result.measurements])
+
+
+def test_compare_sees_a_slow_down_beyond_the_noise_and_no_other(result):
+    assert not regressed(compare(result, result, fail_over=0.0))
+    bad = regressed(compare(result, slower(result, 100.0), fail_over=0.05))
+    assert {c.verdict for c in bad} == {"slower"}
+    assert {c.key[-1] for c in bad} == {"total"}
+    assert not regressed(compare(result, slower(result, 100.0), fail_over=1000.0))  # tolerated
+    assert not regressed(compare(result, slower(result, 100.0, spread=0.9999), fail_over=0.05))  # noise
+    assert not regressed(compare(slower(result, 100.0), result, fail_over=0.05))  # faster
+    lost = regressed(compare(result, slower(result, 1.0, performance=False), fail_over=0.05))
+    assert {c.verdict for c in lost} == {"lost"}
+
+
+def test_compare_refuses_other_devices_unless_forced(result):
+    other = dataclasses.replace(result, environment=result.environment | {"device": "another"})
+    with pytest.raises(InvalidInput, match="another"):
+        compare(result, other, fail_over=0.05)
+    assert compare(result, other, fail_over=0.05, force=True)
+    nothing = dataclasses.replace(result, measurements=[])
+    with pytest.raises(InvalidInput, match="in common"):
+        compare(result, nothing, fail_over=0.05)
+
+
+def test_real_inputs_come_from_the_text_and_the_seed():
+    from nsa_core.bench.inputs import make_inputs
+
+    config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
+
+    def make(kind, text=b"some words", seed=0):
+        return make_inputs(kind, config, batch=2, length=30, dtype=torch.float32, device="cpu", seed=seed, text=text)
+
+    real = make("real")
+    assert real.q.shape == (2, 30, 2, 8)
+    assert real.gates.shape == (2, 30, 2, 3)
+    assert torch.equal(real.v[0, 0], real.v[0, 10])  # the text repeats after ten bytes, and v has no position
+    assert not torch.equal(real.q, make("real", b"other words").q)
+    assert torch.equal(real.q, make("real").q)
+    assert not torch.equal(make("random").q, make("random", seed=1).q)
+    with pytest.raises(InvalidInput, match="0 bytes"):
+        make("real", b"")
+    with pytest.raises(InvalidInput, match="random, real"):
+        make("fake")

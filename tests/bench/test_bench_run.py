@@ -1,0 +1,212 @@
+"""A run: gates before times, every part timed, results read back, and nothing about what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from nsa_cli import output
+from nsa_core.bench.combos import parse_combo
+from nsa_core.bench.result import read_result
+from nsa_core.errors import InvalidInput, Unsupported
+
+
+def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
+    result = run(phases=["forward", "backward", "both"], inputs=["real"], text=b"to be or not to be")
+    assert not result.failed
+    assert [g.ok for g in result.gates] == [True]
+    assert result.gates[0].seconds < 10
+    assert len(result.measurements) == 2 * 3 * 2  # lengths, phases, and (auto, dense flash)
+    for m in result.measurements:
+        assert m.performance is not None, m
+        assert m.performance.q1_ms <= m.performance.median_ms <= m.performance.q3_ms
+        assert len(m.performance.samples_ms) >= 3
+        assert m.peak_memory_bytes > 0
+        assert 0 < m.floor_fraction < 1
+        assert m.ratio_to_dense == 1 if m.kind == "dense" else m.ratio_to_dense > 0
+        if m.kind == "combo":
+            without = {"select"} if m.phase == "backward" else set()
+            assert set(m.parts) == {"compress", "cmp", "select", "sel", "win", "combine"} - without
+            assert all(part.performance for part in m.parts.values())
+    assert {c.phase for c in result.crossovers} == {"forward", "backward", "both"}
+    file = tmp_path / "r.json"
+    file.write_text(result.to_json())
+    assert read_result(file) == result
+    assert json.loads(file.read_text())["settings"]["threads"] == 1
+
+
+def test_output_of_one_call_needs_at_least_the_memory_of_its_output(run):
+    m = next(m for m in run(lengths=[80], phases=["forward"]).measurements if m.kind == "dense")
+    assert m.peak_memory_bytes >= 80 * 2 * 8 * 4
+
+
+def test_a_wrong_backend_gets_no_figure(run, registry_with):
+    result = run(registry_with("wrong", lambda o: o * 1.01), phases=["forward"])
+    assert result.failed
+    assert {g.combo: g.ok for g in result.gates} == {"auto": True, "wrong": False}
+    wrong = [m for m in result.measurements if m.subject == "wrong"]
+    assert wrong
+    for m in wrong:
+        assert m.performance is None
+        assert m.parts == {}
+        assert m.reason.startswith("not correct")
+    assert all(m.performance for m in result.measurements if m.subject == "auto")
+    assert not [c for c in result.crossovers if c.subject == "wrong" and c.length]
+
+
+def test_a_wrong_gradient_alone_fails_the_gate(run, registry_with, monkeypatch):
+    registry = registry_with("wrong")
+    module = sys.modules[registry.get("wrong").spec.slots["win"].forward.partition(":")[0]]
+    real = module.backward
+    monkeypatch.setattr(module, "backward", lambda *t, call: tuple(g * 1.01 for g in real(*t, call=call)))
+    result = run(registry, lengths=[40], phases=["backward"], combos=[parse_combo("win=wrong")])
+    assert result.failed
+    assert all("win (wrong) d" in line for line in result.gates[0].failures)
+    assert not run(registry, lengths=[40], phases=["forward"], combos=[parse_combo("win=wrong")]).failed
+
+
+def test_a_backend_that_raises_fails_its_gate(run, registry_with):
+    def broken(o):
+        raise ValueError("no such tile")
+
+    result = run(registry_with("broken", broken), lengths=[40], phases=["forward"])
+    assert result.failed
+    assert "no such tile" in next(g for g in result.gates if not g.ok).failures[0]
+
+
+def test_a_time_limit_leaves_reasons(run):
+    result = run(time_limit_s=0.0)
+    assert {m.reason for m in result.measurements} == {"not measured: the time limit was reached"}
+    assert {c.length for c in result.crossovers} == {None}
+
+
+def test_a_call_expected_to_take_too_long_is_not_tried(run):
+    result = run(phases=["forward"], max_call_s=1e-9)
+    assert all(m.performance for m in result.measurements if m.length == 40)
+    assert all("would take" in m.reason for m in result.measurements if m.length == 80)
+
+
+def test_decode_is_unsupported_with_the_reason(run):
+    with pytest.raises(Unsupported, match="decode is not implemented"):
+        run(phases=["decode"])
+
+
+def test_unknown_phase(run):
+    with pytest.raises(InvalidInput, match="sideways"):
+        run(phases=["sideways"])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is not JSON"),
+        ("[1]", "not a result"),
+        ('{"kind": "nsa-bench", "schema_version": 9}', "schema_version 9"),
+        ('{"kind": "nsa-bench", "schema_version": 1}', "lacks settings"),
+        ('{"kind": "nsa-bench", "schema_version": NaN}', "is not JSON"),
+    ],
+)
+def test_row_60_unreadable_results_are_refused_by_name(nsa, tmp_path, content, said):
+    file = tmp_path / "r.json"
+    file.write_text(content)
+    done = nsa("bench", "report", str(file))
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_row_60_missing_and_damaged_results(nsa, run, tmp_path):
+    assert nsa("bench", "report", str(tmp_path / "none.json")).code == 2
+    document = json.loads(run(lengths=[40], phases=["forward"]).to_json())
+    document["measurements"][0]["performance"]["median_ms"] = "fast"
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    done = nsa("bench", "report", str(tmp_path / "r.json"))
+    assert done.code == 2
+    assert "measurements[0].performance.median_ms must be float, got 'fast'" in done.err
+
+
+SMALL = ("--shape", "2/1/8", "--length", "40", "--phase", "forward", "--blocks", "8,4,16,3,24", "--budget", "0.001")
+
+
+def test_command_writes_what_it_prints(nsa, tmp_path):
+    files = {name: str(tmp_path / f"r.{name}") for name in ("json",)}
+    done = nsa("bench", *SMALL, "--json", files["json"])
+    assert done.code == 0, done.err
+    for said in ("Combinations", "2/1/8 float32, forward", "dense flash", "peak rates", "1 CPU thread"):
+        assert said in done.out
+    assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # exists
+    assert "dense flash" in nsa("bench", "report", files["json"]).out
+    assert nsa("bench", "compare", files["json"], files["json"]).code == 0
+
+
+def test_command_leaves_with_1_for_a_wrong_backend(nsa, registry_with, monkeypatch):
+    registry = registry_with("wrong", lambda o: o * 1.01)
+    monkeypatch.setattr(output, "find_backends", lambda: registry)
+    done = nsa("bench", *SMALL)
+    assert done.code == 1
+    assert "NOT CORRECT wrong" in done.out
+    assert "not correct: its gate failed" in done.out
+
+
+def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
+    old = run(lengths=[40], phases=["forward"])
+    slow = [
+        dataclasses.replace(m, performance=dataclasses.replace(m.performance, median_ms=1e6, q1_ms=1e6, q3_ms=1e6))
+        for m in old.measurements
+    ]
+    (tmp_path / "old").write_text(old.to_json())
+    (tmp_path / "new").write_text(dataclasses.replace(old, measurements=slow).to_json())
+    paths = (str(tmp_path / "old"), str(tmp_path / "new"))
+    done = nsa("bench", "compare", *paths, "--fail-over", "5%")
+    assert done.code == 1
+    assert "slower" in done.out
+    assert nsa("bench", "compare", *reversed(paths)).code == 0
+    assert nsa("bench", "compare", *paths, "--fail-over", "much").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--combo", "win=sdqa"), 2, "did you mean 'sdpa'"),
+        (("--combo", "triton"), 3, "triton"),
+        (("--phase", "decode"), 3, "decode is not implemented"),
+        (("--shape", "12/5/64"), 2, "do not divide"),
+        (("--blocks", "1,2"), 2, "five integers"),
+        (("--dtype", "int8"), 2, "int8"),
+        (("--preset", "huge"), 2, "quick, full"),
+    ],
+    ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
+)
+def test_bad_requests(nsa, arguments, code, said):
+    done = nsa("bench", "--device", "cpu", *arguments)
+    assert done.code == code
+    assert said in done.err
+
+
+def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "r.json"
+    file.write_text(run(phases=["forward"]).to_json())
+    made = {name: tmp_path / f"r.{name}" for name in ("png", "svg", "html")}
+    done = nsa("bench", "report", str(file), *(x for n, p in made.items() for x in (f"--{n}", str(p))))
+    assert done.code == 0, done.err
+    assert made["png"].read_bytes().startswith(b"\x89PNG")
+    assert b"</svg>" in made["svg"].read_bytes()
+    page = made["html"].read_text()
+    assert page.rstrip().endswith("</html>")
+    assert "data:image/png;base64," in page
+    assert not [word for word in ("http://", "https://", "<script", "<link") if word in page]
+
+
+def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeypatch, tmp_path):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    done = nsa("bench", *SMALL, "--png", str(tmp_path / "r.png"))
+    assert done.code == 3
+    assert "pip install 'nsa-cli[plot]'" in done.err
+    assert not (tmp_path / "r.png").exists()

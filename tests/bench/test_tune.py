@@ -1,0 +1,120 @@
+"""`nsa tune`: what is measured decides what `auto` takes here, and only as long as it is the same here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nsa_cli import output
+from nsa_core import tuned
+from nsa_core.bench.shapes import parse_shape
+from nsa_core.bench.tune import tune
+from nsa_core.plan import resolve
+
+CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
+
+
+@pytest.fixture
+def registry(registry_with):
+    """Beside sdpa a window backend of higher priority that is right and slow."""
+    return registry_with("slow", delay=0.05, priority=100)
+
+
+_records: list[tuned.Record] = []
+
+
+@pytest.fixture
+def measured(registry):
+    """The registry after tuning; measured once, saved anew for every test."""
+    if not _records:
+        _records.extend(tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001).records)
+    tuned.save(_records)
+    return registry
+
+
+def window(registry, **changes) -> str:
+    return resolve(CONFIG, registry=registry, **changes).choices["win"].backend
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_auto_takes_the_fastest_measured_and_explain_says_so(registry, needs_grad):
+    assert window(registry, needs_grad=needs_grad) == "slow"  # by priority
+    found = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    tuned.save(found.records)
+    plan = resolve(CONFIG, registry=registry, needs_grad=needs_grad)
+    assert plan.choices["win"].backend == "sdpa"
+    assert "win: sdpa 0.1.0 (auto, tuned: " in plan.explain()
+    assert "against slow" in plan.explain()
+    assert "cmp: sdpa 0.1.0 (auto)" in plan.explain()  # no choice there
+    assert window(registry, backends={"win": "slow"}) == "slow"  # an explicit choice stays
+
+
+def test_records_hold_for_what_was_measured_only(measured):
+    assert window(measured) == "sdpa"
+    assert window(measured, dtype="float64") == "slow"
+    assert window(measured, varlen=True) == "slow"
+    assert window(measured, deterministic=True) == "slow"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "another GPU"),
+        ("torch", "1.0"),
+        ("versions", {"sdpa": "0.0", "slow": "1.0"}),
+        ("versions", {"sdpa": "0.1.0"}),
+        ("times_ms", {"sdpa": -1.0, "slow": 2.0}),
+        ("times_ms", {"sdpa": "fast", "slow": 2.0}),
+        ("times_ms", 3),
+        ("slot", 3),
+    ],
+)
+def test_another_device_version_or_a_malformed_record_is_ignored(measured, field, value):
+    document = json.loads(tuned.path().read_text())
+    for record in document["records"]:
+        record[field] = value
+    tuned.path().write_text(json.dumps(document))
+    assert window(measured) == "slow"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"schema_version": 2, "records": []}', "{}"])
+def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
+    tuned.path().write_text(content)
+    assert window(measured) == "slow"
+    tuned.save(_records)
+    assert window(measured) == "sdpa"
+
+
+def test_what_is_wrong_is_neither_timed_nor_recorded(registry_with):
+    registry = registry_with("wrong", lambda o: o * 1.01, priority=-5)
+    found = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    wrong = [t for t in found.times if t.backend == "wrong"]
+    assert {t.slot for t in wrong} == {"win"}
+    assert {t.time_ms for t in wrong} == {None}
+    assert all("gate failed" in t.reason for t in wrong)
+    assert "win" not in {r.slot for r in found.records}
+    assert {r.slot for r in found.records} == {"cmp", "select", "sel", "combine"}
+
+
+def test_command_saves_prints_and_explain_shows(nsa, registry, monkeypatch):
+    monkeypatch.setattr(output, "find_backends", lambda: registry)
+    arguments = ("--shape", "2/1/8", "--blocks", "8,4,16,3,24", "--length", "48", "--device", "cpu")
+    done = nsa("tune", *arguments, "--budget", "0.001")
+    assert done.code == 0, done.err
+    assert str(tuned.path()) in done.out
+    assert {r.slot for r in tuned.load()} == {"cmp", "select", "sel", "win", "combine"}
+    monkeypatch.setattr(tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms"))
+    shown = nsa("backends", "explain", "--device", "cpu")
+    assert "win: tuned: 1 ms against slow 50 ms" in shown.out
+
+
+def test_command_leaves_with_1_when_a_backend_is_wrong(nsa, registry_with, monkeypatch):
+    registry = registry_with("wrong", lambda o: o * 1.01)
+    monkeypatch.setattr(output, "find_backends", lambda: registry)
+    done = nsa(
+        "tune", "--shape", "2/1/8", "--blocks", "8,4,16,3,24", "--length", "48", "--device", "cpu", "--budget", "0.001"
+    )
+    assert done.code == 1
+    assert "NOT CORRECT win=wrong" in done.out

@@ -1,0 +1,228 @@
+"""Help, version, speed, errors, files and signals: what every command shares (row 60)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from nsa_cli import output
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ()])
+def test_help_names_the_paper_and_what_it_is_not(nsa, arguments):
+    done = nsa(*arguments)
+    words = " ".join(done.out.split())
+    assert done.code == 0
+    assert "arXiv 2502.11089" in words
+    assert "not DeepSeek Sparse Attention (DSA)" in words
+    for said in ("backends", "verify", "--safe", "Exit codes: 0 ok; 1 a check failed; 2 usage"):
+        assert said in words
+    assert "..." not in done.out.replace("[ARGS]...", "")  # no description is cut
+
+
+def test_version(nsa):
+    from importlib.metadata import version
+
+    assert nsa("--version").out == f"nsa {version('nsa-cli')}\n"
+
+
+LIGHT = [["--help"], ["--version"], ["backends", "--help"], ["backends", "list", "--help"], ["verify", "--help"]]
+LIGHT += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_help_and_metadata_import_no_torch(arguments):
+    code = f"""
+import sys
+from nsa_cli.app import main
+try:
+    main({arguments!r})
+except SystemExit as leave:
+    assert not leave.code, leave.code
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join)
+def test_help_and_metadata_answer_in_300_ms(arguments):
+    """Processor time, the best of five: what the command costs, whatever else this machine is doing."""
+
+    def seconds() -> float:
+        child = subprocess.Popen([sys.executable, "-m", "nsa_cli", *arguments], stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        return used.ru_utime + used.ru_stime
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def nothing_usable() -> BackendUnavailable:
+    error = BackendUnavailable("none")
+    error.nothing_usable = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NSAError("backend 'x' returned rubbish"), 1),
+        (InvalidInput("window_size must be >= 1, got 0"), 2),
+        (typer.BadParameter("no"), 2),
+        (Unsupported("no backend takes win\n  request: x\n  win:\n    a: b"), 3),
+        (BackendUnavailable("fa2"), 3),
+        (nothing_usable(), 4),
+        (ModuleNotFoundError("No module named 'torch'"), 4),
+        (OSError(28, "No space left on device"), 4),
+        (KeyboardInterrupt(), 130),
+        (typer.Abort(), 130),
+        (BrokenPipeError(32, "Broken pipe"), 141),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)
+def test_errors_become_exit_codes(error, code, capsys):
+    with pytest.raises(SystemExit) as caught, output.exit_codes():
+        raise error
+    assert caught.value.code == code
+    err = capsys.readouterr().err
+    assert err.startswith("nsa: ")
+    assert err.count("\n") == 1 + str(error).count("\n")  # a report keeps its lines, everything else is one
+
+
+def test_bugs_are_not_hidden():
+    with pytest.raises(ZeroDivisionError), output.exit_codes():
+        _ = 1 // 0
+
+
+def test_control_characters_in_a_message_are_shown_not_sent(capsys):
+    with pytest.raises(SystemExit), output.exit_codes():
+        raise Unsupported("first\n  toy: \x1b[2J\x07[bold]boo[/]\u202e")
+    assert capsys.readouterr().err == "nsa: first\n  toy: \\x1b[2J\\x07[bold]boo[/]\\u202e\n"
+
+
+def test_row_60_closed_pipe_is_one_line(start):
+    for arguments in (["backends", "list", "--no-probe", "--json"], ["--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        child = start(*arguments, stdout=writer)
+        os.close(writer)
+        _, err = child.communicate(timeout=60)
+        assert child.returncode == 141
+        assert err == "nsa: the output was closed before everything was written\n"
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+def test_row_60_full_disk_is_one_line(start):
+    with open("/dev/full", "w") as full:
+        child = start("backends", "list", "--no-probe", stdout=full)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 4
+    assert err.count("\n") == 1
+    assert "No space left" in err
+
+
+def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
+    site, note = tmp_path / "site", tmp_path / "pid"
+    info = site / "toy_hangs-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-hangs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[nsa.backends]\nhangs = toy_hangs\n")
+    source = f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    (site / "toy_hangs.py").write_text(source)
+    child = start("backends", "list", env={"PYTHONPATH": str(site)}, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err == "nsa: interrupted\n"
+    state = pathlib.Path(f"/proc/{note.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_row_60_output_file_is_refused_without_force(tmp_path):
+    file = tmp_path / "result.json"
+    output.write_atomic(file, "one\n")
+    with pytest.raises(InvalidInput, match="exists; give --force"):
+        output.write_atomic(file, "two\n")
+    with pytest.raises(InvalidInput, match="exists; give --force"):
+        output.check_writable(file)
+    assert file.read_text() == "one\n"
+    output.check_writable(file, True)
+    output.write_atomic(file, "two\n", True)
+    assert file.read_text() == "two\n"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_row_60_file_that_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch):
+    file, fsync = tmp_path / "result.json", os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), file.write_text("theirs")))
+    with pytest.raises(InvalidInput, match="exists"):
+        output.write_atomic(file, "ours")
+    assert file.read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_row_60_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch, force):
+    file = tmp_path / "result.json"
+    if force:
+        file.write_text("old")
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        output.write_atomic(file, "new", force)
+    assert [f.read_text() for f in tmp_path.iterdir()] == (["old"] if force else [])
+
+
+def test_row_60_links_are_followed_and_devices_refused(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    link.symlink_to(real)
+    output.write_atomic(link, "new", force=True)
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    for wrong in ("/dev/null", str(tmp_path)):
+        for refuse in (output.check_writable, lambda path, force: output.write_atomic(path, "x", force)):
+            with pytest.raises(InvalidInput, match="not a plain file"):
+                refuse(pathlib.Path(wrong), True)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_row_60_directory_that_is_not_there_is_found_before_the_work(tmp_path):
+    output.check_writable(None)
+    output.check_writable(tmp_path / "new.json")
+    with pytest.raises(InvalidInput, match="does not exist"):
+        output.check_writable(tmp_path / "absent" / "new.json")
+
+
+def test_progress_off_a_terminal_is_quiet_for_short_work(capsys):
+    with output.progress(3) as advance:
+        for label in "abc":
+            advance(label)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_environment_is_json_and_names_versions():
+    facts = json.loads(json.dumps(output.environment()))
+    assert {"nsa-core", "nsa-cli", "torch"} <= set(facts["versions"])
+    assert facts["python"]
+    assert facts["platform"]

@@ -1,0 +1,62 @@
+"""Backends made from the template, sound ones and ones with a fault planted; and `nsa` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from nsa_cli import scaffold
+from nsa_core.contract import BackendSpec, import_named
+from nsa_core.registry import default_registry
+from nsa_core.testing import BackendConformance
+
+Changes = Mapping[str, tuple[str, str]]  # module of the package -> (text that stands there once, what is put there)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Nobody's settings and nobody's remembered verdicts."""
+    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BackendConformance]:
+    """The suite, ready to be called, for a backend from the template with ``changes`` made to it."""
+
+    def make(name: str, changes: Changes | None = None) -> BackendConformance:
+        home = tmp_path / name
+        scaffold.create(name, home)
+        package = home / "src" / f"nsa_backend_{name.replace('-', '_')}"
+        for module, (old, new) in (changes or {}).items():
+            file = package / f"{module}.py"
+            text = file.read_text()
+            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module}"
+            file.write_text(text.replace(old, new))
+        monkeypatch.syspath_prepend(str(home / "src"))
+        spec: BackendSpec = import_named(f"{package.name}.plugin:nsa_register_backends")()
+        suite = type("Suite", (BackendConformance,), {"registry": default_registry().with_backend(spec)})()
+        suite._name, suite._device = name, "cpu"
+        return suite
+
+    return make
+
+
+@pytest.fixture
+def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `nsa`, or another module, in a process of its own, with these directories on the path."""
+
+    def run(*arguments: str, path: pathlib.Path | None = None, module: str = "nsa_cli", **options: object):
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True, text=True, env=given, timeout=500, check=False, **options,
+        )  # fmt: skip
+
+    return run

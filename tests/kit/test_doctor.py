@@ -1,0 +1,145 @@
+"""`nsa doctor` and `nsa env`: whatever is broken is a line with what to type, and never the end of the command."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from nsa_cli import health
+from nsa_core import libraries
+from nsa_core.contract import Reason
+from nsa_core.libraries import Tried
+
+SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
+GPU = {"name": "Some GPU", "capability": [9, 0], "memory_bytes": 80 * 2**30}
+TORCH = {
+    "version": "2.13.0+cpu", "cuda": "13.0", "hip": None, "gpus": [], "built_for": [], "cuda_available": True,
+    "computes": True,
+}  # fmt: skip
+
+
+def plugin(folder: pathlib.Path, name: str, source: str) -> None:
+    """An installed distribution with an entry point in ``nsa.backends``."""
+    package = name.replace("-", "_")
+    (folder / f"{package}.py").write_text(source)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {package}\n")
+
+
+@pytest.fixture(scope="module")
+def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory with a segfaulting plugin, one whose probe segfaults, and a flash_attn that segfaults."""
+    folder = tmp_path_factory.mktemp("wards")
+    plugin(folder, "segfaults", SEGFAULTS)
+    good = "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef nsa_register_backends():\n"
+    good += "    return BackendSpec('prober', (1, 0), {'win': SlotSpec('prober:f')}, 'prober:probe', -9)\n"
+    plugin(folder, "prober", good + "def probe(request):\n    import ctypes\n    ctypes.string_at(0)\n")
+    home = "/" + "home" + "/janedoe"
+    plugin(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
+    (folder / "flash_attn.py").write_text(SEGFAULTS)
+    return folder
+
+
+def test_a_healthy_machine_works(nsa) -> None:
+    done = nsa("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert document["works"] is True
+    assert document["torch"]["status"] == "ok"
+    assert document["variables"] == {"NSA_PLUGINS": None, "NSA_DISABLE_PLUGINS": None, "NSA_CHECK": None}
+    assert {b["name"] for b in document["backends"]} >= {"sdpa", "triton", "fa2"}
+    assert set(document["attention"]["cpu"]["backends"]) == {"cmp", "select", "sel", "win", "combine"}
+
+
+def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
+    document = json.loads(nsa("doctor", "--json", path=wards).stdout)
+    said = {trouble["what"]: trouble for trouble in document["troubles"]}
+    assert "SIGSEGV" in said["backend segfaults 1.0 (segfaults)"]["message"]
+    assert "SIGSEGV" in said["probe of backend prober"]["message"]
+    assert "NSA_DISABLE_PLUGINS=prober" in said["probe of backend prober"]["hint"]
+    assert "SIGSEGV" in said["flash-attn"]["message"]
+    assert all(trouble["hint"] for trouble in document["troubles"])
+
+
+def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    done = nsa("doctor", path=tmp_path)
+    assert done.returncode == 4
+    assert "libcudart.so.12" in done.stdout
+    assert "pip install --force-reinstall torch" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_block_for_a_bug_report_has_no_path_and_no_user(nsa, wards, monkeypatch) -> None:
+    monkeypatch.setenv("LOGNAME", "janedoe")
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "prober")  # as the doctor advises
+    done = nsa("env", path=wards)
+    assert done.returncode == 0
+    assert "cannot read .../libx.so.1, ask USER" in done.stdout
+    assert "janedoe" not in done.stdout
+    assert "NSA_DISABLE_PLUGINS: 'prober'" in done.stdout
+    assert "runs on cpu: yes" in done.stdout
+    assert done.stdout.startswith("```\n")
+    assert done.stdout.endswith("```\n")
+
+
+def test_children_that_hang_exit_or_raise(tmp_path) -> None:
+    bodies = [
+        "import time\ntime.sleep(60)",
+        "import os\nos._exit(0)",
+        "import nonesuch_module",
+        "1 // 0",
+        "facts = {'a': 1}",
+    ]
+    hangs, exits, missing, raises, fine = libraries.try_all(bodies, 4.0)
+    assert hangs.reason is not None
+    assert (hangs.reason.code, "4 s" in hangs.reason.message) == ("hangs", True)
+    assert exits.reason is not None
+    assert (exits.reason.code, "status 0" in exits.reason.message) == ("exits", True)
+    assert missing.facts == {"missing": "nonesuch_module", "error": "No module named 'nonesuch_module'"}
+    assert raises.facts["error"].startswith("ZeroDivisionError")
+    assert fine == Tried({"a": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("facts", "node", "said"),
+    [
+        ({}, False, []),
+        ({"cuda": None}, True, ["built for the CPU only"]),
+        ({"cuda_available": False}, True, ["finds no usable GPU"]),
+        ({"cuda_available": False}, False, []),
+        ({"gpus": [GPU], "built_for": ["sm_80", "sm_90"]}, True, []),
+        ({"gpus": [GPU], "built_for": ["sm_80", "compute_80"]}, True, []),
+        ({"gpus": [GPU], "built_for": ["sm_80", "sm_86"]}, True, ["is sm_90, and this torch is built for sm_80"]),
+        ({"gpus": [GPU], "built_for": ["sm_100", "sm_120"]}, True, ["built for sm_100"]),
+        ({"gpus": [GPU], "computes": False}, True, ["product on the GPU is wrong"]),
+    ],
+)
+def test_troubles_of_torch_and_the_gpu(monkeypatch, facts: dict, node: bool, said: list[str]) -> None:
+    monkeypatch.setattr(libraries, "has_nvidia_device", lambda: node)
+    troubles = health._torch_troubles(Tried({**TORCH, **facts}, None))
+    assert len(troubles) == len(said), troubles
+    assert all(text in trouble["message"] and trouble["hint"] for text, trouble in zip(said, troubles))
+
+
+def test_torch_too_old_missing_or_crashing(monkeypatch) -> None:
+    (old,) = health._torch_troubles(Tried({**TORCH, "version": "2.7.1"}, None))
+    assert "2.7.1 is too old, nsa-core needs torch>=2.8" in old["message"]
+    (crash,) = health._torch_troubles(Tried({}, Reason("crashes", "killed its process with SIGILL")))
+    assert "SIGILL" in crash["message"]
+    monkeypatch.setattr(health, "_installed", lambda name: None)
+    (missing,) = health._torch_troubles(Tried({"missing": "torch", "error": "No module named 'torch'"}, None))
+    assert missing["hint"] == "pip install torch"
+
+
+def test_triton_and_flash_attn_matter_where_there_is_a_gpu() -> None:
+    absent, broken = Tried({"missing": "x", "error": "no x"}, None), Tried({"error": "ImportError: libcuda"}, None)
+    assert health._optional_troubles(absent, absent, gpu=False) == []
+    assert health._optional_troubles(broken, absent, gpu=False) == []
+    (said,) = health._optional_troubles(broken, Tried({"version": "2.8"}, None), gpu=True)
+    assert "libcuda" in said["message"]

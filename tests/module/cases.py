@@ -1,0 +1,56 @@
+"""Configurations and inputs the module's tests share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nsa_core import NSAConfig
+
+SMALL = {
+    "dim": 24,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 6,
+    "compress_block_size": 8,
+    "compress_stride": 4,
+    "select_block_size": 8,
+    "num_selected_blocks": 4,
+    "window_size": 9,
+}
+
+
+def small(**changes: object) -> NSAConfig:
+    """l=8, d=4, l'=8, n=4, w=9, 4 query heads over 2, 8/6 wide; ``changes`` replace fields."""
+    return NSAConfig(**{**SMALL, **changes})
+
+
+class Inputs(NamedTuple):
+    """Arguments of nsa_attention."""
+
+    q: torch.Tensor
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    gates: torch.Tensor
+
+
+def inputs(config: NSAConfig, *lead: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Inputs:
+    """Random q, three keys and values, and gates for tokens of shape ``lead``: (B, S), or (T,) packed."""
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    return Inputs(
+        random(config.n_heads, config.qk_dim),
+        tuple(random(config.n_kv_heads, config.qk_dim) for _ in range(3)),
+        tuple(random(config.n_kv_heads, config.v_dim) for _ in range(3)),
+        random(config.n_heads, 3, dtype=stats),
+    )
+
+
+def boundaries(*lengths: int) -> torch.Tensor:
+    """cu_seqlens of documents of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -1,0 +1,36 @@
+"""Fixtures of the module's tests: small configurations, and plans of the dense test backend."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests share dense_backend.py and cases.py
+
+from dense_backend import dense_plan
+from nsa_core import default_plan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Default plans come from the dense test backend; the requests made are listed."""
+    asked: list[dict[str, object]] = []
+
+    def resolve(config, *, dtype, varlen, needs_grad, **others):
+        asked.append({"dtype": dtype, "varlen": varlen, "needs_grad": needs_grad, **others})
+        return dense_plan(config, dtype, varlen=varlen, needs_grad=needs_grad)
+
+    monkeypatch.setattr("nsa_core.plan.resolve", resolve)
+    monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,266 @@
+"""nsa_attention: what it composes, what it refuses, and how torch's transforms meet it."""
+
+import contextlib
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import nsa_core.plan
+from cases import boundaries, inputs, small
+from dense_backend import dense_plan
+from nsa_core import InvalidInput, Unsupported, nsa_attention
+from nsa_core.compress import mean_compress
+from nsa_core.ops import record_dispatch
+
+CONFIG = small()
+
+
+def attend(given, config=CONFIG, **others):
+    others.setdefault("plan", dense_plan(config, given.q.dtype, varlen=True))
+    return nsa_attention(*given, config=config, **others)
+
+
+def test_output_is_the_gated_sum_of_the_branches():
+    given, plan = inputs(CONFIG, 2, 37), dense_plan(CONFIG)
+    o, lse, blocks = attend(given, return_lse=True, return_blocks=True)
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (given.k, given.v))
+    branches = [
+        plan.cmp(given.q, k_cmp, v_cmp),
+        plan.sel(given.q, given.k[1], given.v[1], plan.select(given.q, k_cmp, lse[0])),
+        plan.win(given.q, given.k[2], given.v[2]),
+    ]
+    expected = sum(given.gates[..., c, None] * o_c for c, (o_c, _) in enumerate(branches))
+    torch.testing.assert_close(o, expected, rtol=1e-14, atol=1e-14)
+    assert torch.equal(blocks, plan.select(given.q, k_cmp, branches[0][1]))
+    for got, (_, of_branch) in zip(lse, branches):
+        assert torch.equal(got, of_branch)
+
+
+def test_one_tensor_serves_all_branches():
+    q, k, v, gates = inputs(CONFIG, 1, 30)
+    assert torch.equal(
+        attend(type(inputs(CONFIG, 1, 1))(q, k[0], v[0], gates)),
+        attend(inputs(CONFIG, 1, 30)._replace(q=q, k=[k[0]] * 3, v=[v[0]] * 3, gates=gates)),
+    )
+
+
+@pytest.mark.parametrize("cmp_entry", ["None", "ignored"])
+def test_given_compressed_tensors_replace_the_cmp_entry(cmp_entry):
+    given = inputs(CONFIG, 1, 30)
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (given.k, given.v))
+    other = None if cmp_entry == "None" else torch.full((3,), torch.nan)
+    replaced = given._replace(k=(other, *given.k[1:]), v=(other, *given.v[1:]))
+    assert torch.equal(attend(replaced, k_cmp=k_cmp, v_cmp=v_cmp), attend(given))
+
+
+@pytest.mark.parametrize("extras", [(), ("lse",), ("blocks",), ("lse", "blocks")])
+def test_returns_are_as_asked(extras):
+    got = attend(inputs(CONFIG, 1, 12), **{f"return_{e}": True for e in extras})
+    if not extras:
+        assert got.shape == (1, 12, 4, 6)
+        return
+    assert got[0].shape == (1, 12, 4, 6)
+    assert len(got) == 1 + len(extras)
+    if "lse" in extras:
+        assert [tuple(lse.shape) for lse in got[1]] == [(1, 4, 12)] * 3
+    if "blocks" in extras:
+        assert got[-1].shape == (1, 12, 2, 4)
+        assert got[-1].dtype == torch.int32
+
+
+def test_selection_gets_no_gradient_and_keys_of_cmp_do():
+    given = inputs(CONFIG, 1, 40, requires_grad=True)
+    o, lse, blocks = attend(given, return_lse=True, return_blocks=True)
+    assert not any(x.requires_grad for x in (*lse, blocks))
+    with record_dispatch() as calls:
+        o.square().sum().backward()
+    assert sorted(c.slot for c in calls) == ["cmp", "combine", "sel", "win"]
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in (given.q, given.gates, *given.k, *given.v))
+
+
+@pytest.mark.parametrize("lengths", [(30, 11, 1), (0, 9, 0, 26, 0), (3, 3, 3), (50,)])
+@pytest.mark.parametrize("max_seqlen", ["longest", None])
+def test_row_18_packed_equals_separate(lengths, max_seqlen):
+    cu = boundaries(*lengths)
+    given = inputs(CONFIG, int(cu[-1]))
+    longest = max(lengths) if max_seqlen else None
+    packed, blocks = attend(given, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
+    for a, b in zip(cu.tolist(), cu.tolist()[1:]):
+        alone = type(given)(
+            *(x[a:b][None] if isinstance(x, torch.Tensor) else [y[a:b][None] for y in x] for x in given)
+        )
+        o, of_alone = attend(alone, return_blocks=True)
+        torch.testing.assert_close(packed[a:b], o[0], rtol=1e-13, atol=1e-13)
+        assert torch.equal(blocks[a:b], of_alone[0])
+
+
+@pytest.mark.parametrize("lead", [(0, 5), (2, 0), (1, 1)])
+def test_rows_01_02_03_empty_and_single(lead):
+    given = inputs(CONFIG, *lead, requires_grad=True)
+    o = attend(given)
+    assert o.shape == (*lead, 4, 6)
+    o.sum().backward()
+    if o.numel():  # one token: o_win and o_sel are v, o_cmp is 0
+        expected = given.gates[..., 1, None] * given.v[1].repeat_interleave(2, 2)
+        expected = expected + given.gates[..., 2, None] * given.v[2].repeat_interleave(2, 2)
+        torch.testing.assert_close(o, expected, rtol=1e-14, atol=1e-14)
+        assert torch.equal(given.gates.grad[..., 0], torch.zeros_like(given.gates.grad[..., 0]))
+    assert all(x.grad.shape == x.shape for x in (given.q, *given.k, *given.v))
+
+
+# What is refused, and what the message must name. Rows are those of the fault table.
+REFUSED = {
+    "row11-heads": (lambda g: {"q": g.q[:, :, :3]}, ["q has Hq = 3, expected 4"]),
+    "row15-rank": (lambda g: {"q": g.q[0]}, ["q must have 4 axes"]),
+    "row15-k": (lambda g: {"k": (g.k[0], g.k[1][:, :-1], g.k[2])}, ["k[sel] has S = 11, expected 12"]),
+    "row15-v": (lambda g: {"v": (g.v[0], g.v[1], g.v[2][..., :5])}, ["v[win] has Dv = 5, expected 6"]),
+    "row15-gates": (lambda g: {"gates": g.gates[..., :2]}, ["gates has 3 = 2"]),
+    "row15-blocks": (lambda g: {"blocks": torch.zeros(1, 12, 1, 4).int()}, ["blocks has G = 1, expected 2"]),
+    "row15-k_cmp": (
+        lambda g: {"k_cmp": torch.randn(1, 3, 2, 8).double(), "v_cmp": torch.randn(1, 2, 2, 6).double()},
+        ["k_cmp has C = 3, expected 2"],
+    ),
+    "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["give both or neither"]),
+    "row15-two": (lambda g: {"k": g.k[:2]}, ["k must be one tensor or three", "tuple of 2"]),
+    "row15-hole": (lambda g: {"v": (g.v[0], None, None)}, ["v lacks its sel, win entry"]),
+    "row15-number": (lambda g: {"q": 3.0}, ["q must be a tensor, got float"]),
+    "row15-many": (
+        lambda g: {"q": g.q[..., :6], "gates": g.gates[:, :4]},
+        ["q has Dk = 6, expected 8", "gates has S = 4, expected 12"],
+    ),
+    "row20-mixed": (
+        lambda g: {"k": (g.k[0].float(), *g.k[1:])},
+        ["must share one dtype", "k[cmp] [1, 12, 2, 8] float32"],
+    ),
+    "row21-int8": (lambda g: {n: _map(getattr(g, n), torch.int8) for n in "qkv"}, ["got int8"]),
+    "row21-complex": (lambda g: {n: _map(getattr(g, n), torch.complex64) for n in "qkv"}, ["got complex64"]),
+    "row22-gates": (lambda g: {"gates": g.gates.float()}, ["gates must be float64 beside float64"]),
+    "row22-gates-bf16": (
+        lambda g: {n: _map(getattr(g, n), torch.bfloat16) for n in ("q", "k", "v", "gates")},
+        ["gates must be float32 beside bfloat16"],
+    ),
+    "row26-devices": (lambda g: {"gates": g.gates.to("meta")}, ["all tensors must be on one device", "meta"]),
+    "row30-floats": (lambda g: {"blocks": torch.zeros(1, 12, 2, 4)}, ["blocks must be integers"]),
+    "row30-bool": (lambda g: {"blocks": torch.zeros(1, 12, 2, 4).bool()}, ["blocks must be integers"]),
+    "row17-int64": (lambda g: {"cu_seqlens": torch.tensor([0, 12])}, ["cu_seqlens must be an int32 tensor"]),
+    "row17-list": (lambda g: {"cu_seqlens": [0, 12]}, ["cu_seqlens must be an int32 tensor", "list"]),
+    "max_seqlen-alone": (lambda g: {"max_seqlen": 12}, ["max_seqlen goes with cu_seqlens"]),
+    "max_seqlen-tensor": (
+        lambda g: {"cu_seqlens": boundaries(12), "max_seqlen": torch.tensor(12)},
+        ["max_seqlen must be a host integer"],
+    ),
+}
+
+
+def _map(x, dtype):
+    return x.to(dtype) if isinstance(x, torch.Tensor) else tuple(y.to(dtype) for y in x)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("plan", ["given", "default"])
+def test_refused_before_any_launch(name, plan, planned):
+    change, expected = REFUSED[name]
+    given = inputs(CONFIG, 1, 12)
+    arguments = {**given._asdict(), **change(given)}
+    with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
+        nsa_attention(**arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "given" else None)
+    for text in expected:
+        assert text in str(caught.value)
+    assert not calls
+    assert not planned
+    if name not in ("row15-two", "row15-hole", "row15-number"):
+        for text in ("q [", "gates [", "k[sel] [", "v[win] ["):  # all shapes
+            assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ([1, 30], "must start at 0, got 1"),
+        ([0, 20, 10, 30], "must not decrease, got 20 then 10"),
+        ([0, 20], "must end at the 30 tokens given, got 20"),
+        ([0], "at least one document"),
+    ],
+)
+def test_row_17_boundaries_on_the_cpu_are_read(bounds, text):
+    given = inputs(CONFIG, 30)
+    with pytest.raises(InvalidInput, match=text):
+        attend(given, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
+    given = inputs(CONFIG, 1, 37)
+    expected, blocks = attend(given, return_blocks=True)
+    with record_dispatch() as calls:
+        assert torch.equal(attend(given, blocks=blocks), expected)
+    assert "select" not in [c.slot for c in calls]
+    wide = blocks.long()
+    shuffled = wide.flip(-1)
+    junk = torch.tensor([-1, -5, 5, 2**31 + 1, 2**62]).expand(1, 37, 2, 5)  # 5: no such block
+    future = (torch.arange(37) // 8 + 1).view(1, 37, 1, 1).expand(1, 37, 2, 1)
+    for other in (
+        wide,
+        shuffled,
+        torch.cat((shuffled, wide), -1),
+        torch.cat((wide, junk, future), -1),
+        blocks.to(torch.int8),
+    ):
+        torch.testing.assert_close(attend(given, blocks=other), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16])
+def test_row_30_large_integers_do_not_wrap_into_range(dtype):
+    given = inputs(CONFIG, 1, 37)
+    largest = torch.iinfo(dtype).max  # -1 if wrapped
+    blocks = torch.tensor([0, largest]).to(dtype).expand(1, 37, 2, 2)
+    expected = attend(given, blocks=torch.zeros(1, 37, 2, 1, dtype=torch.int32))
+    assert torch.equal(attend(given, blocks=blocks), expected)
+
+
+def test_plan_for_something_else_is_refused():
+    given = inputs(CONFIG, 1, 12)
+    for plan, text in (
+        (dense_plan(small(window_size=3)), "plan is for NSAConfig"),
+        (dense_plan(CONFIG, torch.float32), "plan is for float32 on cpu, the tensors are float64 on cpu"),
+        (dense_plan(CONFIG, device="cuda"), "plan is for float64 on cuda"),
+    ):
+        with pytest.raises(InvalidInput, match=text):
+            attend(given, plan=plan)
+    with pytest.raises(InvalidInput, match="without varlen=True"):
+        attend(inputs(CONFIG, 12), plan=dense_plan(CONFIG), cu_seqlens=boundaries(12))
+
+
+def test_plan_without_gradient_serves_inference_only():
+    plan, given = dense_plan(CONFIG, needs_grad=False), inputs(CONFIG, 1, 12, requires_grad=True)
+    with pytest.raises(InvalidInput, match="without needs_grad=True"):
+        attend(given, plan=plan)
+    with torch.no_grad():
+        expected = attend(given, plan=plan)
+    assert torch.equal(attend(given).detach(), expected)
+
+
+def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
+    given = inputs(CONFIG, 1, 12, requires_grad=True)
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with mode():
+            nsa_attention(*given, config=CONFIG)
+    assert [(a["dtype"], a["varlen"], a["needs_grad"]) for a in planned] == [(torch.float64, False, True)]
+    nsa_attention(*inputs(CONFIG, 12), config=CONFIG, cu_seqlens=boundaries(12))
+    assert [(a["varlen"], a["needs_grad"]) for a in planned[1:]] == [(True, True)]
+
+
+def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkeypatch):
+    resolve = nsa_core.plan.resolve
+
+    def cannot_train(config, *, needs_grad, **others):
+        if needs_grad:
+            raise Unsupported("forward only")
+        return resolve(config, needs_grad=needs_grad, **others)
+
+    monkeypatch.setattr(nsa_core.plan, "resolve", cannot_train)
+    given = inputs(CONFIG, 1, 12, requires_grad=True)
+    with pytest.raises(Unsupported, match="forward only"):
+        nsa_attention(*given, config=CONFIG)
+    with torch.no_grad():
+        assert torch.equal(nsa_attention(*given, config=CONFIG), attend(given))

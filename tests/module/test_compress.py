@@ -1,0 +1,165 @@
+"""Every phi against its formula, written block by block."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import boundaries
+from nsa_core.compress import make_phi, mean_compress, packed_blocks
+from nsa_core.config import COMPRESS_KINDS
+from nsa_core.layout import BlockGeometry
+
+GEOMETRIES = {
+    "paper": BlockGeometry(),
+    "l8d4": BlockGeometry(8, 4, 8, 4),
+    "l=d": BlockGeometry(4, 4, 8, 4),
+    "d=1": BlockGeometry(3, 1, 5, 4),
+    "l6d2": BlockGeometry(6, 2, 8, 4),
+    "l=1": BlockGeometry(1, 1, 2, 4),
+}
+LENGTHS = {"paper": (0, 31, 32, 47, 48, 101)}
+
+
+def of_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
+    """phi of one block [l, D] of one head: the formulas of docs/semantics.md."""
+    if kind == "mean":
+        return block.mean(0)
+    if kind == "conv":
+        return torch.stack([(block[:, c] * p["weight"][c, 0]).sum() for c in range(block.shape[1])]) + p["bias"]
+    block = block + p["position"]
+    if kind == "linear":
+        return p["proj.weight"] @ block.flatten() + p["proj.bias"]
+    if kind == "mlp":
+        hidden = F.gelu(p["up.weight"] @ block.flatten() + p["up.bias"])
+        return p["down.weight"] @ hidden + p["down.bias"]
+    weights = (block @ p["query"] / math.sqrt(block.shape[1])).softmax(0)
+    return weights @ block
+
+
+def reference(kind: str, p: dict[str, torch.Tensor], x: torch.Tensor, g: BlockGeometry) -> torch.Tensor:
+    """x [B, S, G, D] -> [B, n_c, G, D], in loops."""
+    starts = range(0, x.shape[1] - g.compress_block_size + 1, g.compress_stride)
+    out = x.new_zeros(x.shape[0], len(starts), *x.shape[2:])
+    for b in range(x.shape[0]):
+        for i, start in enumerate(starts):
+            for head in range(x.shape[2]):
+                out[b, i, head] = of_block(kind, p, x[b, start : start + g.compress_block_size, head])
+    return out
+
+
+def phi_of(kind: str, geometry: BlockGeometry, width: int = 5) -> torch.nn.Module:
+    phi = make_phi(kind, geometry, width).double()
+    with torch.no_grad():
+        for parameter in phi.parameters():  # biases start at zero, and would hide a lost one
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return phi
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_dense_is_the_formula_forward_and_backward(kind, name):
+    geometry, phi = GEOMETRIES[name], phi_of(kind, GEOMETRIES[name])
+    for length in LENGTHS.get(name, (0, 1, 5, 8, 11, 12, 21)):
+        x = torch.randn(2, length, 2, 5, dtype=torch.float64, requires_grad=True)
+        parameters = dict(phi.named_parameters())
+        got, expected = phi(x), reference(kind, parameters, x, geometry)
+        assert got.shape == (2, geometry.num_compressed(length), 2, 5)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        do = torch.randn_like(got)
+        wrt = [x, *parameters.values()]
+        grads = torch.autograd.grad(got, wrt, do, allow_unused=length < geometry.compress_block_size)
+        if got.numel():
+            torch.testing.assert_close(grads, torch.autograd.grad(expected, wrt, do), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize(
+    "lengths", [(21,), (8, 3, 0, 17, 12, 1), (0, 0), (0, 9, 0), (2, 2, 2), (7, 9, 8, 13, 3), (7, 7, 7, 7, 11)]
+)
+def test_row_18_packed_equals_separate_and_the_tail_is_finite_and_without_gradient(kind, lengths):
+    geometry = GEOMETRIES["l8d4"]
+    phi, cu = phi_of(kind, geometry), boundaries(*lengths)
+    total = int(cu[-1])
+    x = torch.randn(total, 2, 5, dtype=torch.float64, requires_grad=True)
+    got = phi(x, packed_blocks(cu, total, geometry))
+    assert got.shape == (total // 4, 2, 5)
+    assert torch.isfinite(got).all()
+    separate = torch.cat([phi(x[a:b][None])[0] for a, b in zip(cu.tolist(), cu.tolist()[1:])])
+    torch.testing.assert_close(got[: len(separate)], separate, rtol=1e-13, atol=1e-13)
+    wrt = [x, *phi.parameters()]
+    do = torch.randn_like(separate)
+    expected = torch.autograd.grad(separate, wrt, do)
+    full = torch.cat([do, do.new_zeros(len(got) - len(do), 2, 5)])
+    torch.testing.assert_close(torch.autograd.grad(got, wrt, full), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_starts_are_positions_inside_the_document():
+    geometry = GEOMETRIES["l8d4"]
+    places = packed_blocks(boundaries(3, 17, 0, 12), 32, geometry)
+    assert places.starts[:5].tolist() == [0, 4, 8, 0, 4]
+
+
+@pytest.mark.parametrize("cu", [[0, 40, 10, 20], [5, 9, 20], [0, 1000], [-7, 3, 20], [0, 2**31 - 1]])
+def test_row_17_malformed_boundaries_stay_in_bounds(cu):
+    places = packed_blocks(torch.tensor(cu, dtype=torch.int32), 20, GEOMETRIES["l8d4"])
+    assert ((places.tokens >= 0) & (places.tokens < 20)).all()
+    for kind in COMPRESS_KINDS:  # index_select raises on an index out of bounds
+        phi_of(kind, GEOMETRIES["l8d4"])(torch.randn(20, 2, 5, dtype=torch.float64), places)
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_strided_input_gives_the_same_bits(kind):
+    phi = phi_of(kind, GEOMETRIES["l8d4"])
+    buffer = torch.randn(2, 21, 2, 13, dtype=torch.float64)
+    assert torch.equal(phi(buffer[..., 4:9]), phi(buffer[..., 4:9].contiguous()))
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_near_fp64(kind, dtype):
+    geometry, width = BlockGeometry(), 32
+    phi = make_phi(kind, geometry, width).to(dtype)
+    x = torch.randn(2, 200, 2, width).to(dtype)
+    got = phi(x)
+    assert got.dtype == dtype
+    exact = make_phi(kind, geometry, width).double()
+    exact.load_state_dict(phi.state_dict())
+    expected = exact(x.double())
+    error = (got.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < torch.finfo(dtype).eps
+
+
+def test_mean_sums_in_fp32():
+    x = torch.ones(1, 32, 1, 1, dtype=torch.bfloat16)
+    x[0, 0], x[0, 16:] = 256, -1
+    x[0, 16] = -255
+    # Chunks of 16 sum to 271, which bf16 rounds to an even number, and to -270.
+    assert mean_compress(x, BlockGeometry()).item() == 1 / 32
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_backward_keeps_one_copy_of_the_tokens(kind):
+    geometry, width = BlockGeometry(), 16
+    x = torch.randn(1, 2048, 2, width, requires_grad=True)
+    phi, kept = make_phi(kind, geometry, width), {}
+    parameters = {p.untyped_storage().data_ptr() for p in phi.parameters()}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        phi(x)
+    held = sum(size for pointer, size in kept.items() if pointer not in parameters)
+    # One copy of x, and S/d rows of hidden units or weights, not the l/d copies of overlapping blocks.
+    assert held <= 1.7 * x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_output_has_the_spread_of_its_input_at_the_start(kind):
+    phi = make_phi(kind, BlockGeometry(), 64)
+    out = phi(torch.randn(1, 1024, 2, 64))
+    least = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)  # averages of 32 tokens: 1 / sqrt(32)
+    assert least < out.std().item() < 1.4

@@ -1,0 +1,91 @@
+"""From the first step on every parameter learns, except those that cannot by construction."""
+
+import pytest
+import torch
+
+from cases import small
+from nsa_core import NSAttention
+from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
+
+pytestmark = pytest.mark.usefixtures("planned")
+LENGTH = 44  # >= 4*l = 32, and more than n*l' = 32: some block is left out
+
+# Without a rotation of k_cmp after phi, a vector added to all compressed keys moves every score of a query alike, and
+# no softmax. These parameters do nothing else:
+ONLY_SHIFT = {
+    "mlp": {"phi_k.down.bias"},
+    "linear": {"phi_k.proj.bias", "phi_k.position"},
+    "conv": {"phi_k.bias"},
+    "mean": set(),
+    "attn_pool": set(),
+}
+
+
+def gradients(**options):
+    attn = NSAttention(small(**options)).double()
+    x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    attn(x).square().sum().backward()
+    return {n: (p.grad.norm() / p.numel() ** 0.5).item() for n, p in attn.named_parameters()}, attn
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("gate", GATE_KINDS)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, shared_kv):
+    found, attn = gradients(compress=kind, gate=gate, qk_norm=qk_norm, shared_kv=shared_kv)
+    assert {n: g for n, g in found.items() if not g > 1e-5} == {}
+    # Row by row of the fused projection: every head of q and every branch's k and v.
+    assert (attn.qkv.weight.grad.norm(dim=1) > 1e-5).all()
+    for name, parameter in attn.named_parameters():
+        assert (parameter.grad != 0).double().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("options", [{"rope": False}, {"rope_before_compress": True}], ids=["rope-off", "rope-first"])
+def test_gradients_that_are_zero_by_construction(kind, options):
+    found, _ = gradients(compress=kind, **options)
+    assert {n for n, g in found.items() if g < 1e-12} == ONLY_SHIFT[kind]
+    assert {n for n, g in found.items() if g < 1e-5} == ONLY_SHIFT[kind]
+
+
+def test_a_window_of_one_key_teaches_its_key_nothing():
+    found, attn = gradients(window_size=1)
+    rows = attn.qkv.weight.grad.norm(dim=1)
+    k_win = slice(4 * 8 + 2 * 2 * 8, 4 * 8 + 3 * 2 * 8)
+    assert rows[k_win].max() < 1e-12
+    assert min(rows[: k_win.start].min(), rows[k_win.stop :].min()) > 1e-5
+    assert min(found.values()) > 1e-5
+
+
+def test_the_docstring_lists_them():
+    names = set().union(*ONLY_SHIFT.values())
+    for name in names:
+        assert f"``{name}``" in NSAttention.__doc__
+
+
+def test_one_step_of_descent_moves_everything_and_helps():
+    attn, x = NSAttention(small()).double(), torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    target = torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    before = {n: p.detach().clone() for n, p in attn.named_parameters()}
+    step = torch.optim.SGD(attn.parameters(), lr=1e-3)
+    loss = (attn(x) - target).square().mean()
+    loss.backward()
+    step.step()
+    assert all(not torch.equal(p, before[n]) for n, p in attn.named_parameters())
+    assert (attn(x) - target).square().mean() < loss
+
+
+def test_report_row_19_gates_of_twelve_layers():
+    layers = torch.nn.ModuleList([NSAttention(small(), layer=i) for i in range(12)]).double()
+    x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    gates = []
+    for layer in layers:
+        layer.gate.register_forward_hook(lambda module, given, out: gates.append(out))
+        x = torch.nn.functional.rms_norm(x + layer(x), (24,))
+    x.square().mul(torch.randn_like(x)).sum().backward()
+    for layer, gate in zip(layers, gates):
+        assert (gate.mean((0, 1, 2)) - 0.5).abs().max() < 0.15  # balanced
+        assert gate.std((0, 1)).min() > 0.03  # each varies from token to token
+        assert (layer.gate.weight.grad != 0).all()
+        assert (layer.gate.bias.grad != 0).all()

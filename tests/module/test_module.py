@@ -1,0 +1,229 @@
+"""NSAttention: its parts in order, what it refuses, and how it travels."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from cases import boundaries, small
+from dense_backend import dense_plan
+from nsa_core import InvalidInput, NSAttention, nsa_attention, pad, unpad
+from nsa_core.config import COMPRESS_KINDS
+from nsa_core.ops import record_dispatch
+from nsa_core.rope import rope_table, rotate
+
+pytestmark = pytest.mark.usefixtures("planned")
+OPTIONS = {
+    "default": {},
+    "rope off": {"rope": False},
+    "rope first": {"rope_before_compress": True},
+    "shared": {"shared_kv": True},
+    "shared, rope first": {"shared_kv": True, "rope_before_compress": True},
+    "qk_norm": {"qk_norm": True},
+    "mlp gate": {"gate": "mlp"},
+    **{kind: {"compress": kind} for kind in COMPRESS_KINDS if kind != "mlp"},
+}
+
+
+def layer_of(dtype=torch.float64, **options):
+    return NSAttention(small(**options)).to(dtype)
+
+
+def by_hand(attn, x):
+    """The layer from its parameters, for x [B, S, dim], with the parts tested elsewhere."""
+    c, state = attn.config, dict(attn.named_parameters())
+    flat = x @ state["qkv.weight"].T
+
+    def part(start, heads, width):
+        return flat[..., start : start + heads * width].unflatten(-1, (heads, width)), start + heads * width
+
+    q, at = part(0, c.n_heads, c.qk_dim)
+    k, v = [], []
+    for _ in range(1 if c.shared_kv else 3):
+        taken, at = part(at, c.n_kv_heads, c.qk_dim)
+        k.append(taken)
+    for _ in range(1 if c.shared_kv else 3):
+        taken, at = part(at, c.n_kv_heads, c.v_dim)
+        v.append(taken)
+    assert at == flat.shape[-1]
+    k, v = k * (3 // len(k)), v * (3 // len(v))
+    if c.qk_norm:
+        q, *k = (
+            y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state[name]
+            for y, name in zip((q, *k), ("q_norm.weight", *["k_norm.weight"] * 3))
+        )
+
+    def turn(y, step=1):
+        if not c.rope:
+            return y
+        return rotate(y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype))
+
+    k_cmp = attn.phi_k(turn(k[0])) if c.rope_before_compress else turn(attn.phi_k(k[0]), c.compress_stride)
+    o = nsa_attention(
+        turn(q),
+        (None, turn(k[1]), turn(k[2])),
+        (None, v[1], v[2]),
+        attn.gate(x),
+        config=c,
+        k_cmp=k_cmp,
+        v_cmp=attn.phi_v(v[0]),
+        plan=dense_plan(c, x.dtype),
+    )
+    return o.flatten(-2) @ state["out.weight"].T
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_layer_is_its_parts_in_order(name):
+    attn, x = layer_of(**OPTIONS[name]), torch.randn(2, 37, 24, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    torch.testing.assert_close(attn(x), by_hand(attn, x), rtol=1e-12, atol=1e-12)
+
+
+EXPECTED_NAMES = {
+    "mlp": {"position", "up.weight", "up.bias", "down.weight", "down.bias"},
+    "linear": {"position", "proj.weight", "proj.bias"},
+    "conv": {"weight", "bias"},
+    "attn_pool": {"position", "query"},
+    "mean": set(),
+}
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("gate", ["linear", "mlp"])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_state_dict_has_the_documented_names_and_shapes(kind, gate, shared_kv):
+    state = layer_of(compress=kind, gate=gate, shared_kv=shared_kv, qk_norm=True).state_dict()
+    phi = {f"{p}.{n}" for p in ("phi_k", "phi_v") for n in EXPECTED_NAMES[kind]}
+    gates = (
+        {"gate.weight", "gate.bias"}
+        if gate == "linear"
+        else {f"gate.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")}
+    )
+    assert set(state) == {"qkv.weight", "out.weight", "q_norm.weight", "k_norm.weight"} | phi | gates
+    pairs = 1 if shared_kv else 3
+    assert state["qkv.weight"].shape == (4 * 8 + pairs * (2 * 8 + 2 * 6), 24)
+    assert state["out.weight"].shape == (24, 4 * 6)
+    assert state[max(gates)].shape == ((12, 24) if gate == "linear" else (12, 6))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_dict_round_trip(name):
+    one, two = layer_of(**OPTIONS[name]), layer_of(**OPTIONS[name])
+    x = torch.randn(1, 30, 24, dtype=torch.float64)
+    before = one(x)
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    assert not torch.equal(two(x), before)
+    two.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(two(x), before)
+
+
+def test_copies_and_pickles_carry_no_plan():
+    attn, x = NSAttention(small(), backends={"win": "a", "sel": "b"}, layer=3).double(), torch.randn(1, 30, 24).double()
+    before = attn(x)
+    assert "plan" not in str(pickle.dumps(attn))
+    for twin in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
+        assert torch.equal(twin(x), before)
+        assert (twin.config, twin.backends, twin.layer) == (attn.config, attn.backends, 3)
+        assert twin.qkv.weight is not attn.qkv.weight
+
+
+@pytest.mark.parametrize("lengths", [(20, 1, 16), (0, 30, 0, 7)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_row_18_packed_equals_separate_forward_and_backward(name, lengths):
+    attn, cu = layer_of(**OPTIONS[name]), boundaries(*lengths)
+    x = torch.randn(37, 24, dtype=torch.float64, requires_grad=True)
+    packed = attn(x, cu, max(lengths))
+    separate = torch.cat([attn(x[a:b][None])[0] for a, b in zip(cu.tolist(), cu.tolist()[1:])])
+    torch.testing.assert_close(packed, separate, rtol=1e-12, atol=1e-12)
+    assert torch.equal(attn(x, cu), packed)  # without max_seqlen
+    wrt, do = [x, *attn.parameters()], torch.randn_like(packed)
+    grads = [torch.autograd.grad(y, wrt, do, materialize_grads=True) for y in (packed, separate)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_padded_batch_through_unpad_and_pad():
+    attn, x = layer_of(), torch.randn(3, 20, 24, dtype=torch.float64)
+    mask = torch.zeros(3, 20, dtype=torch.long)
+    for row, (start, length) in enumerate(((0, 20), (5, 12), (17, 0))):
+        mask[row, start : start + length] = 1
+    rows, cu, longest, indices = unpad(x, mask)
+    assert (rows.shape[0], cu.tolist(), longest) == (32, [0, 20, 32, 32], 20)
+    y = pad(attn(rows, cu, longest), indices, 3, 20)
+    torch.testing.assert_close(y[0], attn(x[:1])[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y[1, 5:17], attn(x[1:2, 5:17])[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(y[mask == 0], torch.zeros(28, 24, dtype=torch.float64))
+
+
+def test_unpad_and_pad_refuse_what_does_not_fit():
+    x = torch.randn(2, 5, 3)
+    with pytest.raises(InvalidInput, match=r"must be \[2, 5\], got \[2, 4\]"):
+        unpad(x, torch.ones(2, 4))
+    with pytest.raises(InvalidInput, match="row 1 has a gap"):
+        unpad(x, torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]))
+    with pytest.raises(InvalidInput, match="got 3 for 2 rows"):
+        pad(x[0, :2], torch.arange(3), 2, 5)
+
+
+REFUSED = {
+    "mask": ({"attention_mask": torch.ones(2, 9)}, ["attention_mask", "cu_seqlens", "nsa_core.unpad", "nsa_core.pad"]),
+    "context": ({"context": torch.randn(2, 9, 24)}, ["context: NSA is self-attention only"]),
+    "key_value_states": ({"key_value_states": torch.randn(2, 9, 24)}, ["key_value_states: NSA is self-attention"]),
+    "two": ({"attention_mask": torch.ones(2, 9), "context": 1}, ["attention_mask", "context"]),
+    "row15-width": ({"x": torch.randn(2, 9, 23).double()}, ["dim = 24", "[2, 9, 23]"]),
+    "row15-rank": ({"x": torch.randn(9, 24).double()}, ["[T, dim] with cu_seqlens", "[9, 24]"]),
+    "row15-packed": (
+        {"x": torch.randn(2, 9, 24).double(), "cu_seqlens": boundaries(9)},
+        ["[T, dim] beside cu_seqlens"],
+    ),
+    "row20-dtype": ({"x": torch.randn(2, 9, 24)}, ["x is torch.float32", "torch.float64", "autocast"]),
+    "row21-int": ({"x": torch.ones(2, 9, 24).long()}, ["x is torch.int64"]),
+    "row26-device": ({"x": torch.randn(2, 9, 24, device="meta").double()}, ["x is on meta, the layer on cpu"]),
+    "row17": ({"x": torch.randn(9, 24).double(), "cu_seqlens": torch.tensor([0, 9])}, ["cu_seqlens", "int32"]),
+    "row17-values": ({"x": torch.randn(9, 24).double(), "cu_seqlens": boundaries(8)}, ["must end at the 9 tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_before_any_launch(name):
+    arguments, expected = REFUSED[name]
+    with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
+        layer_of()(**{"x": torch.randn(2, 9, 24).double(), **arguments})
+    for text in expected:
+        assert text in str(caught.value)
+    assert not calls
+
+
+@pytest.mark.parametrize(("field", "value"), [("dropout", 0.1), ("causal", False)])
+def test_no_such_form_of_nsa(field, value):
+    with pytest.raises(InvalidInput, match=field):
+        small(**{field: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(dtype, planned, monkeypatch):
+    attn, x = layer_of(torch.float32, qk_norm=True), torch.randn(2, 37, 24, requires_grad=True)
+    seen = {}
+
+    def spy(q, k, v, gates, **others):
+        seen.update(q=q, k=k[1], v=v[2], gates=gates, k_cmp=others["k_cmp"], v_cmp=others["v_cmp"])
+        return nsa_attention(q, k, v, gates, **others)
+
+    monkeypatch.setattr("nsa_core.module.nsa_attention", spy)
+    with torch.autocast("cpu", dtype=dtype):
+        y = attn(x)
+    assert {n: t.dtype for n, t in seen.items()} == {
+        **dict.fromkeys(("q", "k", "v", "k_cmp", "v_cmp"), dtype),
+        "gates": torch.float32,
+    }
+    assert y.dtype == dtype
+    assert planned[-1]["dtype"] == dtype
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in attn.parameters())
+    with torch.no_grad():
+        assert (y - attn(x)).float().abs().mean() < 0.05 * y.float().abs().mean() + 0.02

@@ -1,0 +1,243 @@
+"""NSAttention while it runs: dtypes, checkpointing, grad modes, its plan and its checks."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cases import boundaries, small
+from dense_backend import dense_plan
+from nsa_core import NSAError, NSAttention, nsa_attention
+from nsa_core.config import COMPRESS_KINDS
+from nsa_core.rope import rope_table, rotate
+
+pytestmark = pytest.mark.usefixtures("planned")
+OPTIONS = {
+    "default": {},
+    "rope off": {"rope": False},
+    "rope first": {"rope_before_compress": True},
+    "shared": {"shared_kv": True},
+    "shared, rope first": {"shared_kv": True, "rope_before_compress": True},
+    "qk_norm": {"qk_norm": True},
+    "mlp gate": {"gate": "mlp"},
+    **{kind: {"compress": kind} for kind in COMPRESS_KINDS if kind != "mlp"},
+}
+
+
+def layer_of(dtype=torch.float64, **options):
+    return NSAttention(small(**options)).to(dtype)
+
+
+def by_hand(attn, x):
+    """The layer from its parameters, for x [B, S, dim], with the parts tested elsewhere."""
+    c, state = attn.config, dict(attn.named_parameters())
+    flat = x @ state["qkv.weight"].T
+
+    def part(start, heads, width):
+        return flat[..., start : start + heads * width].unflatten(-1, (heads, width)), start + heads * width
+
+    q, at = part(0, c.n_heads, c.qk_dim)
+    k, v = [], []
+    for _ in range(1 if c.shared_kv else 3):
+        taken, at = part(at, c.n_kv_heads, c.qk_dim)
+        k.append(taken)
+    for _ in range(1 if c.shared_kv else 3):
+        taken, at = part(at, c.n_kv_heads, c.v_dim)
+        v.append(taken)
+    assert at == flat.shape[-1]
+    k, v = k * (3 // len(k)), v * (3 // len(v))
+    if c.qk_norm:
+        q, *k = (
+            y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state[name]
+            for y, name in zip((q, *k), ("q_norm.weight", *["k_norm.weight"] * 3))
+        )
+
+    def turn(y, step=1):
+        if not c.rope:
+            return y
+        return rotate(y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype))
+
+    k_cmp = attn.phi_k(turn(k[0])) if c.rope_before_compress else turn(attn.phi_k(k[0]), c.compress_stride)
+    o = nsa_attention(
+        turn(q),
+        (None, turn(k[1]), turn(k[2])),
+        (None, v[1], v[2]),
+        attn.gate(x),
+        config=c,
+        k_cmp=k_cmp,
+        v_cmp=attn.phi_v(v[0]),
+        plan=dense_plan(c, x.dtype),
+    )
+    return o.flatten(-2) @ state["out.weight"].T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_forward_and_backward(dtype):
+    attn, x = layer_of(dtype, gate="mlp", qk_norm=True), torch.randn(2, 37, 24).to(dtype).requires_grad_()
+    y = attn(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert all(p.grad.dtype == dtype and torch.isfinite(p.grad).all() for p in attn.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, planned, monkeypatch):
+    attn, x = layer_of(torch.float32), torch.randn(2, 60, 24)
+    chosen = []
+
+    def spy(*given, **others):
+        o, blocks = nsa_attention(*given, **others, return_blocks=True)
+        chosen.append(blocks)
+        return o
+
+    monkeypatch.setattr("nsa_core.module.nsa_attention", spy)
+
+    def grads(run):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        return [y.detach(), *torch.autograd.grad(y.sin().sum(), [leaf, *attn.parameters()])]
+
+    if reentrant:  # autograd.grad is not for reentrant checkpoints
+
+        def grads(run):
+            leaf = x.clone().requires_grad_()
+            attn.zero_grad()
+            y = run(leaf)
+            y.sin().sum().backward()
+            return [y.detach(), leaf.grad, *(p.grad.clone() for p in attn.parameters())]
+
+    plain = grads(attn)
+    again = grads(lambda leaf: checkpoint(attn, leaf, use_reentrant=reentrant))
+    assert len(chosen) == 3
+    assert torch.equal(chosen[0], chosen[1])
+    assert torch.equal(chosen[0], chosen[2])
+    assert all(map(torch.equal, plain, again))
+    assert len(planned) == 1  # one plan for the run without gradient and the one with it
+
+
+def test_rows_33_42_grad_modes_give_the_same_bits(planned):
+    attn, x = layer_of(torch.float32), torch.randn(2, 60, 24)
+    expected = attn(x)
+    with torch.no_grad():
+        assert torch.equal(attn(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(attn(x), expected)
+    assert len(planned) == 1
+    attn.requires_grad_(False)
+    assert torch.equal(attn(x), expected)
+    attn.gate.requires_grad_(True)
+    attn(x).sum().backward()
+    assert attn.gate.weight.grad is not None
+    assert attn.qkv.weight.grad is None
+
+
+def test_plan_says_what_runs(planned):
+    attn = NSAttention(small(), backends={"sel": "one", "win": "two"}).double()
+    assert attn.plan.requests["cmp"].dtype == "float64"  # before any forward
+    assert planned[-1]["backends"] == {"sel": "one", "win": "two"}
+    assert attn.plan is attn.plan
+    attn(torch.randn(9, 24).double(), boundaries(9))
+    assert attn.plan.requests["cmp"].varlen
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attn.float()(torch.randn(1, 9, 24))
+    assert attn.plan.requests["cmp"].dtype == "bfloat16"
+
+
+def test_row_32_in_place_change_of_the_input_is_an_error():
+    attn, x = layer_of(), torch.randn(1, 20, 24, dtype=torch.float64)
+    y = attn(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("slot", ["cmp", "sel", "win", "combine"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_check_names_layer_branch_and_backend(slot, value, monkeypatch):
+    import dense_backend
+
+    attn = NSAttention(small(), layer="model.layers.7", check=True).double()
+    x = torch.randn(1, 20, 24, dtype=torch.float64)
+    quiet = copy.deepcopy(attn)
+    quiet.check = False
+    assert torch.equal(attn(x), quiet(x))
+    op = attn.plan
+    assert op is quiet.plan
+    broken = getattr(dense_backend, f"{slot}_forward")
+
+    def poison(*tensors, call):
+        result = broken(*tensors, call=call)
+        (result if slot == "combine" else result[0])[0, 13, 1, 2] = value
+        return result
+
+    monkeypatch.setattr(_slot_of(slot), "_forward", poison)
+    quiet(x)
+    with pytest.raises(NSAError) as caught:
+        attn(x)
+    for text in (
+        "layer model.layers.7",
+        f"branch '{slot}'",
+        "backend 'dense'",
+        "[0, 13, 1, 2]",
+        "its inputs are finite",
+    ):
+        assert text in str(caught.value)
+
+
+def _slot_of(slot):
+    """The operator whose overload the plan calls."""
+    from dense_backend import _spec
+    from nsa_core.ops import slot_op
+
+    return slot_op("dense", slot, _spec(slot))
+
+
+def test_check_blames_the_first_branch_and_not_its_inputs():
+    attn = NSAttention(small(), check=True).double()
+    x = torch.randn(1, 40, 24, dtype=torch.float64)
+    x[0, 30] = math.nan
+    with pytest.raises(NSAError, match="branch 'cmp'") as caught:
+        attn(x)
+    assert "inputs are finite" not in str(caught.value)
+
+
+def test_row_29_meta_device_gives_shapes():
+    with torch.device("meta"):
+        attn = NSAttention(small())
+        assert attn(torch.empty(2, 37, 24)).shape == (2, 37, 24)
+        cu = torch.empty(4, dtype=torch.int32)
+        assert attn(torch.empty(37, 24), cu, 20).shape == (37, 24)
+
+
+def test_rows_01_02_04_empty_and_short_inputs():
+    attn = layer_of()
+    for lead in ((2, 0), (0, 5), (1, 1), (1, 3), (1, 7)):
+        x = torch.randn(*lead, 24, dtype=torch.float64, requires_grad=True)
+        y = attn(x)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    x = torch.randn(0, 24, dtype=torch.float64)
+    assert attn(x, boundaries(0, 0)).shape == (0, 24)
+
+
+def test_backward_does_not_keep_the_fused_projection():
+    attn, x, kept = layer_of(torch.float32), torch.randn(1, 64, 24), {}
+    whole = sum(attn._widths) * 64 * 4
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        attn(x)
+    assert kept
+    assert whole not in kept.values()
+
+
+def test_repr_shows_what_differs_from_the_default():
+    assert "window_size=9" in repr(layer_of())
+    assert "rope_base" not in repr(layer_of())

@@ -1,0 +1,115 @@
+"""The whole layer against the oracle: output and every gradient in float64, and the replay for other dtypes."""
+
+import pytest
+import torch
+
+from cases import boundaries
+from nsa_core import NSAConfig, NSAttention
+from nsa_core.config import COMPRESS_KINDS
+from nsa_core.verify.parameters import judge_layer, replayed
+
+SIZES = {
+    "dim": 12,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 4,
+    "v_head_dim": 6,
+    "compress_block_size": 4,
+    "compress_stride": 2,
+    "select_block_size": 8,
+    "num_selected_blocks": 3,
+    "window_size": 10,
+}
+OPTIONS = {
+    **{kind: {"compress": kind} for kind in COMPRESS_KINDS},
+    "mlp gate, qk_norm": {"gate": "mlp", "qk_norm": True},
+    "shared": {"shared_kv": True},
+    "shared, qk_norm, rope first": {"shared_kv": True, "qk_norm": True, "rope_before_compress": True},
+    "rope first": {"rope_before_compress": True, "compress": "attn_pool"},
+    "rope off": {"rope": False, "qk_norm": True},
+    "h=1": {"n_kv_heads": 4},
+    "scale": {"scale": 0.3, "rope_base": 50.0},
+}
+
+
+def layer_of(**options):
+    attn = NSAttention(NSAConfig(**{**SIZES, **options}), backends="sdpa").double()
+    with torch.no_grad():
+        for name, parameter in attn.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return attn
+
+
+def problem(packed):
+    lead, cu = ((37,), boundaries(3, 0, 27, 7)) if packed else ((2, 27), None)
+    return torch.randn(*lead, 12, dtype=torch.float64), torch.randn(*lead, 12, dtype=torch.float64), cu
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output_and_every_gradient_against_the_oracle(name, packed):
+    attn, (x, do, cu) = layer_of(**OPTIONS[name]), problem(packed)
+    verdicts = judge_layer(attn, x, do, cu)
+    assert set(verdicts) == {"y", "x", *dict(attn.named_parameters())}
+    assert {n: v.why for n, v in verdicts.items() if not v} == {}
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp gate, qk_norm", "attn_pool", "conv"])
+def test_every_gradient_is_held_to_its_rounding(name, monkeypatch):
+    attn, (x, do, cu) = layer_of(**OPTIONS[name]), problem(packed=False)
+    for parameter in attn.parameters():
+        parameter.register_hook(lambda grad: grad * (1 + 2e-13))
+    verdicts = judge_layer(attn, x, do, cu)
+    assert {n for n, v in verdicts.items() if v} == {"y", "x"}
+
+
+def _unrotated(attn, monkeypatch):
+    monkeypatch.setattr("nsa_core.module.rotate", lambda x, table: x)
+
+
+def _late_blocks(attn, monkeypatch):
+    right = attn._rope_of_blocks
+
+    def late(k_cmp, packed):
+        cos, sin = right(k_cmp, packed)
+        return type(right(k_cmp, packed))(cos.roll(1, 0), sin.roll(1, 0))
+
+    monkeypatch.setattr(attn, "_rope_of_blocks", late)
+
+
+def _untrained_key(attn, monkeypatch):
+    attn.phi_k.register_forward_hook(lambda module, given, out: out.detach())
+
+
+def _swapped_gates(attn, monkeypatch):
+    attn.gate.register_forward_hook(lambda module, given, out: out.flip(-1))
+
+
+def _swapped_branches(attn, monkeypatch):
+    project = attn.project
+
+    def swapped(x, cu_seqlens=None):
+        p = project(x, cu_seqlens)
+        return p._replace(v=(None, p.v[2], p.v[1]))
+
+    monkeypatch.setattr(attn, "project", swapped)
+
+
+@pytest.mark.parametrize("fault", [_unrotated, _late_blocks, _untrained_key, _swapped_gates, _swapped_branches])
+def test_planted_faults_are_found(fault, monkeypatch):
+    attn, (x, do, cu) = layer_of(), problem(packed=True)
+    fault(attn, monkeypatch)
+    assert not all(judge_layer(attn, x, do, cu).values())
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mlp", "attn_pool", "shared", "mlp gate, qk_norm"])
+def test_replaying_the_shared_graph_gives_the_same_bits(name, dtype, packed, request):
+    attn, (x, do, cu) = layer_of(**OPTIONS[name]).to(dtype), problem(packed)
+    torch.use_deterministic_algorithms(True)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    own, again = replayed(attn, x.to(dtype), do.to(dtype), cu)
+    assert set(own) == set(again) == set(dict(attn.named_parameters()))
+    assert {n for n in own if not torch.equal(own[n], again[n])} == set()

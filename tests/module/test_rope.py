@@ -1,0 +1,58 @@
+"""Rotary embedding against complex multiplication."""
+
+import pytest
+import torch
+
+from nsa_core.rope import rope_table, rotate
+
+
+def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    x = x.double()
+    half = x.shape[-1] // 2
+    turns = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * positions.double()[:, None, None] * turns)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+@pytest.mark.parametrize("width", [2, 6, 64])
+@pytest.mark.parametrize("base", [10000.0, 7.0])
+def test_rotate_is_a_complex_product(width, base):
+    x, positions = torch.randn(2, 5, 3, width, dtype=torch.float64), torch.tensor([0, 1, 4, 100, 3])
+    got = rotate(x, rope_table(positions, width, base, x.dtype))
+    torch.testing.assert_close(got, complex_rope(x, positions, base), rtol=0, atol=1e-13)
+
+
+def test_position_zero_changes_nothing():
+    x = torch.randn(1, 3, 8, dtype=torch.bfloat16)
+    assert torch.equal(rotate(x, rope_table(torch.zeros(1, dtype=torch.long), 8, 1e4, x.dtype)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype):
+    x, positions = torch.randn(2, 40, 3, 16).to(dtype), torch.arange(40)
+    got = rotate(x, rope_table(positions, 16, 1e4, dtype))
+    assert got.dtype == dtype
+    exact = complex_rope(x, positions, 1e4)
+    # Half a unit in the last place, and what fp32 angles at position 40 may move.
+    assert ((got.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + 2e-5).all()
+
+
+def test_gradient_is_rounded_once():
+    x, positions = torch.randn(50, 1, 16).bfloat16().requires_grad_(), torch.arange(50)
+    do = torch.randn(50, 1, 16).bfloat16()
+    rotate(x, rope_table(positions, 16, 1e4, x.dtype)).backward(do)
+    exact = complex_rope(do, -positions, 1e4)  # the transpose of a rotation
+    assert ((x.grad.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 2e-5).all()
+
+
+def test_backward_keeps_nothing_of_x():
+    x, kept = torch.randn(50, 4, 16, requires_grad=True), []
+    table = rope_table(torch.arange(50), 16, 1e4, x.dtype)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        rotate(x, table)
+    assert max(kept) <= table.cos.numel()
+
+
+def test_angles_are_fp32_beside_low_precision_and_fp64_beside_fp64():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert rope_table(torch.arange(3), 8, 1e4, dtype).cos.dtype == expected

@@ -1,0 +1,189 @@
+"""The seeded faults: each is one that an NSA implementation has had, or that a careless edit would make."""
+
+from __future__ import annotations
+
+from harness import Mutant
+
+_CMP, _WIN, _SEL = "nsa_backend_sdpa.cmp", "nsa_backend_sdpa.win", "nsa_backend_sdpa.sel"
+_SELECT, _COMBINE = "nsa_backend_sdpa.select", "nsa_backend_sdpa.combine"
+_ENGINE, _ATEN = "nsa_backend_sdpa.engine", "nsa_backend_sdpa.aten"
+
+MUTANTS = (
+    # cmp
+    Mutant(
+        "cmp sees each block one token late",
+        _CMP,
+        "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size - 1",
+        "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size",
+    ),
+    Mutant("cmp rows that see nothing are not zero", _CMP, "    out[:, :skip] = 0", "    out[:, :skip] = 1e-20"),
+    Mutant(
+        "cmp heads interleaved over the groups",
+        _CMP,
+        "x[:, skip:].unflatten(2, (groups, per_group)).transpose(1, 2)",
+        "x[:, skip:].unflatten(2, (per_group, groups)).transpose(2, 3).transpose(1, 2)",
+    ),
+    Mutant(
+        "cmp reads the compressed tokens of the document before",
+        _CMP,
+        "yield slice(start, end), slice(first_cmp, first_cmp + count)",
+        "yield slice(start, end), slice(max(first_cmp - 1, 0), max(first_cmp - 1, 0) + count)",
+    ),
+    Mutant(
+        "scale of the padded width when V is wider",
+        _ATEN,
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=scale)",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=width**-0.5)",
+    ),
+    # win
+    Mutant(
+        "win top-left causal inside a tile",
+        _WIN,
+        "hidden = ((place < query) | (place >= query + window))",
+        "hidden = ((place > query) | (place >= query + window))",
+    ),
+    Mutant(
+        "win returns V of the first key",
+        _WIN,
+        "hidden = ((place < query) | (place >= query + window))",
+        "hidden = ((place != query) | (place >= query + window))",
+    ),
+    Mutant(
+        "win one key short",
+        _WIN,
+        "hidden = ((place < query) | (place >= query + window))",
+        "hidden = ((place <= query) | (place >= query + window))",
+    ),
+    Mutant(
+        "win sees one token of the future",
+        _WIN,
+        "hidden = ((place < query) | (place >= query + window))",
+        "hidden = ((place < query) | (place > query + window))",
+    ),
+    Mutant(
+        "win ignores the window up to twice its length",
+        _WIN,
+        "call.geometry.window_size >= q.shape[1]",
+        "2 * call.geometry.window_size >= q.shape[1]",
+    ),
+    Mutant(
+        "win leaks across documents",
+        _WIN,
+        "(keys < step.start[:, None])[:, None, :]",
+        "(keys < 0)[:, None, :].expand(-1, -1, keys.shape[1])",
+    ),
+    # sel
+    Mutant(
+        "sel without its own token",
+        _SEL,
+        "hidden = (inside > (here - number * size)[..., None])",
+        "hidden = (inside >= (here - number * size)[..., None])",
+    ),
+    Mutant(
+        "sel counts a repeated block twice",
+        _SEL,
+        "counted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
+        "counted[..., 1:] &= blocks[..., 1:] != -1",
+    ),
+    Mutant("sel loses dv", _SEL, "    _add(grads[2], run.block, dv)\n", ""),
+    # select
+    Mutant(
+        "select drops a local block",
+        _SELECT,
+        "(block > current - geometry.local_blocks)",
+        "(block > current - geometry.local_blocks + 1)",
+    ),
+    Mutant(
+        "select drops the first block", _SELECT, "(block < geometry.init_blocks)", "(block < geometry.init_blocks - 1)"
+    ),
+    Mutant(
+        "select scores what is not visible yet",
+        _SELECT,
+        "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
+        "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
+    ),
+    Mutant("select reads Eq. 9 0-based", _SELECT, "p[..., tap - first :: every]", "p[..., tap - first + 1 :: every]"),
+    Mutant(
+        "select without the group sum", _SELECT, "for head in range(1, total.shape[-2]):", "for head in range(1, 1):"
+    ),
+    Mutant(
+        "select gives ties to the higher index",
+        _SELECT,
+        "rank.sort(dim=-1, descending=True, stable=True).indices[..., :n]",
+        "(count - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices)[..., :n]",
+    ),
+    Mutant(
+        "select weighs every overlap alike", _SELECT, "total.add_(overlapping, alpha=weight)", "total.add_(overlapping)"
+    ),
+    Mutant(
+        "select forgets where a document starts",
+        _SELECT,
+        "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()",
+        "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long() * 0",
+    ),
+    # all blockwise attention
+    Mutant("lse in log2", _ENGINE, "lse = total.log()", "lse = total.log2()"),
+    Mutant(
+        "output a millionth too large",
+        _ENGINE,
+        "o.div_(total.masked_fill_(total == 0, 1))",
+        "o.div_(total.masked_fill_(total == 0, 1)).mul_(1 + 2**-20)",
+    ),
+    Mutant("dS without delta", _ENGINE, "ds.sub_(delta.unsqueeze(-1)).mul_(p)", "ds.mul_(p)"),
+    Mutant(
+        "dk without the scale",
+        _ENGINE,
+        "dk = product(ds_operand.transpose(1, 2), flat_q).mul_(scale)",
+        "dk = product(ds_operand.transpose(1, 2), flat_q)",
+    ),
+    # combine
+    Mutant(
+        "combine swaps two gates",
+        _COMBINE,
+        "total.addcmul_(g_sel, o_sel.to(gates.dtype))",
+        "total.addcmul_(g_win, o_sel.to(gates.dtype))",
+    ),
+    Mutant(
+        "combine hands every branch the cmp gate",
+        _COMBINE,
+        "(wide * gate).to(do.dtype) for gate in gates",
+        "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
+    ),
+    # the layer and the functional entry
+    Mutant(
+        "win is given the keys of sel", "nsa_core.attention", "plan.win(q, k_win, v_win", "plan.win(q, k_sel, v_win"
+    ),
+    Mutant(
+        "outputs reach the wrong gates",
+        "nsa_core.attention",
+        "plan.combine(gates, o_cmp, o_sel, o_win",
+        "plan.combine(gates, o_cmp, o_win, o_sel",
+    ),
+    Mutant(
+        "selection by another head's lse",
+        "nsa_core.attention",
+        "plan.select(q.detach(), k_cmp.detach(), lse_cmp",
+        "plan.select(q.detach(), k_cmp.detach(), lse_cmp.roll(1, -2)",
+    ),
+    Mutant(
+        "rotary over concatenated heads",
+        "nsa_core.rope",
+        "x1, x2 = x.to(table.cos.dtype).chunk(2, dim=-1)",
+        "x1, x2 = (y.reshape(*x.shape[:-1], -1) for y in x.to(table.cos.dtype).flatten(-2).chunk(2, dim=-1))",
+    ),
+    Mutant(
+        "layer swaps the keys of sel and win", "nsa_core.module", "k, v = k[-2:], v[-2:]", "k, v = k[-2:][::-1], v[-2:]"
+    ),
+    Mutant(
+        "compressed keys rotated at i*l",
+        "nsa_core.module",
+        "* self.config.compress_stride",
+        "* self.config.compress_block_size",
+    ),
+    Mutant(
+        "phi without its position encoding",
+        "nsa_core.compress",
+        "layer(position.flatten())",
+        "layer(position.flatten() * 0)",
+    ),
+)

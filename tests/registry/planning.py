@@ -1,0 +1,25 @@
+"""Registries of made-up backends, for tests of who is chosen and why."""
+
+from __future__ import annotations
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, SlotSpec
+from nsa_core.registry import Registry
+
+CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
+
+
+def spec(name: str, probe: str = "accept", slots=SLOTS, **more) -> BackendSpec:
+    slot = SlotSpec("planned:forward", "planned:forward", workspace=more.pop("workspace", None))
+    return BackendSpec(name, API_VERSION, dict.fromkeys(slots, slot), f"planned:{probe}", **more)
+
+
+def registry_of(*specs: BackendSpec) -> Registry:
+    registry = Registry()
+    for one in specs:
+        registry = registry.with_backend(one, version="1.0")
+    return registry
+
+
+def backends(plan) -> dict[str, str]:
+    return {slot: choice.backend for slot, choice in plan.choices.items()}

@@ -1,0 +1,108 @@
+"""Third-party plugins tried in child processes: what is remembered, and what is left behind (row 57)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import textwrap
+import time
+
+import pytest
+
+import toys
+from nsa_core import isolate
+from nsa_core.plugins import Plugin, installed
+from nsa_core.registry import discover
+
+
+def plugin(name: str) -> Plugin:
+    return next(p for p in installed() if p.name == name)
+
+
+def test_remembered_crash_is_honoured_without_a_child(install):
+    install("toy-segfault", toys.DEADLY["toy-segfault"][1])
+    assert "SIGSEGV" in discover(isolate=True).get("toy-segfault").reason.message
+    entry = discover().get("toy-segfault")  # in this process: importing it would end the test run
+    assert (entry.status, entry.reason.code) == ("broken", "crashes")
+    assert str(isolate.cache_file()) in entry.reason.hint
+
+
+def test_verdict_is_dropped_when_the_plugin_changes(install):
+    target = install("toy-mended", "import os\nos._exit(7)")
+    assert discover(isolate=True).get("toy-mended").reason.code == "exits"
+    source = target / "toy_mended.py"
+    source.write_text(textwrap.dedent(toys.good("toy-mended", "toy_mended")))
+    os.utime(source, (time.time() + 5, time.time() + 5))
+    assert discover(isolate=True).get("toy-mended").status == "ready"
+
+
+def test_survivors_are_remembered_too(install, monkeypatch):
+    install("toy-fine", toys.good("toy-fine", "toy_fine"))
+    assert isolate.crashed([plugin("toy-fine")]) == {}
+
+    def no_child(plugin):
+        raise AssertionError("a child was started")
+
+    monkeypatch.setattr(isolate, "_start", no_child)
+    assert isolate.crashed([plugin("toy-fine")]) == {}
+
+
+def test_hang_under_a_shorter_limit_is_tried_again(install):
+    install("toy-slow", "import time\ntime.sleep(1.5)\n" + textwrap.dedent(toys.good("toy-slow", "toy_slow")))
+    assert "within 0.2 s" in discover(isolate=True, limit_s=0.2).get("toy-slow").reason.message
+    assert discover(isolate=True, limit_s=0.1).get("toy-slow").status == "broken"  # remembered
+    assert discover(isolate=True, limit_s=60).get("toy-slow").status == "ready"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b'{"schema": 1, "verdicts": []}',
+        b'{"schema": 99, "verdicts": {"x": 1}}',
+        b"[" * 100_000,
+        "entry",
+    ],
+    ids=["empty", "cut", "binary", "list", "verdicts", "schema", "deep", "entry"],
+)
+def test_corrupted_cache_is_ignored_and_rewritten(install, content):
+    install("toy-fine", toys.good("toy-fine", "toy_fine"))
+    file = isolate.cache_file()
+    isolate.crashed([plugin("toy-fine")])
+    if content == "entry":
+        document = json.loads(file.read_text())
+        for key in document["verdicts"]:
+            document["verdicts"][key]["reason"] = {"code": 3}
+        content = json.dumps(document).encode()
+    file.write_bytes(content)
+    assert discover(isolate=True).get("toy-fine").status == "ready"
+    verdicts = json.loads(file.read_text())["verdicts"]
+    assert [v["reason"] for v in verdicts.values()] == [None]
+    assert list(file.parent.iterdir()) == [file]  # no draft left behind
+
+
+def test_cache_that_cannot_be_written_costs_nothing(install, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    install("toy-fine", toys.good("toy-fine", "toy_fine"))
+    assert discover(isolate=True).get("toy-fine").status == "ready"
+
+
+def test_children_run_at_the_same_time_and_leave_nobody_behind(install, tmp_path):
+    source = "import os, pathlib, subprocess, sys, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+    source += "pathlib.Path({!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
+    for i in range(4):
+        install(f"toy-sleeper-{i}", source.format(str(tmp_path / f"pids{i}")))
+    started = time.monotonic()
+    registry = discover(isolate=True, limit_s=4)
+    assert time.monotonic() - started < 12  # one after another: 16
+    assert [registry.get(f"toy-sleeper-{i}").reason.code for i in range(4)] == ["hangs"] * 4
+    time.sleep(0.2)
+    for file in tmp_path.glob("pids*"):
+        for pid in file.read_text().split():
+            state = pathlib.Path(f"/proc/{pid}/stat")
+            assert not state.exists() or state.read_text().split()[2] == "Z", pid

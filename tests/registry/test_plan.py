@@ -1,0 +1,180 @@
+"""resolve: who is chosen, every reason collected, and the errors that say so."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+
+import pytest
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Reason, SlotSpec
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.plan import resolve
+from nsa_core.registry import Registry
+from planning import CONFIG, backends, registry_of, spec
+
+
+def test_auto_takes_the_highest_priority_and_ties_go_by_name(toy):
+    low, b, a = spec("low"), spec("b-toy", priority=3), spec("a-toy", priority=3, slot_priority={"win": 2})
+    plan = resolve(CONFIG, registry=registry_of(low, b, a))
+    assert backends(plan) == {**dict.fromkeys(SLOTS, "a-toy"), "win": "b-toy"}
+    assert not any(choice.explicit for choice in plan.choices.values())
+    assert [c.backend for c in plan.choices["win"].candidates] == ["b-toy", "a-toy", "low"]
+    assert all(getattr(plan, slot).backend == plan.choices[slot].backend for slot in SLOTS)
+
+
+def test_mapping_chooses_slots_and_leaves_the_others_to_auto(toy):
+    registry = registry_of(spec("strong", priority=9), spec("weak"))
+    plan = resolve(CONFIG, backends={"win": "weak", "cmp": "auto", "sel": None}, registry=registry)
+    assert backends(plan) == {**dict.fromkeys(SLOTS, "strong"), "win": "weak"}
+    assert [slot for slot, choice in plan.choices.items() if choice.explicit] == ["win"]
+    assert backends(resolve(CONFIG, backends="auto", registry=registry)) == dict.fromkeys(SLOTS, "strong")
+    with pytest.raises(InvalidInput, match="must be a name, got 3"):
+        resolve(CONFIG, backends={"win": 3}, registry=registry)
+
+
+def test_explicit_refusal_lists_every_reason_of_every_slot_and_every_backend(toy):
+    toy.refuse = lambda r: [Reason("a", f"no {r.slot}", "try harder"), Reason("b", f"not {r.dtype}")]
+    registry = registry_of(spec("picky", "refuse"), spec("easy"))
+    with pytest.raises(Unsupported) as caught:
+        resolve(CONFIG, backends={"win": "picky", "cmp": "picky"}, dtype="bfloat16", registry=registry, seq_len=77)
+    text = str(caught.value)
+    for said in (
+        "no win (try harder)",
+        "no cmp (try harder)",
+        "not bfloat16",
+        "easy 1.0: accepted",
+        "asked for 'picky'",
+    ):
+        assert said in text
+    for said in ("B=? S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
+        assert said in text
+    assert "sel" not in text.split("request:")[0]  # slots that found somebody are not complained about
+
+
+def test_auto_without_an_acceptor_says_why_not_each(toy):
+    toy.refuse = lambda r: [Reason("x", "only on Tuesdays")]
+    registry = registry_of(spec("one", "refuse"), spec("two", slots=("cmp",)))
+    with pytest.raises(Unsupported) as caught:
+        resolve(CONFIG, registry=registry)
+    assert "no backend takes select, sel, win, combine" in str(caught.value)
+    assert "one 1.0: refused: only on Tuesdays" in str(caught.value)
+    assert "two 1.0: refused: does not offer win" in str(caught.value)
+    assert not isinstance(caught.value, BackendUnavailable)
+
+
+def test_row_60_no_backend_at_all_says_what_to_install():
+    with pytest.raises(BackendUnavailable, match="pip install nsa-backend-sdpa") as caught:
+        resolve(CONFIG, registry=Registry())
+    assert caught.value.nothing_usable
+
+
+def test_forward_only_slot_is_refused_for_training_but_not_select(toy):
+    slots = {slot: SlotSpec("planned:forward") for slot in SLOTS}
+    registry = registry_of(BackendSpec("once", API_VERSION, slots, "planned:accept"))
+    assert backends(resolve(CONFIG, registry=registry))["sel"] == "once"
+    with pytest.raises(Unsupported) as caught:
+        resolve(CONFIG, needs_grad=True, registry=registry)
+    assert "no backend takes cmp, sel, win, combine\n" in str(caught.value)
+    assert "has no backward for win" in str(caught.value)
+
+
+def test_decode_is_refused_with_a_reason_until_there_is_one():
+    with pytest.raises(Unsupported, match="decode is not implemented"):
+        resolve(CONFIG, phase="decode", backends="sdpa")
+    with pytest.raises(InvalidInput, match="phase must be one of prefill, decode, got 'prefil'"):
+        resolve(CONFIG, phase="prefil")
+
+
+def test_request_tells_everything_that_was_said(toy):
+    toy.accept = lambda request: seen.append(request) or []
+    seen = []
+    config = NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=6, v_head_dim=10, window_size=17)
+    resolve(
+        config, dtype=torch.bfloat16, device=torch.device("cpu"), needs_grad=True, deterministic=True, varlen=True,
+        batch=3, seq_len=5, registry=registry_of(spec("toy")),
+    )  # fmt: skip
+    assert [request.slot for request in seen] == list(SLOTS)
+    expected = {
+        "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "v_head_dim": 10, "dtype": "bfloat16", "device": "cpu",
+        "capability": None, "phase": "prefill", "needs_grad": True, "deterministic": True, "varlen": True, "batch": 3,
+        "seq_len": 5, "geometry": config.geometry,
+    }  # fmt: skip
+    assert {name: getattr(seen[0], name) for name in expected} == expected
+    assert hash(seen[0]) == hash(dataclasses.replace(seen[0]))
+
+
+@pytest.mark.parametrize("demanded", [False, True])
+def test_deterministic_follows_torch_unless_said(toy, demanded):
+    registry = registry_of(spec("toy"))
+    try:
+        torch.use_deterministic_algorithms(demanded)
+        plan = resolve(CONFIG, registry=registry)
+        said = resolve(CONFIG, deterministic=not demanded, registry=registry)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan.requests["win"].deterministic is plan.win.deterministic is demanded
+    assert said.requests["win"].deterministic is said.win.deterministic is not demanded
+
+
+def test_auto_says_once_what_it_chose(toy, caplog):
+    registry = registry_of(spec("said-once"))
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        for _ in range(3):
+            resolve(CONFIG, registry=registry)
+        resolve(CONFIG, backends="said-once", registry=registry)
+        assert len(caplog.records) == 1
+        assert "auto chose cmp: said-once 1.0, select: said-once 1.0" in caplog.text
+        resolve(CONFIG, dtype="float64", registry=registry)
+        assert len(caplog.records) == 2
+
+
+def test_plan_cannot_be_changed_and_copies_are_itself(toy):
+    plan = resolve(CONFIG, registry=registry_of(spec("toy")))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.cmp = None
+    for mapping in (plan.requests, plan.choices):
+        with pytest.raises(TypeError):
+            mapping["cmp"] = None
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+
+
+def test_pickled_plan_is_resolved_anew():
+    plan = resolve(CONFIG, backends={"win": "sdpa"}, dtype=torch.float64, needs_grad=True, varlen=True)
+    again = pickle.loads(pickle.dumps(plan))
+    assert dict(again.requests) == dict(plan.requests)
+    assert backends(again) == backends(plan)
+    assert [c.explicit for c in again.choices.values()] == [c.explicit for c in plan.choices.values()]
+
+
+def test_explain_names_chosen_and_others(toy):
+    toy.refuse = lambda r: [Reason("x", "too\x1b[2J tired", "sleep")]
+    registry = registry_of(spec("first"), spec("tired", "refuse", priority=9))
+    lines = resolve(CONFIG, backends={"win": "first"}, registry=registry).explain().splitlines()
+    assert lines[0].startswith("B=? S=? Hq=4")
+    assert "win: first 1.0 (asked for)" in lines
+    assert "cmp: first 1.0 (auto)" in lines
+    assert "  tired 1.0: refused: too\\x1b[2J tired (sleep)" in lines
+
+
+def test_workspace_bytes_asks_the_backend_of_the_slot(toy):
+    toy.size = lambda request: request.batch * request.seq_len
+    sized, bare = spec("sized", slots=("win",), workspace="planned:size"), spec("bare", slots=set(SLOTS) - {"win"})
+    plan = resolve(CONFIG, registry=registry_of(sized, bare))
+    ask = dataclasses.replace(plan.requests["win"], batch=3, seq_len=7)
+    assert plan.workspace_bytes(ask) == 21
+    with pytest.raises(InvalidInput, match=r"batch must be >= 0, got None; seq_len must be >= 0, got None"):
+        plan.workspace_bytes(plan.requests["win"])
+    with pytest.raises(InvalidInput, match="batch must be >= 0, got -1"):
+        plan.workspace_bytes(dataclasses.replace(ask, batch=-1))
+    with pytest.raises(Unsupported, match="'bare' does not state the workspace of 'cmp'"):
+        plan.workspace_bytes(dataclasses.replace(ask, slot="cmp"))
+    for wrong in (lambda r: 1.5, lambda r: -1, lambda r: 1 // 0):
+        toy.size = wrong
+        with pytest.raises(NSAError, match="backend 'sized', workspace of 'win'"):
+            plan.workspace_bytes(ask)

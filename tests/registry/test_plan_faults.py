@@ -1,0 +1,162 @@
+"""Planning under fire: probes gone wrong, devices that are not there, many threads (rows 21, 49, 52, 53, 57)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from nsa_core import survey as survey_module
+from nsa_core.contract import SLOTS, Reason
+from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan import resolve
+from nsa_core.registry import Registry, default_registry
+from planning import CONFIG, backends, registry_of, spec
+
+
+@pytest.mark.parametrize(
+    ("probe", "code"),
+    [
+        (lambda r: None, "probe_nonsense"),
+        (lambda r: Reason("x", "alone"), "probe_nonsense"),
+        (lambda r: ["text"], "probe_nonsense"),
+        (lambda r: [Reason("x", 3)], "probe_nonsense"),
+        (lambda r: {}["x"], "probe_raised"),
+        (lambda r: sys.exit(3), "probe_raised"),
+        (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised"),
+    ],
+)
+def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
+    toy.bad = probe
+    plan = resolve(CONFIG, registry=registry_of(spec("bad", "bad", priority=9), spec("good")))
+    assert backends(plan) == dict.fromkeys(SLOTS, "good")
+    assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [code]
+
+
+def test_row_57_slow_probe_is_given_up_once(toy, monkeypatch):
+    monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.3)
+    asked = []
+
+    def slow(request):
+        asked.append(request.slot)
+        time.sleep(30)
+
+    toy.slow = slow
+    plan = resolve(CONFIG, registry=registry_of(spec("slow", "slow", priority=9), spec("good")))
+    assert backends(plan) == dict.fromkeys(SLOTS, "good")
+    assert "did not answer within 0.3 s" in plan.explain()
+    assert asked == ["cmp"]  # one wait, not five
+
+
+def test_probe_that_does_not_import_is_a_reason(toy):
+    plan = resolve(CONFIG, registry=registry_of(spec("bad", "absent", priority=9), spec("good")))
+    assert backends(plan)["cmp"] == "good"
+    assert "AttributeError" in plan.explain()
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.complex64, "float", torch.int8])
+def test_row_21_dtype_that_nobody_computes_in(dtype):
+    with pytest.raises(InvalidInput, match="dtype must be one of bfloat16, float16, float32, float64"):
+        resolve(CONFIG, dtype=dtype)
+
+
+def test_device_unknown_absent_or_out_of_range(monkeypatch):
+    with pytest.raises(InvalidInput, match="device 'gpu' is not one that torch knows"):
+        resolve(CONFIG, device="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r"device 'cuda:0' cannot be used: torch .* CUDA"):
+        resolve(CONFIG, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidInput, match="'cuda:2' does not exist: there are 2 CUDA devices"):
+        resolve(CONFIG, device="cuda:2")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
+def test_row_49_capability_out_of_range_gives_both_numbers(toy, monkeypatch, capability):
+    def probe(request):
+        major, minor = request.capability
+        fits = (8, 0) <= request.capability <= (9, 0)
+        return [] if fits else [Reason("sm", f"needs sm_80 to sm_90, this GPU is sm_{major}{minor}")]
+
+    toy.gpu = probe
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = {1: capability, None: (8, 6)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[device.index])
+    registry = registry_of(spec("gpu", "gpu"))
+    assert resolve(CONFIG, device="cuda", registry=registry).requests["cmp"].capability == (8, 6)
+    with pytest.raises(Unsupported) as caught:
+        resolve(CONFIG, device="cuda:1", registry=registry)
+    number = "{}{}".format(*capability)
+    assert f"needs sm_80 to sm_90, this GPU is sm_{number}" in str(caught.value)
+    assert f"on cuda sm_{number}" in str(caught.value)
+
+
+def together(work, count: int = 8) -> list:
+    """What ``work`` returns in each of ``count`` threads that start at the same moment."""
+    barrier, results = threading.Barrier(count), []
+
+    def run():
+        barrier.wait()
+        results.append(work())
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_row_52_first_calls_together_find_one_registry(monkeypatch):
+    registry_module, made = sys.modules["nsa_core.registry"], []
+    monkeypatch.setattr(registry_module, "_default", None)
+    real = registry_module.discover
+    monkeypatch.setattr(registry_module, "discover", lambda: made.append(1) or time.sleep(0.05) or real())
+    found = together(default_registry)
+    assert len(made) == 1
+    assert len(found) == 8
+    assert all(registry is found[0] for registry in found)
+
+
+def test_row_52_first_plans_and_calls_together_give_the_same_bits():
+    sdpa = default_registry().get("sdpa").spec
+    registry = Registry().with_backend(dataclasses.replace(sdpa, name="sdpa-threads"))  # operators not made yet
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 70, 4, 8), torch.randn(1, 70, 2, 8), torch.randn(1, 70, 2, 8)
+
+    def run():
+        return resolve(CONFIG, registry=registry).win(q, k, v)[0]
+
+    outputs = together(run)
+    assert len(outputs) == 8
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+def test_row_52_what_auto_chose_is_said_once_by_many_threads(toy, caplog):
+    registry = registry_of(spec("said-by-many"))
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        together(lambda: resolve(CONFIG, registry=registry))
+    assert len(caplog.records) == 1
+
+
+def test_row_53_import_and_cpu_plan_touch_no_cuda():
+    code = """
+import torch
+def trap(*args, **options): raise AssertionError("CUDA was touched")
+for name in ("_lazy_init", "is_available", "device_count", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, trap)
+from nsa_core import NSAConfig, NSAttention, nsa_attention, resolve
+plan = resolve(NSAConfig(dim=32, n_heads=4, n_kv_heads=2), device="cpu")
+assert plan.win.backend == "sdpa"
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

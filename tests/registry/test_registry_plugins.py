@@ -1,0 +1,208 @@
+"""Installed toy distributions: the good ones keep working, each bad one is listed with its reason (rows 57, 58)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+import toys
+from nsa_core.config import NSAConfig
+from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan import resolve
+from nsa_core.plugins import STATUSES, installed
+from nsa_core.registry import discover
+
+CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
+
+
+def by_distribution(registry):
+    return {entry.distribution: entry for entry in registry.entries}
+
+
+def test_row_57_good_plugin_is_ready_and_runs_beside_every_bad_one(tamed):
+    registry, _ = tamed
+    entry = by_distribution(registry)["toy-good"]
+    assert (entry.status, entry.version, entry.reason, entry.first_party) == ("ready", "3.1", None, False)
+    assert by_distribution(registry)["nsa-backend-sdpa"].status == "ready"
+    plan = resolve(CONFIG, needs_grad=True, registry=registry)
+    assert plan.choices["combine"].backend == "toy-good"  # priority 5 beats 0
+    assert plan.choices["win"].backend == "sdpa"
+    gates, o = torch.rand(1, 3, 4, 3, requires_grad=True), [torch.randn(1, 3, 4, 8) for _ in range(3)]
+    out = plan.combine(gates, *o)
+    torch.testing.assert_close(out, sum(gates[..., i : i + 1] * o[i] for i in range(3)))
+    out.sum().backward()
+    assert gates.grad is not None
+    assert plan.workspace_bytes(dataclasses.replace(plan.requests["combine"], batch=2, seq_len=5)) == 10
+
+
+@pytest.mark.parametrize("name", toys.REFUSED)
+def test_row_57_bad_plugin_is_listed_with_its_reason(tamed, name):
+    status, words = toys.REFUSED[name]
+    entry = by_distribution(tamed[0])[name]
+    assert entry.status == status
+    assert words in (entry.reason.message if name != "toy-rude" else str(entry.reason))
+    assert entry.spec is None
+    assert entry.version == "1.2"
+    with pytest.raises(BackendUnavailable) as caught:
+        resolve(CONFIG, backends=entry.name, registry=tamed[0])
+    assert f"{name} 1.2: {status}: " in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_row_57_every_fault_of_a_spec_is_named(tamed):
+    said = by_distribution(tamed[0])["toy-bad-spec"].reason.message
+    for fault in ("slot rope", "priority must be", "backward must be", "forward must be", "int is not a SlotSpec"):
+        assert fault in said
+    assert "deterministic must be" in said
+
+
+def test_row_57_command_lists_the_same(tamed, zoo, listed, nsa):
+    env = {"XDG_CACHE_HOME": str(tamed[1])}
+    rows = listed("--plugin-limit", "8", path=zoo, env=env)
+    for name, (status, words) in toys.REFUSED.items():
+        assert rows[name]["status"] == status
+        assert words in rows[name]["reason"]["message"]
+        assert rows[name]["reason"]["code"]
+    assert rows["toy-good"]["slots"]["combine"]["accepted"]
+    assert rows["toy-probe-raises"]["slots"]["combine"]["reasons"][0]["code"] == "probe_raised"
+    text = nsa("--plugin-limit", "8", "backends", "list", path=zoo, env=env)
+    assert text.returncode == 0
+    assert "[bold red]boo[/]" in text.stdout  # neither eaten as markup nor cut
+    assert not {c for c in text.stdout + text.stderr if (c < " " and c != "\n") or c == "\u202e"}
+    for _, words in toys.REFUSED.values():
+        assert words in text.stdout
+
+
+def test_row_57_crashes_found_by_the_command_itself(nsa, tmp_path):
+    target = tmp_path / "site"
+    target.mkdir()
+    toys.install(target, "toy-segfault", *toys.DEADLY["toy-segfault"])
+    toys.install(target, "toy-hangs", *toys.DEADLY["toy-hangs"])
+    done = nsa("--plugin-limit", "1.5", "backends", "list", "--json", path=target)
+    rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
+    assert done.returncode == 0
+    assert "SIGSEGV" in rows["toy-segfault"]["reason"]["message"]
+    assert "within 1.5 s" in rows["toy-hangs"]["reason"]["message"]
+    assert rows["sdpa"]["status"] == "ready"
+
+
+def test_row_57_probe_that_raises_is_a_reason_of_its_slot(tamed):
+    registry, _ = tamed
+    plan = resolve(CONFIG, registry=registry)
+    answer = next(c for c in plan.choices["combine"].candidates if c.backend == "toy-probe-raises")
+    assert answer.status == "ready"
+    assert [r.code for r in answer.reasons] == ["probe_raised"]
+    assert "ZeroDivisionError" in answer.reasons[0].message
+    with pytest.raises(Unsupported, match="ZeroDivisionError"):
+        resolve(CONFIG, backends={"combine": "toy-probe-raises"}, registry=registry)
+
+
+def test_row_57_kernel_that_does_not_import(tamed):
+    registry, _ = tamed
+    with pytest.raises(BackendUnavailable, match=r"toy-no-kernel 1\.2: refused: its kernel does not load"):
+        resolve(CONFIG, backends={"combine": "toy-no-kernel"}, registry=registry)
+    preferred = dataclasses.replace(registry.get("toy-no-kernel").spec, name="toy-first", priority=99)
+    plan = resolve(CONFIG, registry=registry.with_backend(preferred))
+    assert plan.choices["combine"].backend == "toy-good"  # auto goes on to the next one
+    first = plan.choices["combine"].candidates[0]
+    assert (first.backend, [r.code for r in first.reasons]) == ("toy-first", ["kernel_import_failed"])
+
+
+def test_row_58_name_claimed_twice_names_both_distributions(tamed):
+    registry, _ = tamed
+    twins = [by_distribution(registry)[name] for name in ("toy-twin-one", "toy-twin-two")]
+    for entry in twins:
+        assert entry.status == "broken"
+        assert entry.reason.code == "name_conflict"
+        assert "toy-twin-one 1.2" in entry.reason.message
+        assert "toy-twin-two 1.2" in entry.reason.message
+    with pytest.raises(BackendUnavailable, match=r"claimed by toy-twin-one .* and toy-twin-two"):
+        resolve(CONFIG, backends={"combine": "toy-twin"}, registry=registry)
+
+
+def test_row_58_ours_is_not_silently_preferred(install, monkeypatch):
+    install("toy-impostor", toys.good("sdpa", "toy_impostor"), point="sdpa")
+    entries = [e for e in discover().entries if e.name == "sdpa"]
+    assert [e.status for e in entries] == ["broken", "broken"]
+    assert "nsa-backend-sdpa" in entries[0].reason.message
+    assert "toy-impostor" in entries[0].reason.message
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "toy-impostor")
+    registry = discover()
+    assert registry.get("sdpa").status == "ready"
+    assert registry.get("sdpa").first_party
+
+
+def test_row_58_unknown_name_suggests(tamed):
+    with pytest.raises(InvalidInput, match="unknown backend 'tritn'; did you mean 'triton'"):
+        resolve(CONFIG, backends="tritn", registry=tamed[0])
+    with pytest.raises(InvalidInput, match="unknown slot 'comine'; did you mean 'combine'"):
+        resolve(CONFIG, backends={"comine": "sdpa"}, registry=tamed[0])
+
+
+def test_statuses_and_reasons_go_together(tamed):
+    for entry in tamed[0].entries:
+        assert entry.status in STATUSES
+        assert (entry.spec is None) == (entry.reason is not None) == (entry.status != "ready")
+
+
+def test_hidden_duplicate_of_a_distribution_counts_once(install, tmp_path, monkeypatch):
+    install("toy-twice", toys.good("toy-twice", "toy_twice"), version="2.0")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    toys.install(hidden, "toy-twice", "toy-twice", toys.good("toy-twice", "toy_twice"), "1.0")
+    with open(hidden / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
+        points.write("toy-gone-since = toy_twice\n")
+    monkeypatch.setattr("sys.path", [*sys.path, str(hidden)])
+    assert [(p.name, p.version) for p in installed() if p.distribution == "toy-twice"] == [("toy-twice", "2.0")]
+    assert discover().get("toy-twice").status == "ready"
+
+
+def test_unreadable_entry_points_are_one_broken_row(install):
+    target = install("toy-garbled", "x = 1")
+    (target / "toy_garbled-1.2.dist-info" / "entry_points.txt").write_text("[nsa.backends]\nno equals sign\n")
+    registry = discover()
+    assert registry.get("toy-garbled").status == "broken"
+    assert registry.get("sdpa").status == "ready"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "disabled", "ready"),
+    [
+        (None, None, {"toy-a", "toy-b", "sdpa"}),
+        ("", None, {"sdpa"}),
+        ("Toy_A", None, {"toy-a", "sdpa"}),
+        ("dist-b , nobody", None, {"toy-b", "sdpa"}),
+        (None, "toy-a", {"toy-b", "sdpa"}),
+        (None, "dist_a,sdpa", {"toy-b"}),
+        ("toy-a", "toy-a", {"sdpa"}),
+        (None, "1", {"sdpa"}),
+        (None, "all", {"sdpa"}),
+        (None, "0", {"toy-a", "toy-b", "sdpa"}),
+        (None, "", {"toy-a", "toy-b", "sdpa"}),
+    ],
+)
+def test_environment_switches_plugins_off_by_name_or_distribution(install, monkeypatch, plugins, disabled, ready):
+    for letter in "ab":
+        install(f"dist-{letter}", toys.good(f"toy-{letter}", f"dist_{letter}"), point=f"toy-{letter}")
+    for variable, value in (("NSA_PLUGINS", plugins), ("NSA_DISABLE_PLUGINS", disabled)):
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    registry = discover()
+    assert {e.name for e in registry.ready()} - {"fa2", "triton"} == ready  # they load wherever they are installed
+    for entry in registry.entries:
+        if entry.name in {"toy-a", "toy-b", "sdpa"} - ready:
+            assert entry.status == "disabled"
+            assert "NSA_" in entry.reason.message
+
+
+def test_safe_mode_imports_no_third_party_code(install, monkeypatch):
+    monkeypatch.setenv("NSA_PLUGINS", "toy-trap")
+    install("toy-trap", "raise AssertionError('imported')")
+    entry = discover(safe=True).get("toy-trap")
+    assert (entry.status, entry.reason.code) == ("disabled", "disabled")
+    assert "safe mode" in entry.reason.message
+    assert discover().get("toy-trap").status == "broken"

@@ -1,0 +1,96 @@
+"""Random problems for the truth tests: drawn by hypothesis, shrunk to the smallest that breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from hypothesis import strategies as st
+
+from nsa_core.layout import BlockGeometry
+
+
+@dataclasses.dataclass(frozen=True)
+class TruthCase:
+    """A problem: dense with ``batch`` sequences of ``lengths[0]`` tokens, or packed documents."""
+
+    geometry: BlockGeometry
+    lengths: tuple[int, ...]
+    packed: bool
+    batch: int
+    group: int  # h
+    groups: int  # G
+    dk: int
+    dv: int
+    scale: float
+    seed: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths) if self.packed else self.lengths[0]
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return (self.total,) if self.packed else (self.batch, self.total)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        bounds = [0, *itertools.accumulate(self.lengths)]
+        return torch.tensor(bounds, dtype=torch.int32) if self.packed else None
+
+    @property
+    def n_c(self) -> int:
+        g = self.geometry
+        if self.packed:
+            return self.total // g.compress_stride
+        return max(0, (self.total - g.compress_block_size) // g.compress_stride + 1)
+
+    def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        """q, k, v, k_cmp, v_cmp, do, gates, o_cmp, o_sel, o_win, and blocks of every unruly kind."""
+        r = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=r, dtype=torch.float64).to(dtype)
+
+        heads, lead, of_cmp = self.group * self.groups, self.lead, (*self.lead[:-1], self.n_c)
+        names = {"q": (lead, heads, self.dk), "k": (lead, self.groups, self.dk), "v": (lead, self.groups, self.dv)}
+        names |= {"k_cmp": (of_cmp, self.groups, self.dk), "v_cmp": (of_cmp, self.groups, self.dv)}
+        names |= dict.fromkeys(("do", "o_cmp", "o_sel", "o_win"), (lead, heads, self.dv))
+        out = {n: normal(*first, *rest) for n, (first, *rest) in names.items()}
+        out["gates"] = normal(*lead, heads, 3).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        top = self.total // self.geometry.select_block_size + 3
+        shape = (*lead, self.groups, self.geometry.num_selected_blocks)
+        out["blocks"] = torch.randint(-1, top, shape, generator=r, dtype=torch.int32)  # duplicates, -1, future
+        return out
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> BlockGeometry:
+    stride = draw(st.sampled_from([1, 2, 4]))
+    size = stride * draw(st.integers(1, 3))
+    select = stride * draw(st.integers(size // stride, 6))
+    init, local = draw(st.integers(0, 2)), draw(st.integers(0, 3))
+    n = max(1, init + local) + draw(st.integers(0, 4))
+    return BlockGeometry(size, stride, select, n, init, local, draw(st.integers(1, 30)))
+
+
+@st.composite
+def truth_cases(draw: st.DrawFn) -> TruthCase:
+    geometry, packed = draw(geometries()), draw(st.booleans())
+    size, select = geometry.compress_block_size, geometry.select_block_size
+    edges = st.sampled_from([0, 1, size - 1, size, size + 1, select - 1, select, select + 1, 3 * select + 1])
+    length = st.one_of(edges, st.integers(0, 45))
+    lengths = draw(st.lists(length, min_size=1, max_size=4)) if packed else [draw(length)]
+    return TruthCase(
+        geometry=geometry,
+        lengths=tuple(lengths),
+        packed=packed,
+        batch=draw(st.integers(0, 2)),
+        group=draw(st.sampled_from([1, 2, 3, 7])),
+        groups=draw(st.integers(1, 2)),
+        dk=draw(st.sampled_from([1, 3, 8])),
+        dv=draw(st.sampled_from([1, 5, 8])),
+        scale=draw(st.sampled_from([0.35, 1.0, -0.5, 0.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
