@@ -97,3 +97,9 @@ def test_links_between_documents_lead_somewhere(repo):
             if not (path.parent / link).exists():
                 wrong.append(f"{repo.name(path)}: {link}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_architecture_names_every_room_of_core(repo):
+    rooms = {".".join(name.split(".")[:2]) for name in repo.modules() if name.startswith("nsa_core.")}
+    missing = sorted(room for room in rooms if f"`{room}`" not in repo.text("docs/architecture.md"))
+    assert not missing, f"docs/architecture.md has no row for {missing}"
