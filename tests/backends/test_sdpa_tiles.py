@@ -89,22 +89,25 @@ def test_window_past_the_longest_document(window: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("slot", BRANCHES)
 @pytest.mark.parametrize("name", ["k", "v", "do"])
-def test_row_34_nan_never_reaches_another_document(slot: str, name: str) -> None:
+@pytest.mark.parametrize("row", [59, 61], ids=["end of a document", "start of a document"])
+def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: int) -> None:
+    """Documents are rows 3..59, 60 and 61..149; compressed 0..12 (of 57 tokens) and 13..33."""
     data, plan = PACKED.data(torch.float32), plan_of(PACKED, torch.float32)
     run = run_slots(plan, PACKED, data)[slot]
     inputs, do = {n: t.clone() for n, t in run.inputs.items()}, data.do.clone()
     clean = run_slot(plan, slot, inputs, do, data).outputs
     if name == "do":
-        do[20] = torch.nan
+        do[row if slot != "cmp" or row == 59 else 90] = torch.nan  # row 61 sees no compressed token
     else:
-        next(t for n, t in inputs.items() if n[0] == name)[12 if slot == "cmp" else 20] = torch.nan
-    spoiled = run_slot(plan, slot, inputs, do, data).outputs
-    assert any(t.isnan().any() for t in spoiled.values())
-    first, rest = (61, 13) if slot == "cmp" else (61, 61)  # rows of the document after, of its compressed tokens
-    for quantity, tensor in spoiled.items():
-        start = rest if quantity in ("dk_cmp", "dv_cmp") else first
-        rows = (slice(None), slice(start, None)) if quantity == "lse" else (slice(start, None),)
-        assert torch.equal(bits(tensor[rows]), bits(clean[quantity][rows])), quantity
+        spoiled = next(t for n, t in inputs.items() if n[0] == name)
+        spoiled[row if slot != "cmp" else {59: 12, 61: 13}[row]] = torch.nan
+    outputs = run_slot(plan, slot, inputs, do, data).outputs
+    assert any(t.isnan().any() for t in outputs.values())
+    for quantity, tensor in outputs.items():
+        cut = 13 if quantity in ("dk_cmp", "dv_cmp") else 60 if row == 59 else 61
+        others = slice(cut, None) if row == 59 else slice(None, cut)
+        where = (slice(None), others) if quantity == "lse" else others
+        assert torch.equal(bits(tensor[where]), bits(clean[quantity][where])), quantity
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -140,6 +143,13 @@ def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtyp
             row = blocks[0, 130] if not case.packed else blocks[149]
             last = 130 // 16 if not case.packed else 88 // 16
             assert row.tolist() == [[0, 1, last - 1, last]] * 2
+
+
+def test_row_39_many_equal_scores() -> None:
+    geometry = BlockGeometry(8, 4, 16, 20, init_blocks=0, local_blocks=0)
+    chosen = select.choose(torch.full((3, 500), 0.25), torch.tensor([7999, 7999, 160]), geometry)
+    assert chosen[:2].tolist() == [list(range(20))] * 2
+    assert chosen[2].tolist() == [*range(11), *[-1] * 9]
 
 
 def test_row_39_nan_ranks_below_every_score_and_is_still_a_candidate() -> None:
