@@ -189,6 +189,13 @@ def test_row_17_boundaries_on_the_cpu_are_read(bounds, text):
         attend(given, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
+def test_max_seqlen_below_the_longest_document_is_refused():
+    given, cu = inputs(CONFIG, 30), boundaries(20, 10)
+    with pytest.raises(InvalidInput, match="longest document's 20 tokens, got 19"):
+        attend(given, cu_seqlens=cu, max_seqlen=19)
+    assert torch.equal(attend(given, cu_seqlens=cu, max_seqlen=20), attend(given, cu_seqlens=cu, max_seqlen=500))
+
+
 def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
     given = inputs(CONFIG, 1, 37)
     expected, blocks = attend(given, return_blocks=True)

@@ -195,6 +195,10 @@ def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seql
             check_cu_seqlens(cu_seqlens, q.shape[0])
         except InvalidInput as error:
             wrong.append(str(error))
+        if not wrong and max_seqlen is not None and cu_seqlens.device.type == "cpu":  # elsewhere it would synchronise
+            longest = int(cu_seqlens.diff().max())
+            if longest > max_seqlen:
+                wrong.append(f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}")
     return wrong
 
 
