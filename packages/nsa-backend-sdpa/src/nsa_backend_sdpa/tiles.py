@@ -26,6 +26,15 @@ def from_rows(rows: Tensor, x: Tensor, packed: bool) -> Tensor:
     return rows if packed else rows.view(*x.shape[:2], *rows.shape[1:])
 
 
+def runs(tiles: int, count: int, size: int, longest: int, per_document: int) -> Iterator[tuple[slice, int]]:
+    """Runs of at most ``count`` tiles, and how many rows of its document any tile of the run can see."""
+    for a in range(0, tiles, count):
+        last, seen = min(a + count, tiles) - 1, longest
+        if per_document and a // per_document == last // per_document:
+            seen = min(longest, (last % per_document + 1) * size)
+        yield slice(a, last + 1), seen
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Tiles of ``size`` rows: first row, and the first and past-the-last row of their document, int64 [tiles].
@@ -48,11 +57,7 @@ class Tiles:
 
     def split(self, count: int) -> Iterator[Tiles]:
         """Runs of at most ``count`` tiles."""
-        for a in range(0, len(self), count):
-            part, last = slice(a, a + count), min(a + count, len(self)) - 1
-            longest = self.longest
-            if self.per_document and a // self.per_document == last // self.per_document:
-                longest = min(longest, (last % self.per_document + 1) * self.size)
+        for part, longest in runs(len(self), count, self.size, self.longest, self.per_document):
             first, start, end, document = (x[part] for x in (self.first, self.start, self.end, self.document))
             yield dataclasses.replace(
                 self, first=first, start=start, end=end, document=document, longest=longest, per_document=0
@@ -61,7 +66,7 @@ class Tiles:
     def rows(self) -> tuple[Tensor, Tensor]:
         """Row of each place [tiles, size], and which are rows of the tile's document."""
         rows = self.first[:, None] + torch.arange(self.size, device=self.first.device)
-        return rows, (rows < self.end[:, None]) & (rows < self.total)
+        return rows, (rows < self.end[:, None]) & (rows >= 0) & (rows < self.total)
 
     def clamp(self, rows: Tensor) -> Tensor:
         """``rows`` [tiles, ...] moved into the tile's own document, and into memory whatever cu_seqlens holds."""

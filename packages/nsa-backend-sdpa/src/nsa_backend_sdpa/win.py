@@ -200,7 +200,7 @@ def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
 
     Runs of ``size`` keys of different tiles never meet, so each run is one copy without a race.
     """
-    outside = (keys < step.start[:, None]) | (keys >= step.end[:, None]) | (keys >= step.total)
+    outside = (keys < step.start[:, None].clamp(min=0)) | (keys >= step.end[:, None].clamp(max=step.total))
     target = keys.masked_fill(outside, step.total)
     for a in range(0, keys.shape[1], step.size):
         run = slice(a, a + step.size)

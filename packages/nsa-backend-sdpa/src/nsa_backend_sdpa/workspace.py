@@ -14,6 +14,7 @@ from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.sel import queries_per_run as sel_queries
 from nsa_backend_sdpa.select import Cut as SelectCut
 from nsa_backend_sdpa.select import columns as select_columns
+from nsa_backend_sdpa.tiles import runs
 from nsa_backend_sdpa.win import Cut as WinCut
 from nsa_core.contract import Request
 
@@ -117,17 +118,24 @@ def select(request: Request) -> int:
     if not size.tokens:
         return 0
     cut = SelectCut.of(request.geometry, size.longest, request.n_kv_heads, size.heads, size.stat, size.budget)
-    tiles = min(cut.tiles, -(-size.tokens // cut.size))
-    rows = tiles * cut.groups * cut.size
-    columns, count = select_columns(geometry, size.longest), geometry.num_select_blocks(size.longest)
-    p = rows * size.heads * columns * size.stat
-    hidden = tiles * cut.size * columns
+    per_document = 0 if request.varlen else -(-size.longest // cut.size)
+    count = size.tokens // cut.size + size.documents if request.varlen else size.documents * per_document
+    largest = 0
+    for part, longest in runs(count, cut.tiles, cut.size, size.longest, per_document):
+        largest = max(largest, _select_step(size, part.stop - part.start, cut, longest))
+    return size.tokens * request.n_kv_heads * geometry.num_selected_blocks * 4 + largest
+
+
+def _select_step(size: _Sizes, tiles: int, cut: SelectCut, longest: int) -> int:
+    """The probabilities of some tiles, their sums per block, or the sort."""
+    request, rows = size.request, tiles * cut.groups * cut.size
+    columns, count = select_columns(request.geometry, longest), request.geometry.num_select_blocks(longest)
+    p, hidden = rows * size.heads * columns * size.stat, tiles * cut.size * columns
     tile = rows * size.heads * request.head_dim * size.operand
     keys = tiles * cut.groups * columns * request.head_dim * size.operand
     sums, score = rows * count * size.heads * size.stat, rows * count * size.stat
     sort = rows * count * (3 * size.stat + 9)
-    blocks = size.tokens * request.n_kv_heads * geometry.num_selected_blocks * 4
-    return blocks + max(2 * tile + hidden, p + hidden + tile + keys, p + sums, sums + score, sort)
+    return max(2 * tile + hidden, p + hidden + tile + keys, p + sums, sums + score, sort)
 
 
 def sel(request: Request) -> int:
@@ -149,7 +157,7 @@ def sel(request: Request) -> int:
     products = size.attend_backward(rows, count * groups * keys, scores) + rows * size.width * size.narrow
     d_rows = tokens * request.n_heads * request.head_dim * size.item
     d_keys = laid_out * size.stat
-    rounding = 3 * laid_out * size.item if size.item != size.stat else 2 * laid_out * size.item
+    rounding = laid_out // size.width * (request.head_dim + 2 * request.v_head_dim) * size.item
     backward = d_rows + d_keys + max(own + products, rounding)
     return _peak(size, forward, backward)
 
@@ -253,8 +261,12 @@ def _causal(
     flash = padded_q + rows * (width * item + stat), rows * (width * item + stat)
     if deterministic:
         return flash, (blocks, out[1])
-    rounded = count * heads * (-(-length // 128) * 128)
-    per_row = 32 if width <= 128 else 64
-    accumulated = rounded * (-(-width // per_row) * per_row + 1) * 4
-    backward = padded_q + 2 * padded_v + 3 * rows * width * item + max(accumulated, count * length * 2 * width * stat)
+    backward = padded_q + 2 * padded_v + 3 * rows * width * item
+    backward += max(flash_accumulator(count * heads, length, width), count * length * 2 * width * stat)
     return flash, (backward, rows * width * item + sums)
+
+
+def flash_accumulator(count: int, length: int, width: int) -> int:
+    """What the CUDA flash backward holds inside: dq in fp32 and rowsum(do * o), both padded."""
+    step = 32 if width <= 128 else 64
+    return count * (-(-length // 128) * 128) * (-(-width // step) * step + 1) * 4
