@@ -1,4 +1,4 @@
-"""Activations of trained layers, for benchmarks: how alike the blocks are that neighbouring tokens choose decides speed.
+"""Activations of trained layers, for benchmarks: speed depends on how many blocks neighbouring tokens share.
 
     python benchmarks/real_blocks.py --device cuda --json real_blocks.json --checkpoints DIRECTORY
 
@@ -49,7 +49,7 @@ class Recipe:
     learning_rate: float = 1e-3
     rope_base: float = 500_000.0  # as models for long contexts: slow pairs survive the mean over a block
     seed: int = 0
-    time_limit_s: float = 45.0  # training stops there, and says after how many steps
+    time_limit_s: float = 40.0  # training stops there, and says after how many steps
 
     def config(self, shape: str) -> NSAConfig:
         """The layer's configuration."""
@@ -68,10 +68,8 @@ class RealInputs(NamedTuple):
     blocks: torch.Tensor  # int32 [1, S, G, n]
 
 
-def train(shape: str, recipe: Recipe, device: str, text: bytes) -> tuple[ByteModel, ByteModel, dict[str, Any]]:
-    """(the untrained model, the trained one, facts about the training)."""
-    before, model = (bytemodel.untrained(recipe.config(shape), recipe.seed).to(device) for _ in range(2))
-    model.attn.backends = "sdpa"
+def train(model: ByteModel, recipe: Recipe, device: str, text: bytes) -> dict[str, Any]:
+    """Train ``model`` in place on what lies behind the held-out bytes; facts about it."""
     seen = torch.frombuffer(bytearray(text[HELD_OUT:] or text), dtype=torch.uint8).long().to(device)
     starts = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -90,7 +88,7 @@ def train(shape: str, recipe: Recipe, device: str, text: bytes) -> tuple[ByteMod
         schedule.step()
         step += 1
     facts |= {"steps": step, "seconds": round(time.monotonic() - started, 1), "loss_after": loss(model, text, device)}
-    return before, model, facts
+    return facts
 
 
 def rate(step: int, steps: int) -> float:
@@ -173,7 +171,8 @@ def locality(blocks: torch.Tensor, geometry: BlockGeometry) -> dict[str, float]:
 def peakedness(real: RealInputs, config: NSAConfig) -> dict[str, float]:
     """How concentrated the compressed probabilities (Eq. 8) are, over sampled rows of the last seven eighths."""
     geometry, q, k = config.geometry, real.q[0], real.k[0][0].float()
-    rows = torch.linspace(len(q) // 8, len(q) - 1, SAMPLED, device=q.device).long()
+    first = max(len(q) // 8, geometry.compress_block_size + geometry.compress_stride)  # at least two are visible
+    rows = torch.linspace(first, len(q) - 1, SAMPLED, device=q.device).long()
     heads = q[rows].float().unflatten(1, (k.shape[1], -1))  # [R, G, h, Dk]
     scores = torch.einsum("rghd,cgd->rghc", heads, k) * config.softmax_scale
     starts = torch.arange(len(k), device=q.device) * geometry.compress_stride
@@ -198,10 +197,11 @@ def measured(model: ByteModel, text: bytes, length: int, device: str, dtype: tor
 def study(shape: str, recipe: Recipe, lengths: list[int], device: str, text: bytes, folder: Path | None) -> Any:
     """Train and measure one shape; write its checkpoint."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    before, model, facts = train(shape, recipe, device, text)
-    held_out = text[:HELD_OUT]
-    for name, subject in (("untrained", before), ("trained", model)):
-        facts[name] = {str(n): measured(subject, held_out, n, device, dtype) for n in lengths}
+    model = bytemodel.untrained(recipe.config(shape), recipe.seed, "sdpa").to(device)
+    untrained = {str(n): measured(model, text, n, device, dtype) for n in lengths}
+    facts = train(model, recipe, device, text)
+    trained = {str(n): measured(model, text, n, device, dtype) for n in lengths}
+    facts |= {"untrained": untrained, "trained": trained}
     geometry, groups = model.config.geometry, model.config.n_kv_heads
     flat = {n: random_causal_blocks(n, groups, geometry, device, seed=recipe.seed) for n in lengths}
     facts["random"] = {str(n): {"union_over_n": locality(blocks, geometry)} for n, blocks in flat.items()}

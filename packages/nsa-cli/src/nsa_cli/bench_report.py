@@ -102,6 +102,7 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
             )
     for name, reason in result.skipped.items():
         yield "", f"{name}: not available: {output.one_line(reason)}"
+    yield from _left_out(result)
     for found in result.crossovers:
         yield "", f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}: {found.sentence}"
     peaks, where = result.peaks, result.environment.get("device", "?")
@@ -121,6 +122,19 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         yield "bold red", f"FAILED ({failed} gate(s) red): {line}"
     else:
         yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"
+
+
+def _left_out(result: Result) -> Iterator[tuple[str, str]]:
+    """A line per reason for which figures are missing, with what it cost; none is missing without one."""
+    missing: dict[tuple[str, ...], list[int]] = {}
+    for m in result.measurements:
+        reasons = [(m.subject, m.reason)] if m.reason else []
+        reasons += [(f"{m.subject}, {name} alone", part.reason) for name, part in m.parts.items() if part.reason]
+        for subject, reason in reasons:
+            missing.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(m.length)
+    for (subject, shape, dtype, inputs, phase, reason), lengths in missing.items():
+        tokens = ", ".join(map(str, lengths))
+        yield "yellow", f"no figure: {subject}, {shape} {dtype} {inputs}, {phase}, {tokens} tokens: {reason}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:

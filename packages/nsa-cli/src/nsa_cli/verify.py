@@ -69,7 +69,7 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        report = _run(named, device.value, _dtypes(dtype), preset.value, _read_text(text), seed)
+        report = _run(named, device.value, _dtypes(dtype), preset.value, read_text(text), seed)
         if json_file is not None:
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
         code = _print_report(report)
@@ -89,7 +89,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
-def _read_text(path: Path | None) -> tuple[str, bytes]:
+def read_text(path: Path | None) -> tuple[str, bytes]:
     """(name, bytes) of the real case: the given file, the nearest README.md, or the one this package carries."""
     from nsa_core.errors import InvalidInput
 

@@ -20,7 +20,9 @@ from nsa_core.files import write_bytes_atomic
 from nsa_core.module import NSAttention
 from nsa_core.text import describe_error
 
-CONTEXT = 4  # bytes that one token sees without attention: enough to look for an earlier occurrence of them
+# What a token knows without attention, as lower layers would tell it: the last bytes one by one, enough to look for an
+# earlier occurrence of them, and the sum of the last 16 and 64, which changes slowly from token to token.
+RECENT, BAGS = 4, (16, 64)
 FORMAT = "nsa-byte-model 1"
 
 
@@ -34,7 +36,7 @@ class Activations(NamedTuple):
 
 
 class ByteModel(nn.Module):
-    """x = sum of the embeddings of the last 4 bytes; logits of the next byte = W norm(x + NSAttention(norm(x))).
+    """logits of the next byte = W norm(x + NSAttention(norm(x))), x the sum of embeddings of what precedes.
 
     ``backends`` is that of :class:`nsa_core.NSAttention`.
     """
@@ -42,8 +44,9 @@ class ByteModel(nn.Module):
     def __init__(self, config: NSAConfig, backends: str | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(256 * CONTEXT, config.dim)
-        nn.init.normal_(self.embed.weight, std=CONTEXT**-0.5)
+        tables = RECENT + len(BAGS)
+        self.embed = nn.Embedding(256 * tables, config.dim)
+        nn.init.normal_(self.embed.weight, std=tables**-0.5)
         self.norm, self.head_norm = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.attn = NSAttention(config, backends)
         self.head = nn.Linear(config.dim, 256, bias=False)
@@ -63,18 +66,22 @@ class ByteModel(nn.Module):
         return Activations(made.q, k, v, self.attn.gate(x))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        padded, length = F.pad(tokens, (CONTEXT - 1, 0)), tokens.shape[1]
-        x: torch.Tensor = self.embed(padded[:, CONTEXT - 1 :])
-        for back in range(1, CONTEXT):
-            x = x + self.embed(padded[:, CONTEXT - 1 - back :][:, :length] + 256 * back)
+        padded, length = F.pad(tokens, (RECENT - 1, 0)), tokens.shape[1]
+        recent = [padded[:, RECENT - 1 - back :][:, :length] + 256 * back for back in range(RECENT)]
+        x: torch.Tensor = self.embed(recent[0])
+        for part in recent[1:]:
+            x = x + self.embed(part)
+        for table, width in enumerate(BAGS, RECENT):
+            sums = self.embed(tokens + 256 * table).cumsum(1)
+            x = x + (sums - F.pad(sums, (0, 0, width, 0))[:, :length]) * width**-0.5
         return x
 
 
-def untrained(config: NSAConfig, seed: int) -> ByteModel:
-    """A model as it is before training; the caller's random state is left as it was."""
+def untrained(config: NSAConfig, seed: int, backends: str | None = None) -> ByteModel:
+    """A model as it is before training, on the CPU; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ByteModel(config)
+        return ByteModel(config, backends)
 
 
 def tokens_of(text: bytes, batch: int, length: int, device: str | torch.device = "cpu") -> torch.Tensor:

@@ -13,12 +13,16 @@ def library_text(at_least: int) -> bytes:
     The docstrings are read only where the reference is shorter than ``at_least`` bytes. The result may be shorter
     still, and differs between versions of Python.
     """
+    text = _reference()
+    return text if len(text) >= at_least else text + _docstrings()
+
+
+def _reference() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a Python without its documentation
-        topics = {}
-    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    return text if len(text) >= at_least else text + _docstrings()
+        return b""
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def _docstrings() -> bytes:
