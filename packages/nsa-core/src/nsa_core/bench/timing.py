@@ -21,7 +21,7 @@ from nsa_core.errors import NSAError
 from nsa_core.text import describe_error
 
 GRAPH_BELOW_MS = 1.0
-SLOW_MS = 200.0  # calls above are warmed up once less
+SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already
 SAMPLE_MS = 5.0  # shortest CPU sample
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin
@@ -133,8 +133,9 @@ class CudaClock:
         torch.cuda.reset_peak_memory_stats()
         estimate = self.sample(call, 1)
         peak = torch.cuda.max_memory_allocated() - before
-        if estimate < SLOW_MS:
-            estimate = min(estimate, self.sample(call, 1))
+        if estimate > SLOW_MS:
+            return _Prepared(call, "events", 1, estimate, peak, [estimate])
+        estimate = min(estimate, self.sample(call, 1))
         if estimate < GRAPH_BELOW_MS:
             replay = self._captured(work.make)
             if replay is not None:
@@ -201,10 +202,10 @@ def measure(
         with _reasons(outcome):
             ready[work.key] = clock.prepare(work)
             outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
-    for number in range(MAX_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
             rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
-            if number >= rounds or outcomes[key].reason or (prepared.samples and late()):
+            if len(prepared.samples) >= rounds or outcomes[key].reason or (prepared.samples and late()):
                 continue
             with _reasons(outcomes[key]):
                 prepared.samples.append(clock.sample(prepared.call, prepared.calls))
