@@ -129,6 +129,10 @@ def test_row_60_missing_and_damaged_results(nsa, run, tmp_path):
     done = nsa("bench", "report", str(tmp_path / "r.json"))
     assert done.code == 2
     assert "measurements[0].performance.median_ms must be float, got 'fast'" in done.err
+    document["measurements"] = [{**document["measurements"][1], "dtype": "float8"}]
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    done = nsa("bench", "report", str(tmp_path / "r.json"))
+    assert (done.code, "peaks has no rates of float8" in done.err) == (2, True)
 
 
 SMALL = ("--shape", "2/1/8", "--length", "40", "--phase", "forward", "--blocks", "8,4,16,3,24", "--budget", "0.001")

@@ -180,9 +180,10 @@ def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict
     if not points:
         return _nothing(axes)
     xs = [flops / count for _, _, flops, count, _ in points]
-    low, high = min(xs) / 3, max(*xs, result.peaks.flops_per_s / result.peaks.bytes_per_s) * 3
-    ridge = result.peaks.flops_per_s / result.peaks.bytes_per_s
-    roof = [(x, min(result.peaks.flops_per_s, x * result.peaks.bytes_per_s) / 1e12) for x in (low, ridge, high)]
+    peaks = result.peaks[found[0].dtype]
+    ridge = peaks.flops_per_s / peaks.bytes_per_s
+    low, high = min(xs) / 3, max(*xs, ridge) * 3
+    roof = [(x, min(peaks.flops_per_s, x * peaks.bytes_per_s) / 1e12) for x in (low, ridge, high)]
     axes.plot(*zip(*roof), color="#444444", lw=1.2)
     for subject, name, flops, count, time_ms in points:
         rate, x = flops / time_ms / 1e9, flops / count

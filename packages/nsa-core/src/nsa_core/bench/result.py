@@ -87,7 +87,7 @@ class Result:
     environment: dict[str, Any]  # device, driver, clocks, versions, git commit
     combos: dict[str, dict[str, str]]  # name -> slot -> "backend version"
     skipped: dict[str, str]  # dense kernel -> why it cannot run
-    peaks: Peaks
+    peaks: dict[str, Peaks]  # per dtype
     gates: list[Gate]
     measurements: list[Measurement]
     crossovers: list[Crossover]
@@ -139,6 +139,9 @@ def read_result(path: Path) -> Result:
     except _WrongError as error:
         raise InvalidInput(f"{path}: {error}") from error
     assert isinstance(result, Result)  # _value makes what it is asked for
+    unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
+    if unknown:
+        raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
     return result
 
 

@@ -124,7 +124,7 @@ class Bench:
             environment=self._versions | machine(s.device),
             combos=self._combos,
             skipped=self._skipped,
-            peaks=peaks[s.dtypes[0]],
+            peaks=peaks,
             gates=self._gates,
             measurements=self._measurements,
             crossovers=crossovers(self._measurements),

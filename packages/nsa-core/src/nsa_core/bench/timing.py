@@ -2,8 +2,9 @@
 
 CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
 triton.testing.do_bench does); a call under 1 ms is captured into a CUDA graph and replayed, so that the host's launch
-time does not hide the kernels. CPU: perf_counter around as many calls as fill 5 ms, at a stated thread count; caches
-are as the previous work left them.
+time does not hide the kernels. CPU: torch.utils.benchmark over as many calls as fill 5 ms, at a stated thread count;
+a call that takes longer by itself is timed by perf_counter, because Timer would make it three times for one sample.
+Caches are as the previous work left them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from nsa_core.errors import NSAError
 from nsa_core.text import describe_error
@@ -30,6 +32,7 @@ CELL_LATE = NOT_MEASURED + ": the cell's time limit of {:g} s was reached"
 METHODS = {
     "events": "CUDA events, cold L2",
     "graph": "CUDA graph replay, CUDA events, cold L2",
+    "benchmark": "torch.utils.benchmark, caches as left by the previous work",
     "perf_counter": "perf_counter, caches as left by the previous work",
 }
 
@@ -79,10 +82,12 @@ class CpuClock:
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
         """Milliseconds per call over ``calls`` calls."""
+        if calls > 1:
+            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+            return float(timer.timeit(calls).mean) * 1e3
         start = time.perf_counter_ns()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter_ns() - start) / 1e6 / calls
+        call()
+        return (time.perf_counter_ns() - start) / 1e6
 
     def prepare(self, work: Work) -> _Prepared:
         """Set up and warm up: what is allocated once and kept is not the call's."""
@@ -90,7 +95,8 @@ class CpuClock:
         first = self.sample(call, 1)
         estimate = self.sample(call, 1) if first < 200 else first
         peak = self._peak_bytes(call) if work.measure_memory else 0
-        return _Prepared(call, "perf_counter", max(1, round(SAMPLE_MS / max(estimate, 1e-3))), estimate, peak)
+        calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
+        return _Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
 
     def _peak_bytes(self, call: Callable[[], Any]) -> int:
         from torch.profiler import ProfilerActivity, profile
