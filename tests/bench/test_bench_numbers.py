@@ -14,7 +14,7 @@ from nsa_core.bench.compare import compare, regressed
 from nsa_core.bench.crossover import crossing
 from nsa_core.bench.roofline import measure_peaks
 from nsa_core.bench.shapes import parse_lengths, parse_shape
-from nsa_core.bench.timing import summarise
+from nsa_core.bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
 
@@ -137,6 +137,24 @@ def test_compare_sees_a_slow_down_beyond_the_noise_and_no_other(result):
     assert not regressed(compare(slower(result, 100.0), result, fail_over=0.05))  # faster
     lost = regressed(compare(result, slower(result, 1.0, performance=False), fail_over=0.05))
     assert {c.verdict for c in lost} == {"lost"}
+
+
+def without(result, reason):
+    """``result`` with the parts of its combinations taken away, for ``reason``."""
+
+    def bare(m):
+        parts = {name: dataclasses.replace(p, performance=None, reason=reason) for name, p in m.parts.items()}
+        return dataclasses.replace(m, parts=parts)
+
+    return dataclasses.replace(result, measurements=[bare(m) for m in result.measurements])
+
+
+def test_a_part_left_out_is_missing_and_one_that_failed_is_lost(result):
+    left_out, failed = without(result, LATE), without(result, "failed: RuntimeError: no")
+    assert {c.verdict for c in compare(result, left_out, fail_over=0.05)} == {"same", "missing"}
+    assert not left_out.failed
+    assert {c.verdict for c in regressed(compare(result, failed, fail_over=0.05))} == {"lost"}
+    assert failed.failed
 
 
 def test_compare_refuses_other_devices_unless_forced(result):

@@ -33,7 +33,7 @@ def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run):
+def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypatch):
     model, facts = bytemodel.load(checkpoint)
     assert facts == {"steps": 7}
     assert model.config == CONFIG
@@ -46,9 +46,17 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run):
     for name, want in (("q", made.q), ("k", made.k[1]), ("v", made.v[1]), ("gates", made.gates)):
         assert torch.equal(getattr(trained, name), want)
         assert not torch.equal(getattr(trained, name), getattr(untrained, name))
+    seen = []
+
+    def watched(*arguments, model, **options):
+        seen.append(model)
+        return make_inputs(*arguments, model=model, **options)
+
+    monkeypatch.setattr("nsa_core.bench.run.make_inputs", watched)
     result = run(lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint])
     assert all(m.performance for m in result.measurements)
     assert result.settings["checkpoints"] == [checkpoint.name]
+    assert torch.equal(seen[0].head.weight, model.head.weight)
 
 
 def test_checkpoints_that_do_not_fit_are_refused(checkpoint, run, tmp_path):
@@ -175,5 +183,5 @@ def test_locality_is_1_where_all_agree_and_the_tile_where_none_do(real_blocks):
     assert set(real_blocks.locality(same, geometry).values()) == {1.0}
     none = (torch.arange(1024)[:, None] * 2 + torch.arange(2)).remainder(64).view(1, 1024, 1, 2)
     assert real_blocks.locality(none, geometry) == {"2": 2.0, "4": 4.0, "8": 8.0, "16": 16.0, "32": 32.0}
-    half = torch.where(torch.arange(1024)[:, None] < 512, torch.tensor([0, 1]), torch.tensor([0, -1]))
+    half = torch.where(torch.arange(1024)[:, None] < 512, torch.tensor([1, 2]), torch.tensor([1, -1]))
     assert real_blocks.locality(half.view(1, 1024, 1, 2), geometry)["8"] == 0.75

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa_cli.bench_report import number
 from nsa_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -154,12 +155,12 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
             axes.barh(height, width, left=left, color=colour, height=0.6, label=name if height == 0 else None)
             left += width
         widest = max(widest, left)
-        axes.text(max(left, 1.0) + 0.02, height, f"{m.performance.median_ms:.3g} ms", va="center", fontsize=8)
+        axes.text(max(left, 1.0) + 0.02, height, f"{number(m.performance.median_ms)} ms", va="center", fontsize=8)
     axes.axvline(1.0, color="black", lw=1.5, label="whole call")
     names = [f"{m.subject}\n{m.phase}" for m in bars]
     axes.set_yticks(range(len(bars)), names, fontsize=8)
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(0, widest * 1.25)
+    axes.set_xlim(0, widest * 1.3)
     axes.set(xlabel="each kernel alone, over the whole call", title=f"time per branch at {_tokens(longest)} tokens")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)
 
