@@ -237,7 +237,8 @@ def test_row_47_peak_is_the_stated_workspace(
     request = Request(
         slot=slot, geometry=problem.geometry, n_heads=problem.heads, n_kv_heads=problem.groups, head_dim=problem.Dk,
         v_head_dim=problem.Dv, dtype="bfloat16", device="cuda", capability=torch.cuda.get_device_capability(),
-        needs_grad=grad, deterministic=deterministic, varlen=cu is not None, batch=problem.batch, seq_len=sum(problem.lengths),
+        needs_grad=grad, deterministic=deterministic, varlen=cu is not None,
+        batch=problem.batch, seq_len=sum(problem.lengths),
     )  # fmt: skip
     assert probe.probe(request) == []
     call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None

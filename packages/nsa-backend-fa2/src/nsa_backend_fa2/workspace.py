@@ -120,7 +120,7 @@ class _Count(TorchDispatchMode):
 
 
 def _inside(func: Any, args: Any) -> int:
-    """Bytes an operator takes on CUDA beyond its result: a deterministic index_put_ sorts its indices with their places.
+    """Bytes an operator takes on CUDA beyond its result: index_put_ sorts its indices with their places.
 
     Those are index, place, both sorted, and a second buffer of each inside the sort, int64.
     """
