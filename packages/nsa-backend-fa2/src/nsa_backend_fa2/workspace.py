@@ -103,7 +103,7 @@ class _Count(TorchDispatchMode):
     """Bytes of the storages made inside the block that still live, and the most there ever were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live: dict[StorageWeakRef, int] = {}
 
@@ -148,7 +148,8 @@ def _measure(request: Request, batch: int, length: int) -> int:
     cu = empty((2,), torch.int32) if request.varlen else None
     call = SlotCall(geometry, request.head_dim**-0.5, cu, length, request.deterministic)
     module = importlib.import_module(f"nsa_backend_fa2.{slot}")
-    with providers.instead(Hollow(providers.first())), _Count() as count:
+    count = _Count()
+    with providers.instead(Hollow(providers.first())), count:
         if rows == 0 and slot == "cmp":  # nsa_core answers without the backend
             kept = [empty((*lead, request.n_heads, request.v_head_dim)), empty((*lead, request.n_heads), torch.float32)]
             kept += [torch.empty_like(x) for x in inputs] if request.needs_grad else []
