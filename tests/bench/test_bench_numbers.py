@@ -154,13 +154,18 @@ def test_real_inputs_come_from_the_text_and_the_seed():
 
     config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 
-    def make(kind, text=b"some words", seed=0):
-        return make_inputs(kind, config, batch=2, length=30, dtype=torch.float32, device="cpu", seed=seed, text=text)
+    def make(kind, text=b"some words", seed=0, length=30):
+        return make_inputs(
+            kind, config, batch=2, length=length, dtype=torch.float32, device="cpu", seed=seed, text=text
+        )
 
     real = make("real")
     assert real.q.shape == (2, 30, 2, 8)
     assert real.gates.shape == (2, 30, 2, 3)
-    assert torch.equal(real.v[0, 0], real.v[0, 10])  # the text repeats after ten bytes, and v has no position
+    # The text repeats after ten bytes, v has no position, and a token knows of the 64 bytes before it.
+    far = make("real", length=90).v[0]
+    torch.testing.assert_close(far[70], far[80])
+    assert not torch.allclose(far[70], far[79])
     assert not torch.equal(real.q, make("real", b"other words").q)
     assert torch.equal(real.q, make("real").q)
     assert not torch.equal(make("random").q, make("random", seed=1).q)

@@ -73,7 +73,7 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        given = (device.value, _dtypes(dtype), preset.value, _read_text(text), seed)
+        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed)
         if every:
             reports = [_run(combination, *given) for combination in _every(named, device.value, given[1])]
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -130,7 +130,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
-def _read_text(path: Path | None) -> tuple[str, bytes]:
+def read_text(path: Path | None) -> tuple[str, bytes]:
     """(name, bytes) of the real case: the given file, the nearest README.md, or the one this package carries."""
     from nsa_core.errors import InvalidInput
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nsa_core.bench.result import Measurement, Result
-from nsa_core.bench.timing import Performance
+from nsa_core.bench.timing import NOT_MEASURED, Performance
 from nsa_core.errors import InvalidInput
 
 Key = tuple[str, ...]
@@ -56,9 +56,10 @@ def _said(result: Result, name: str) -> object:
 def _figures(result: Result) -> dict[Key, Performance | None]:
     found: dict[Key, Performance | None] = {}
     for m in result.measurements:
-        if not m.reason.startswith("not measured"):
+        if not m.reason.startswith(NOT_MEASURED):
             found[_key(m, "total")] = m.performance
-            found |= {_key(m, name): part.performance for name, part in m.parts.items()}
+            measured = {n: part for n, part in m.parts.items() if not part.reason.startswith(NOT_MEASURED)}
+            found |= {_key(m, name): part.performance for name, part in measured.items()}
     return found
 
 
