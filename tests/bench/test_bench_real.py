@@ -55,7 +55,7 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
     monkeypatch.setattr("nsa_core.bench.run.make_inputs", watched)
     result = run(lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint])
     assert all(m.performance for m in result.measurements)
-    assert result.settings["checkpoints"] == [checkpoint.name]
+    assert result.settings["checkpoints"] == {"2/1/8": {"file": checkpoint.name, "steps": 7}}
     assert torch.equal(seen[0].head.weight, model.head.weight)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,7 +77,14 @@ def make_inputs(
     return Inputs(q, k, v, gates.to(stats_dtype(dtype)).contiguous().requires_grad_(), do)
 
 
-def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]) -> dict[str, ByteModel]:
+class Checkpoint(NamedTuple):
+    """A trained model, and what a result file says about it."""
+
+    model: ByteModel
+    facts: dict[str, Any]
+
+
+def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]) -> dict[str, Checkpoint]:
     """Shape name -> the trained model behind its real inputs; empty without checkpoints.
 
     Raises:
@@ -85,13 +93,13 @@ def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Seq
     """
     if checkpoints and "real" not in kinds:
         raise InvalidInput(f"a checkpoint makes real inputs, and inputs are {', '.join(kinds)}")
-    found: dict[str, ByteModel] = {}
+    found: dict[str, Checkpoint] = {}
     for path in checkpoints:
-        model, _ = load(path)
+        model, facts = load(path)
         name = shape_of(model.config).name
         if name in found:
             raise InvalidInput(f"{path} is a second checkpoint of shape {name}")
-        found[name] = model
+        found[name] = Checkpoint(model, {"file": path.name, **facts})
     wanted = {shape.name for shape in shapes}
     if found and found.keys() != wanted:
         raise InvalidInput(f"checkpoints are of shapes {', '.join(found)}; needed: one each of {', '.join(wanted)}")

@@ -62,7 +62,7 @@ class Settings:
         kept = dataclasses.asdict(self)
         kept["shapes"] = [shape.name for shape in self.shapes]
         kept["combos"] = [combo.name for combo in self.combos]
-        kept["checkpoints"] = [path.name for path in self.checkpoints]
+        kept.pop("checkpoints")
         kept |= {"text_bytes": len(kept.pop("text")), "threads": torch.get_num_threads(), "methods": METHODS}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
 
@@ -120,7 +120,7 @@ class Bench:
             self._cell(problem, peaks[problem.dtype])
             advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
         return Result(
-            settings=s.as_json(),
+            settings=s.as_json() | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
             environment=self._versions | machine(s.device),
             combos=self._combos,
             skipped=self._skipped,
@@ -189,7 +189,7 @@ class Bench:
         x = make_inputs(
             problem.inputs, problem.config, batch=problem.batch, length=problem.length,
             dtype=getattr(torch, problem.dtype), device=s.device, seed=s.seed, text=s.text,
-            model=self._models.get(problem.shape),
+            model=self._models[problem.shape].model if self._models else None,
         )  # fmt: skip
         # What "both" spends where is what forward and backward tell: timed alone only where they are not.
         parts = problem.phase != "both" or not {"forward", "backward"} <= {*s.phases}
