@@ -162,6 +162,11 @@ def test_compare_refuses_other_devices_unless_forced(result):
     with pytest.raises(InvalidInput, match="another"):
         compare(result, other, fail_over=0.05)
     assert compare(result, other, fail_over=0.05, force=True)
+    real = dataclasses.replace(result, settings=result.settings | {"inputs": ["random", "real"]})
+    trained = dataclasses.replace(real, settings=real.settings | {"checkpoints": {"2/1/8": {"file": "x"}}})
+    with pytest.raises(InvalidInput, match="checkpoints"):
+        compare(real, trained, fail_over=0.05)
+    assert compare(result, trained, fail_over=0.05)  # random inputs in common
     nothing = dataclasses.replace(result, measurements=[])
     with pytest.raises(InvalidInput, match="in common"):
         compare(result, nothing, fail_over=0.05)

@@ -29,11 +29,13 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
     lost: a figure became null (its gate failed, out of memory). missing: ``new`` did not measure it.
 
     Raises:
-        InvalidInput: other devices, threads or blocks (unless ``force``), or nothing in common.
+        InvalidInput: other devices, threads, blocks, or what real inputs are made of (unless ``force``), or nothing in
+            common.
     """
+    both_real = all("real" in result.settings.get("inputs", []) for result in (old, new))
     differ = [
         f"{name} {_said(old, name)!r} and {_said(new, name)!r}"
-        for name in ("device", "threads", "blocks")
+        for name in ("device", "threads", "blocks", *(("text_name", "text_bytes", "checkpoints") * both_real))
         if _said(old, name) != _said(new, name)
     ]
     if differ and not force:
