@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,6 +78,27 @@ def test_peak_rates_are_measured():
     peaks = measure_peaks("cpu", torch.float32)
     assert 1e8 < peaks.flops_per_s < 1e14
     assert 1e7 < peaks.bytes_per_s < 1e13
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for page faults")
+def test_the_first_cell_does_not_pay_for_fresh_pages():
+    """A process of its own: in this one much has been freed already."""
+    program = """
+import resource, torch
+from nsa_core import nsa_attention
+from nsa_core.bench import inputs, shapes, timing
+torch.set_num_threads(1)
+timing.clock_for("cpu")
+config = shapes.parse_shape("tiny").config()
+x = inputs.make_inputs("random", config, batch=1, length=256, dtype=torch.float32, device="cpu", seed=0)
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with torch.no_grad():
+        nsa_attention(x.q, x.k, x.v, x.gates, config=config)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 5000  # 33,000 where every call faults its pages in anew
 
 
 def test_both_phases_cost_their_sum():
