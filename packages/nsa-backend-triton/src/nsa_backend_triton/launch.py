@@ -28,6 +28,13 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of ``device``; on tensors without data, those of the architecture's usual GPU."""
+    if device.type != "cuda":
+        return {80: 108, 90: 132}.get(architecture(device), 1)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def accumulator(dtype: torch.dtype) -> tl.dtype:
     """What scores and sums are kept in: fp32, fp64 for fp64 (the interpreter's)."""
     return tl.float64 if dtype == torch.float64 else tl.float32
@@ -67,8 +74,13 @@ class Sequences:
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]: sequence stride 0."""
-    return (0, x.stride(0), x.stride(1)) if packed else (x.stride(0), x.stride(1), x.stride(2))
+    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
+
+    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
+    """
+    if packed:
+        return 0, x.stride(0), x.stride(1)
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)
 
 
 def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
