@@ -68,9 +68,7 @@ def _branch(d_o, gate, D_GATE, O, D_O, seq, token, head, stride_b, stride_t, str
     o = _load(O, seq, token, head, stride_b, stride_t, stride_h, col, mask).to(ACC)
     tl.store(D_GATE + row * 3, tl.sum(d_o * o, 1), mask=here)
     weight = tl.load(gate, mask=here, other=0.0).to(ACC)
-    tl.store(
-        D_O + row[:, None] * WIDTH + col[None, :], (d_o * weight[:, None]).to(D_O.dtype.element_ty), mask=mask
-    )
+    tl.store(D_O + row[:, None] * WIDTH + col[None, :], (d_o * weight[:, None]).to(D_O.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len"])
@@ -138,9 +136,7 @@ def _launch(
     rows = heads
     for size in lead:
         rows *= size
-    settings = dict(
-        configs.pick(name, launch.architecture(o.device), v_head_dim=width, itemsize=o.element_size())
-    )
+    settings = dict(configs.pick(name, launch.architecture(o.device), v_head_dim=width, itemsize=o.element_size()))
     tile = settings["ROWS"]
     kernel[(triton.cdiv(rows, tile),)](
         *inputs,

@@ -9,14 +9,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from nsa_core.contract import SlotCall
 from nsa_core.packing import compressed_cu_seqlens
 
 
+@functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton was imported)."""
-    return bool(triton.knobs.runtime.interpret)
+    # What the variable was when triton made its own functions, not what it is now.
+    return isinstance(tl.max, InterpretedFunction)
 
 
 @functools.cache
@@ -70,7 +73,7 @@ class Sequences:
         """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
         if self.packed:
             return self.seq_len // size + self.n
-        return self.n * triton.cdiv(self.seq_len, size)
+        return self.n * -(-self.seq_len // size)
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
