@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 
 from nsa_core.contract import Request
-from nsa_core.errors import NSAError
 
 # The table an architecture reads, by shared memory a block: 163 KiB (80, 87), 99 KiB (86, 89, 120, 121), 227 KiB.
 TABLES = {0: "interpreter", 80: "sm80", 86: "sm86", 87: "sm80", 89: "sm86", 90: "sm90", 100: "sm90", 103: "sm90"}
@@ -58,11 +57,11 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
     """Constants and num_warps, num_stages of ``kernel``, e.g. pick("span_forward", 90, head_dim=128, itemsize=2).
 
     Raises:
-        NSAError: no row fits; a probe that said yes keeps this from happening.
+        LookupError: no row fits; a probe that said yes keeps this from happening.
     """
     settings = find(kernel, architecture, **traits)
     if settings is None:
-        raise NSAError(f"{kernel} has no configuration for {traits} on architecture {architecture}")
+        raise LookupError(f"{kernel} has no configuration for {traits} on architecture {architecture}")
     return settings
 
 

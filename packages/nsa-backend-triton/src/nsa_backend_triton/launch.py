@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -22,9 +23,28 @@ def interpreted() -> bool:
     return isinstance(tl.max, InterpretedFunction)
 
 
-@functools.cache
+_described: list[int] = []
+
+
+@contextlib.contextmanager
+def described(architecture: int) -> Iterator[None]:
+    """Tensors on the meta device count as lying on a GPU of ``architecture`` inside the block."""
+    _described.append(architecture)
+    try:
+        yield
+    finally:
+        _described.pop()
+
+
 def architecture(device: torch.device) -> int:
     """Compute capability of ``device`` as one number, 90 for sm_90; 0 in the interpreter."""
+    if device.type == "meta" and _described:
+        return _described[-1]
+    return _capability(device)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
     if interpreted():
         return 0
     major, minor = torch.cuda.get_device_capability(device)
