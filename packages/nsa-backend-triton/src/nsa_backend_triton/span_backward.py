@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import heads_together
+from nsa_backend_triton.span_forward import heads_together, launch_options
 from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, sees, store_rows
 from nsa_backend_triton.tile import LOG2E, place
 
@@ -282,7 +282,7 @@ def _dq(
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
-        num_warps=settings["num_warps"], num_stages=settings["num_stages"],
+        **launch_options(settings),
     )  # fmt: skip
     return dq, delta
 
@@ -309,7 +309,7 @@ def _dkdv(
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
-        num_warps=settings["num_warps"], num_stages=settings["num_stages"],
+        **launch_options(settings),
     )  # fmt: skip
     if not direct:
         for part, grad in zip(sums, grads):

@@ -115,6 +115,12 @@ def heads_together(group: int, most: int) -> int:
     return min(group & -group, most)
 
 
+def launch_options(settings: configs.Settings) -> dict[str, int]:
+    """num_warps, num_stages, and maxnreg where it is given and not 0."""
+    names = ("num_warps", "num_stages", "maxnreg")
+    return {name: settings[name] for name in names if settings.get(name)}
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
@@ -143,6 +149,6 @@ def forward(
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype),
-        num_warps=settings["num_warps"], num_stages=settings["num_stages"],
+        **launch_options(settings),
     )  # fmt: skip
     return o, lse
