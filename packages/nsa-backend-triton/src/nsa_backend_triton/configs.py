@@ -20,17 +20,17 @@ MEASURED = {90}  # the others are compiled offline for their limits, and have ne
 
 # The kernels that each slot launches; the probe wants a row for each.
 FORWARD: Mapping[str, tuple[str, ...]] = {
-    "cmp": (),
+    "cmp": ("span_forward",),
     "select": (),
     "sel": (),
-    "win": (),
+    "win": ("span_forward",),
     "combine": ("combine_forward",),
 }
 BACKWARD: Mapping[str, tuple[str, ...]] = {
-    "cmp": (),
+    "cmp": ("span_dq", "span_dkdv"),
     "select": (),
-    "sel": (),
-    "win": (),
+    "sel": ("sel_block_backward", "sel_token_backward"),
+    "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
 
@@ -47,7 +47,7 @@ def table(architecture: int) -> Mapping[str, list[tuple[dict[str, int], dict[str
 
 def find(kernel: str, architecture: int, **traits: int) -> Settings | None:
     """As :func:`pick`; None: no row fits."""
-    for limits, settings in table(architecture)[kernel]:
+    for limits, settings in table(architecture).get(kernel, ()):
         if all(traits[name] <= limit for name, limit in limits.items()):
             return settings
     return None
@@ -74,5 +74,6 @@ def missing(request: Request, architecture: int) -> list[str]:
         "itemsize": _ITEMSIZE[request.dtype],
         "heads": request.n_heads // request.n_kv_heads,
         "block": request.geometry.select_block_size,
+        "window": request.geometry.window_size if request.slot == "win" else 0,
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

@@ -54,5 +54,6 @@ def strict(seed: int = 0) -> Iterator[Seen]:
         stack.enter_context(mock.patch.multiple(interpreter.InterpreterBuilder, **machine.builder_methods()))
         stack.enter_context(mock.patch.multiple(interpreter.GridExecutor, **machine.executor_methods()))
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
+        stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", machine.patch_tensor))
         stack.enter_context(np.errstate(all="ignore"))
         yield machine.seen

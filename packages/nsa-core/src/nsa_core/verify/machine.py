@@ -57,6 +57,7 @@ class Machine:
             interpreter.GridExecutor._init_args_hst,
             interpreter.GridExecutor.__call__,
         )
+        self._stock_patch = interpreter._patch_lang_tensor
         self._order_of = np.random.default_rng(seed)
         self._spans: list[tuple[int, int]] = []
         self._owner: dict[int, tuple[int, ...]] = {}
@@ -72,6 +73,11 @@ class Machine:
             "_init_args_hst": functools.partialmethod(_call, self.arguments),
             "__call__": functools.partialmethod(_call, self.launch),
         }
+
+    def patch_tensor(self, tensor: Any, scope: Any) -> None:
+        """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer does."""
+        self._stock_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def _bf16(self, handle: Any) -> bool:
         return bool(handle.dtype.scalar == self.tl.bfloat16)
