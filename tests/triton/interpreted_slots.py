@@ -5,19 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_cases import CASES, SLOTS, SMALLEST, point, under_test
+from kernel_cases import CASES, EVERY_DTYPE, SLOTS, SLOW, SMALLEST, point, under_test
 from nsa_core.ops import DIFFERENTIABLE
 from nsa_core.testing.candidate import faults
 from nsa_core.verify.cases import Case
 from nsa_core.verify.interpreter import strict
 from nsa_core.verify.subject import bits
 
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)
+DTYPES = ("float64", "float32", "bfloat16")
+_QUICK = [(case, dtype) for case in CASES for dtype in (DTYPES if case in EVERY_DTYPE else DTYPES[:1])]
+_REST = [(case, dtype) for case in (*CASES, *SLOW) for dtype in DTYPES if (case, dtype) not in _QUICK]
+PROBLEMS = [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in _QUICK]
+PROBLEMS += [pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=pytest.mark.slow) for case, dtype in _REST]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@BY_NAME
+@pytest.mark.parametrize(("case", "dtype"), PROBLEMS)
 @EACH_SLOT
 def test_slot_is_right(slot: str, case: Case, dtype: str) -> None:
     subject, asked = under_test(slot), point(case, dtype)
@@ -30,7 +33,7 @@ def test_slot_is_right(slot: str, case: Case, dtype: str) -> None:
     assert not faults(slot, case, run, data)
 
 
-@pytest.mark.parametrize("case", CASES[:1] + CASES[4:5], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 @EACH_SLOT
 def test_same_bits_in_any_order_of_programs_when_demanded(slot: str, case: Case) -> None:
     subject, asked = under_test(slot), point(case, "float32", deterministic=True)

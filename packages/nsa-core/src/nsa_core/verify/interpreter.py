@@ -44,6 +44,7 @@ def strict(seed: int = 0) -> Iterator[Seen]:
         Violation: a kernel did what a GPU would punish; triton wraps it in an InterpreterError that quotes it.
     """
     import numpy as np
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from nsa_core.verify.machine import Machine
@@ -54,6 +55,7 @@ def strict(seed: int = 0) -> Iterator[Seen]:
         stack.enter_context(mock.patch.multiple(interpreter.InterpreterBuilder, **machine.builder_methods()))
         stack.enter_context(mock.patch.multiple(interpreter.GridExecutor, **machine.executor_methods()))
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
-        stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", machine.patch_tensor))
+        stack.enter_context(mock.patch.multiple(interpreter, **machine.module_functions()))
+        stack.enter_context(mock.patch.multiple(TritonSemantic, **machine.semantic_methods()))
         stack.enter_context(np.errstate(all="ignore"))
         yield machine.seen

@@ -57,7 +57,10 @@ class Machine:
             interpreter.GridExecutor._init_args_hst,
             interpreter.GridExecutor.__call__,
         )
-        self._stock_patch = interpreter._patch_lang_tensor
+        self._stock_tensor, self._stock_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+        self._stock_kind = interpreter._get_np_dtype
+        self._kinds: dict[str, Any] = {}
+        self._patched: set[str] = set()
         self._order_of = np.random.default_rng(seed)
         self._spans: list[tuple[int, int]] = []
         self._owner: dict[int, tuple[int, ...]] = {}
@@ -74,10 +77,46 @@ class Machine:
             "__call__": functools.partialmethod(_call, self.launch),
         }
 
+    def module_functions(self) -> dict[str, Any]:
+        """Replacements of functions of triton's module ``interpreter``."""
+        kind = self._numpy_kind
+        return {"_patch_lang_tensor": self.patch_tensor, "_patch_lang": self.patch_lang, "_get_np_dtype": kind}
+
+    def _numpy_kind(self, kind: Any) -> Any:
+        """The numpy dtype behind ``kind``, remembered: stock builds its table anew at each of a million calls."""
+        scalar = kind.scalar
+        if isinstance(scalar, self.tl.pointer_type):
+            return np.dtype(np.uint64)
+        if scalar.name not in self._kinds:
+            self._kinds[scalar.name] = self._stock_kind(kind)
+        return self._kinds[scalar.name]
+
+    def semantic_methods(self) -> dict[str, Any]:
+        """Replacements of TritonSemantic's methods."""
+        return {"binary_op_sanitize_overflow_impl": functools.partialmethod(_call, self.overflow)}
+
     def patch_tensor(self, tensor: Any, scope: Any) -> None:
         """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer does."""
-        self._stock_patch(tensor, scope)
+        self._stock_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def patch_lang(self, function: Any) -> Any:
+        """Point triton.language at the interpreter, once a launch; stock does it at every call of a jit function."""
+        modules = {m.__name__ for m in function.__globals__.values() if m is self.tl or m is self.tl.core}
+        if modules <= self._patched:
+            return self.interpreter._LangPatchScope()
+        self._patched |= modules
+        return self._stock_lang(function)
+
+    def overflow(self, semantic: Any, a: Any, b: Any, op: Any) -> None:
+        """Integer arithmetic must not leave its type; stock computes this too, in a dozen interpreted operations."""
+        kind = a.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op.__name__]
+        wide = arithmetic(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+        if wide.size and (wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()):
+            raise Violation(f"{kind} overflow in {op.__name__} in program {self._now}")
 
     def _bf16(self, handle: Any) -> bool:
         return bool(handle.dtype.scalar == self.tl.bfloat16)
@@ -189,6 +228,7 @@ class Machine:
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A launch, visible to the profiler."""
+        self._patched.clear()
         with torch.profiler.record_function(executor.fn.__name__):
             return self._stock_call(executor, *args, **kwargs)
 
