@@ -39,6 +39,7 @@ def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
 
 
 FORWARD = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg"
+SPECIALIZED = "BLOCK_M HEADS BLOCK_N num_warps num_stages TMA"
 DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg"
 CANDIDATES = {
     ("win", "forward"): rows(
@@ -65,6 +66,14 @@ CANDIDATES = {
         DKDV, (64, 64, 1, 4, 2, 0), (128, 64, 1, 8, 2, 0), (128, 64, 1, 8, 3, 0), (64, 32, 1, 4, 3, 0),
         (128, 32, 1, 8, 3, 0), (128, 64, 2, 8, 2, 0), (128, 128, 1, 8, 2, 0),
     ),
+}  # fmt: skip
+# Warps specialised by the compiler, TMA descriptors: with --specialized, alone, because a wrong barrier would hang.
+CANDIDATES_SPECIALIZED = {
+    (slot, "forward"): rows(
+        SPECIALIZED, (128, 1, 64, 4, 2, 1), (128, 1, 64, 4, 3, 1), (128, 1, 128, 4, 2, 1), (128, 1, 64, 4, 4, 1),
+        (128, 1, 64, 8, 3, 1), (128, 1, 128, 8, 2, 1),
+    )
+    for slot in ("win", "cmp")
 }  # fmt: skip
 
 
@@ -170,12 +179,12 @@ def operations(slot: str, heads: int, width: int, length: int) -> float:
     return 4.0 * pairs * heads * width
 
 
-def table(slot: str, shape: str, pieces: list[str]) -> None:
+def table(slot: str, shape: str, pieces: list[str], candidates: dict[tuple[str, str], list[dict[str, int]]]) -> None:
     """Check, time and print every candidate of one slot and shape."""
     heads, groups, width, length = SHAPES[shape]
     small = Case(slot, heads, groups, width, 700)
     truth = small.truth()
-    work = [(piece, s) for piece in pieces for s in (CANDIDATES.get((slot, piece), []))]
+    work = [(piece, s) for piece in pieces for s in candidates.get((slot, piece), [])]
     work += [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
 
     def check(item: tuple[str, Any]) -> Any:
@@ -204,12 +213,13 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--slot", nargs="+", choices=("win", "cmp"), default=["win", "cmp"])
     parser.add_argument("--piece", nargs="*", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"])
+    parser.add_argument("--specialized", action="store_true", help="the warp-specialised candidates instead")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}")
     for shape in options.shape:
         for slot in options.slot:
-            table(slot, shape, options.piece)
+            table(slot, shape, options.piece, CANDIDATES_SPECIALIZED if options.specialized else CANDIDATES)
             torch.cuda.empty_cache()
 
 
