@@ -163,9 +163,9 @@ def _choose(
         tl.debug_barrier()  # scores written by other threads of the program
         OUT += ((batch * seq_len + first) * GROUPS + group) * N
         for part in tl.range(0, TOKENS, ROWS, num_stages=1):
-            token = row + part + tl.arange(0, ROWS)
+            ranked = row + part + tl.arange(0, ROWS)
             rank_rows(SCORES + part * row_length, CARRIES + part * row_length, SURVIVORS + part * SLOTS,
-                      OUT + part * GROUPS * N, token, token < length, GROUPS * N, end * (KEYS // TAPS), row_length,
+                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, end * (KEYS // TAPS), row_length,
                       N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
