@@ -48,46 +48,65 @@ def _sum_heads(
     return total
 
 
+@triton.constexpr_function
+def _order(keys, taps, warps):
+    """(OUTER, HIGH, PAIR, MIDDLE, LOW): rows of a tile are [tap, block, tap, tap, block], of these sizes.
+
+    In the layout of the product a thread holds rows 8 apart and rows 16 * warps apart, eight neighbours are in one warp.
+    So the taps of a block are added inside a thread as far as there are rows of its own, the rest inside the warp.
+    """
+    blocks, pair = keys // taps, min(2, taps)
+    outer = min(max(1, keys // (16 * warps)), taps // pair)
+    middle = taps // pair // outer
+    low = min(max(1, 8 // middle), blocks)
+    return outer, blocks // low, pair, middle, low
+
+
 @triton.jit
-def _sum_taps(total, RATIO: tl.constexpr, OVER: tl.constexpr, TAPS: tl.constexpr):
-    """(scores of the blocks from their own taps, what goes to the blocks after them), both [BLOCKS, TOKENS].
+def _sum_taps(
+    total, OUTER: tl.constexpr, HIGH: tl.constexpr, PAIR: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr,
+    RATIO: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
+    """[BLOCKS, TOKENS, 2]: what the tile's blocks get from their own taps, and what the blocks after them get.
 
     Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER, RATIO - c) and the next block by the
     rest of OVER = l/d.
     """
     TOKENS: tl.constexpr = total.shape[1]
-    BLOCKS: tl.constexpr = total.shape[0] // TAPS
-    LOW: tl.constexpr = 8 if BLOCKS > 8 else BLOCKS
-    PAIR: tl.constexpr = 2 if TAPS > 1 else 1
-    total = tl.reshape(total, [TAPS // PAIR, BLOCKS // LOW, PAIR, LOW, TOKENS])
-    tap = tl.arange(0, TAPS // PAIR)[:, None, None, None, None] * PAIR
-    tap += tl.arange(0, PAIR)[None, None, :, None, None]
+    total = tl.reshape(total, [OUTER, HIGH, PAIR, MIDDLE, LOW, TOKENS])
+    tap = tl.arange(0, OUTER)[:, None, None, None, None, None] * (MIDDLE * PAIR)
+    tap += tl.arange(0, PAIR)[None, None, :, None, None, None]
+    tap += tl.arange(0, MIDDLE)[None, None, None, :, None, None] * PAIR
     own = tl.minimum(RATIO - tap, OVER)
     carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)
     # Not 0 x total: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
     mine = tl.where(own > 0, total * own.to(total.dtype), 0.0)
-    next_ = tl.where(carry > 0, total * carry.to(total.dtype), 0.0)
-    mine = tl.reshape(tl.sum(tl.sum(mine, 2), 0), [BLOCKS, TOKENS])
-    return mine, tl.reshape(tl.sum(tl.sum(next_, 2), 0), [BLOCKS, TOKENS])
+    after = tl.where(carry > 0, total * carry.to(total.dtype), 0.0)
+    mine = tl.reshape(tl.sum(tl.sum(tl.sum(mine, 2), 0), 1), [HIGH * LOW, TOKENS])
+    return tl.join(mine, tl.reshape(tl.sum(tl.sum(tl.sum(after, 2), 0), 1), [HIGH * LOW, TOKENS]))
 
 
 @triton.jit
 def _walk(
-    q, lse, K, SCORES, CARRIES, begin, end, visible, token, factor, k_row, row_length,
+    q, lse, K, SCORES, begin, end, visible, token, factor, k_row, row_length,
     DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    ACC: tl.constexpr, MASKED: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores of the tiles begin .. end of BLOCKS = KEYS // TAPS blocks each; token [TOKENS]; ``visible`` keys at most."""
     BLOCKS: tl.constexpr = KEYS // TAPS
-    LOW: tl.constexpr = 8 if BLOCKS > 8 else BLOCKS
-    PAIR: tl.constexpr = 2 if TAPS > 1 else 1
+    ORDER: tl.constexpr = _order(KEYS, TAPS, WARPS)
+    HIGH: tl.constexpr = ORDER[1]
+    PAIR: tl.constexpr = ORDER[2]
+    MIDDLE: tl.constexpr = ORDER[3]
+    LOW: tl.constexpr = ORDER[4]
     at = tl.arange(0, KEYS)
-    tap = at // (BLOCKS * PAIR) * PAIR + at // LOW % PAIR
-    of_tile = at // (LOW * PAIR) % (BLOCKS // LOW) * LOW + at % LOW
+    tap = at // (BLOCKS * PAIR * MIDDLE) * (MIDDLE * PAIR) + at // LOW % MIDDLE * PAIR + at // (LOW * MIDDLE) % PAIR
+    of_tile = at // (LOW * MIDDLE * PAIR) % HIGH * LOW + at % LOW
     of_tile = of_tile * RATIO + tl.minimum(tap, RATIO - 1)  # taps that pad RATIO to a power of two weigh nothing
     column = tl.arange(0, BLOCK_D)
-    to = tl.arange(0, TOKENS)[None, :] * row_length + tl.arange(0, BLOCKS)[:, None]
+    to = tl.arange(0, TOKENS)[None, :, None] * row_length + tl.arange(0, BLOCKS)[:, None, None] * 2
+    to += tl.arange(0, 2)[None, None, :]
     for tile in tl.range(begin, end):
         key = tile * (BLOCKS * RATIO) + of_tile
         k_at = K + tl.cast(tile, tl.int64) * (BLOCKS * RATIO) * k_row + of_tile[:, None] * k_row + column[None, :]
@@ -99,9 +118,8 @@ def _walk(
             k = tl.load(k_at, mask=(column < DK)[None, :], other=0.0)
         seen = (key * STRIDE + SIZE - 1)[:, None] <= token[None, :]
         total = _sum_heads(k, q, lse, factor, seen, HEADS, PIECES, ACC, MASKED)
-        mine, next_ = _sum_taps(total, RATIO, SIZE // STRIDE, TAPS)
-        tl.store(SCORES + tile * BLOCKS + to, mine)
-        tl.store(CARRIES + 1 + tile * BLOCKS + to, next_)
+        scores = _sum_taps(total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, RATIO, SIZE // STRIDE)
+        tl.store(SCORES + tile * (BLOCKS * 2) + to, scores)
 
 
 @triton.jit
@@ -125,14 +143,14 @@ def _load_queries(
 
 @triton.jit
 def _choose(
-    index, Q, K, LSE, OUT, SCORES, CARRIES, SURVIVORS, CU, CU_CMP,
+    index, Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP,
     q_seq, q_row, q_head, k_seq, k_row, k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows,
     row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The blocks of tile ``index``; kv heads vary fastest, then tiles from the last to the first."""
     RATIO: tl.constexpr = SELECT // STRIDE
@@ -156,15 +174,17 @@ def _choose(
         whole = tl.minimum(num_compressed(row + 1, SIZE, STRIDE), keys) // (KEYS // TAPS * RATIO)
         end = tl.cdiv(visible, KEYS // TAPS * RATIO)
         token = row + tl.arange(0, TOKENS)
-        _walk(q, lse, K, SCORES + SLOTS, CARRIES + SLOTS, 0, whole, visible, token, factor, k_row, row_length, DK, BLOCK_D,
-              KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, ACC, False)  # fmt: skip
-        _walk(q, lse, K, SCORES + SLOTS, CARRIES + SLOTS, whole, end, visible, token, factor, k_row, row_length, DK,
-              BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, ACC, True)  # fmt: skip
+        _walk(q, lse, K, SCORES + SLOTS * 2, 0, whole, visible, token, factor, k_row, row_length, DK, BLOCK_D,
+              KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
+              False)  # fmt: skip
+        _walk(q, lse, K, SCORES + SLOTS * 2, whole, end, visible, token, factor, k_row, row_length, DK,
+              BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
+              True)  # fmt: skip
         tl.debug_barrier()  # scores written by other threads of the program
         OUT += ((batch * seq_len + first) * GROUPS + group) * N
         for part in tl.range(0, TOKENS, ROWS, num_stages=1):
             ranked = row + part + tl.arange(0, ROWS)
-            rank_rows(SCORES + part * row_length, CARRIES + part * row_length, SURVIVORS + part * SLOTS,
+            rank_rows(SCORES + part * row_length, SURVIVORS + part * SLOTS,
                       OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, end * (KEYS // TAPS), row_length,
                       N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
@@ -172,29 +192,28 @@ def _choose(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"])
 def select_forward(
-    Q, K, LSE, OUT, SCORES, CARRIES, SURVIVORS, CU, CU_CMP,
+    Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, lse_seq: tl.int64, lse_head: tl.int64, factor,
     n_seqs, seq_len, longest, key_rows, row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. SCORES, CARRIES [programs, TOKENS, row_length] and SURVIVORS [programs, TOKENS, SLOTS]: scratch."""
+    """See the module. SCORES [programs, TOKENS, row_length] and SURVIVORS [programs, TOKENS, SLOTS]: scratch."""
     programs, mine = tl.num_programs(0), tl.program_id(0)
     row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
     SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
-    CARRIES += tl.cast(mine, tl.int64) * TOKENS * row_length
     SURVIVORS += mine * TOKENS * SLOTS
     for turn in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
         # There and back: each program gets long and short tiles alike.
         index = turn * programs + tl.where(turn % 2 == 0, mine, programs - 1 - mine)
         if index < tiles * GROUPS:
-            _choose(index, Q, K, LSE, OUT, SCORES, CARRIES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
+            _choose(index, Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
                     GROUPS, GROUP, DK, BLOCK_D, KEYS, HEADS, PIECES, TOKENS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS,
-                    INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, ACC)  # fmt: skip
+                    INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, ACC)  # fmt: skip
 
 
 @functools.cache
@@ -243,21 +262,22 @@ def forward(
     tiles = seqs.tiles(tokens)
     programs = min(tiles * groups, _processors(q.device) * settings["PROGRAMS"])
     out = q.new_empty((*q.shape[:-2], groups, n), dtype=torch.int32)
-    scores = q.new_empty((2, programs, tokens, row_length), dtype=lse.dtype)
+    scores = q.new_empty((programs, tokens, row_length), dtype=lse.dtype)
     survivors = q.new_empty((programs, tokens, slots), dtype=torch.int32)
     select_forward[(programs,)](
-        q, k_cmp, lse, out, scores[0], scores[1], survivors, seqs.cu, seqs.cu_cmp,
+        q, k_cmp, lse, out, scores, survivors, seqs.cu, seqs.cu_cmp,
         *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, longest, k_cmp.shape[-3], row_length, tiles,
         GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
         PIECES=pieces, TOKENS=tokens, TAPS=taps, SIZE=geometry.compress_block_size, STRIDE=geometry.compress_stride,
         SELECT=geometry.select_block_size, N=n, SLOTS=slots, INIT=geometry.init_blocks, LOCAL=geometry.local_blocks,
-        ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"], VARLEN=seqs.packed,
+        WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         num_warps=settings["num_warps"], num_stages=settings["num_stages"],
     )  # fmt: skip
     return out
 
 
 def scratch_row(blocks: int, tile: int, slots: int) -> int:
-    """Scores that a token's scratch row holds: survivors, its blocks in whole tiles, one carry; a multiple of 16."""
-    return triton.cdiv(slots + triton.cdiv(blocks, tile) * tile + 1, 16) * 16
+    """Numbers in a token's scratch row: a pair per survivor and per block, blocks in whole tiles; a multiple of 16."""
+    return triton.cdiv(slots + triton.cdiv(blocks, tile) * tile, 8) * 16

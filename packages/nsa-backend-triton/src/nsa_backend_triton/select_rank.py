@@ -15,44 +15,44 @@ import triton.language as tl
 
 @triton.jit
 def _threshold(bits, need, eligible):
-    """(value, how many that equal it are wanted) [ROWS] so that need [ROWS] of bits [CHUNKS, ROWS, LANES] are chosen.
+    """(value, how many that equal it are wanted) [ROWS] so that need [ROWS] of bits [ROWS, CHUNKS, LANES] are chosen.
 
     ``eligible`` [ROWS] counts bits >= -1, of which need are wanted; chosen are those above value, then equal ones.
     """
-    top = tl.max(tl.max(bits, 2), 0)
+    top = tl.max(tl.max(bits, 1), 1)
     low = tl.where(need == 0, top, tl.full(top.shape, -1, bits.dtype))
     high = tl.where((need == 0) | (need == eligible), low + 1, top + 1)
     while tl.max(high - low, 0) > 1:
         middle = low + ((high - low) >> 1)
-        above = tl.sum(tl.sum((bits >= middle[None, :, None]).to(tl.int32), 0), 1)
+        above = tl.sum(tl.sum((bits >= middle[:, None, None]).to(tl.int32), 1), 1)
         low = tl.where(above >= need, middle, low)
         # As many as are wanted lie at or above the middle: the row is done.
         high = tl.where(above == need, middle + 1, tl.where(above > need, high, middle))
-    return low, need - tl.sum(tl.sum((bits > low[None, :, None]).to(tl.int32), 0), 1)
+    return low, need - tl.sum(tl.sum((bits > low[:, None, None]).to(tl.int32), 1), 1)
 
 
 @triton.jit
 def _places(strict, equal, wanted):
-    """(chosen, place among the chosen) of masks [CHUNKS, ROWS, LANES]: strict ones, and the first wanted equal ones."""
+    """(chosen, place among the chosen) of masks [ROWS, CHUNKS, LANES]: strict ones, and the first wanted equal ones."""
     both = strict.to(tl.int32) + equal.to(tl.int32) * 65536  # two counts in one scan; a window is below 2^15 wide
     inside = tl.cumsum(both, 2)
     total = tl.sum(both, 2)
-    until = inside + (tl.cumsum(total, 0) - total)[:, :, None]
-    ties = tl.minimum(until >> 16, wanted[None, :, None])
-    chosen = strict | (equal & ((until >> 16) <= wanted[None, :, None]))
+    until = inside + (tl.cumsum(total, 1) - total)[:, :, None]
+    ties = tl.minimum(until >> 16, wanted[:, None, None])
+    chosen = strict | (equal & ((until >> 16) <= wanted[:, None, None]))
     return chosen, (until & 65535) + ties - 1
 
 
 @triton.jit
 def rank_rows(
-    SCORES, CARRIES, SURVIVORS, OUT, token, inside, out_row, written, row_length,
+    SCORES, SURVIVORS, OUT, token, inside, out_row, written, row_length,
     N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, SELECT: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of ROWS tokens [ROWS], ``inside`` their document, from the scores of ``written`` blocks.
 
-    SCORES, CARRIES point at the first token's row: block j's score is SCORES[SLOTS + j] + CARRIES[SLOTS + j], the second
-    for j >= 1. SURVIVORS [ROWS, SLOTS] and columns of SCORES that have been read are written over.
+    SCORES points at the first token's row of pairs: block j's score is the first of pair SLOTS + j and, for j >= 1, the
+    second of the pair before. SURVIVORS [ROWS, SLOTS] and pairs of SCORES that have been read are written over.
     """
     FRESH: tl.constexpr = CHUNKS * LANES - SLOTS
     row = tl.arange(0, ROWS)
@@ -60,32 +60,32 @@ def rank_rows(
     first_local = tl.maximum(candidates - LOCAL, tl.minimum(candidates, INIT))
     total = tl.minimum(candidates, N)
     free = total - tl.minimum(candidates, INIT) - (candidates - first_local)
-    column = tl.arange(0, CHUNKS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    at = row[None, :, None] * row_length + column
-    slot = row[None, :, None] * SLOTS
+    column = tl.arange(0, CHUNKS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    at = row[:, None, None] * row_length + column * 2
+    slot = row[:, None, None] * SLOTS
     kept = tl.zeros([ROWS], tl.int32)
     windows = tl.cdiv(tl.max(tl.where(inside & (free > 0), first_local, 0), 0), FRESH)
     for window in tl.range(windows, num_stages=1):
         first = window * FRESH
         block = first + column - SLOTS
-        fresh = (column >= SLOTS) & (block >= INIT) & (block < first_local[None, :, None]) & inside[None, :, None]
-        old = column < kept[None, :, None]
-        score = tl.load(SCORES + first + at, mask=old | (fresh & (block < written)), other=0.0)
+        fresh = (column >= SLOTS) & (block >= INIT) & (block < first_local[:, None, None]) & inside[:, None, None]
+        old = column < kept[:, None, None]
+        score = tl.load(SCORES + first * 2 + at, mask=old | (fresh & (block < written)), other=0.0)
         # The taps of a block's first compressed tokens come with the block before: they are the lower ones.
-        score += tl.load(CARRIES + first + at, mask=fresh & (block >= 1) & (block <= written), other=0.0)
+        score += tl.load(SCORES + first * 2 - 1 + at, mask=fresh & (block >= 1) & (block <= written), other=0.0)
         if ACC == tl.float64:
             bits = score.to(tl.int64, bitcast=True)
         else:
             bits = score.to(tl.int32, bitcast=True)
         bits = tl.where(old | fresh, tl.where(score == score, bits, -1), -2)
-        eligible = tl.sum(tl.sum((bits >= -1).to(tl.int32), 0), 1)
+        eligible = tl.sum(tl.sum((bits >= -1).to(tl.int32), 1), 1)
         need = tl.minimum(free, eligible)
         value, wanted = _threshold(bits, need, eligible)
-        chosen, place = _places(bits > value[None, :, None], bits == value[None, :, None], wanted)
+        chosen, place = _places(bits > value[:, None, None], bits == value[:, None, None], wanted)
         index = tl.load(SURVIVORS + slot + column, mask=old, other=0)
         tl.debug_barrier()  # everything is read before it is written over
         tl.store(SURVIVORS + slot + place, tl.where(old, index, block), mask=chosen)
-        kept_at = first + FRESH + row[None, :, None] * row_length + place
+        kept_at = row[:, None, None] * row_length + (first + FRESH + place) * 2
         tl.store(SCORES + kept_at, score, mask=chosen & (window + 1 < windows))
         tl.debug_barrier()
         kept = need
