@@ -254,7 +254,9 @@ def forward(
     heads, pieces = split_heads(group, settings["COLUMNS"], most)
     tokens = settings["COLUMNS"] // heads
     ratio = geometry.select_block_size // geometry.compress_stride
-    taps, slots = triton.next_power_of_2(ratio), max(16, triton.next_power_of_2(n))
+    # A survivor's pair may not be the one whose second is the first fresh block's: one slot stays free.
+    free = n - min(1, geometry.init_blocks + geometry.local_blocks)
+    taps, slots = triton.next_power_of_2(ratio), max(16, triton.next_power_of_2(free + 1))
     keys = max(settings["KEYS"], taps)
     chunks = max(settings["CHUNKS"], triton.cdiv(2 * slots, settings["LANES"]))
     longest = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
