@@ -121,7 +121,7 @@ def _run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from nsa_core.verify import interpreter, layer, suite
+    from nsa_core.verify import cases, interpreter, suite
     from nsa_core.verify.subject import Subject
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -129,10 +129,11 @@ def _run(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     subject = Subject(named, device, output.find_backends())
-    plan = subject.plan(layer.CONFIG, dtypes[0])  # refuses unknown and unavailable names before any work
     interpreted = device == "cpu" and interpreter.interpreted()
     if interpreted:
         preset, text = "interpreter", ("none", b"")
+    # Refuses unknown and unavailable names before any work.
+    plan = subject.plan(cases.PRESETS[preset]()[0].config, dtypes[0])
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []
