@@ -13,14 +13,14 @@ from nsa_core.verify.cases import Case
 
 SLOTS = ("cmp", "select", "win", "combine")  # those whose kernels are here
 
-_BASE = NSAConfig(
+BASE = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
     num_selected_blocks=3, window_size=20, rope=False,
 )  # fmt: skip
 
 
 def _case(name: str, *lengths: int, batch: int = 1, packed: bool = False, fused: bool = False, **fields: Any) -> Case:
-    config = dataclasses.replace(_BASE, **fields)
+    config = dataclasses.replace(BASE, **fields)
     return Case(name, config, lengths, batch=batch, packed=packed, fused=fused)
 
 
