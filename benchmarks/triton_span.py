@@ -203,7 +203,11 @@ def table(slot: str, shape: str, pieces: list[str], candidates: dict[tuple[str, 
             continue
         run = getattr(big, piece)
         ms = attempt(lambda r=run, s=settings: do_bench(lambda: r(s), warmup=20, rep=120, return_mode="median"))
-        rate = f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s" if isinstance(ms, float) else ms
+        rate = (
+            f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s"
+            if isinstance(ms, float)
+            else ms
+        )
         print(f"{piece:9}{label:75}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}", flush=True)
 
 

@@ -154,7 +154,9 @@ def token_descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
 
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, 1, max(16, triton.next_power_of_2(x.shape[3]))])
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [1, block, 1, max(16, triton.next_power_of_2(x.shape[3]))]
+    )
 
 
 def launch_options(settings: configs.Settings) -> dict[str, int]:

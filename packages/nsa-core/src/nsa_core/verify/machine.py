@@ -175,7 +175,7 @@ class Machine:
             self.seen.bytes_stored += used.size * width
         return used
 
-    def create_masked_load(self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    def create_masked_load(self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         """tl.load; lanes that are masked off and have no ``other`` hold what no kernel may use."""
         self._touch("load", pointers, mask)
         if other is None and not np.all(mask.data):
@@ -185,7 +185,7 @@ class Machine:
             if np.issubdtype(held, np.floating) or kind == self.tl.bfloat16:
                 junk = 0x7FC0 if kind == self.tl.bfloat16 else math.nan
             other = self.interpreter.TensorHandle(np.full(pointers.data.shape, junk, held), kind)
-        return self._stock["create_masked_load"](builder, pointers, mask, other, *rest)
+        return self._stock["create_masked_load"](builder, pointers, mask, other, *rest, **named)
 
     def create_masked_store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         """tl.store; an address belongs to the program that stored to it first."""
