@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from nsa_core.contract import SlotCall
 from nsa_core.packing import compressed_cu_seqlens
 
 
+@functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton was imported)."""
-    return bool(triton.knobs.runtime.interpret)
+    # What the variable was when triton made its own functions, not what it is now.
+    return isinstance(tl.max, InterpretedFunction)
+
+
+_described: list[int] = []
+
+
+@contextlib.contextmanager
+def described(architecture: int) -> Iterator[None]:
+    """Tensors on the meta device count as lying on a GPU of ``architecture`` inside the block."""
+    _described.append(architecture)
+    try:
+        yield
+    finally:
+        _described.pop()
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability of ``device`` as one number, 90 for sm_90; 0 in the interpreter."""
+    if device.type == "meta" and _described:
+        return _described[-1]
+    return _capability(device)
 
 
 @functools.cache
-def architecture(device: torch.device) -> int:
-    """Compute capability of ``device`` as one number, 90 for sm_90; 0 in the interpreter."""
+def _capability(device: torch.device) -> int:
     if interpreted():
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of ``device``; on tensors without data, those of the architecture's usual GPU."""
+    if device.type != "cuda":
+        return {80: 108, 90: 132}.get(architecture(device), 1)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
@@ -63,12 +93,17 @@ class Sequences:
         """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
         if self.packed:
             return self.seq_len // size + self.n
-        return self.n * triton.cdiv(self.seq_len, size)
+        return self.n * -(-self.seq_len // size)
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]: sequence stride 0."""
-    return (0, x.stride(0), x.stride(1)) if packed else (x.stride(0), x.stride(1), x.stride(2))
+    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
+
+    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
+    """
+    if packed:
+        return 0, x.stride(0), x.stride(1)
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)
 
 
 def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:

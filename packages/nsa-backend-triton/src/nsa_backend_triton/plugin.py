@@ -31,6 +31,7 @@ def nsa_register_backends() -> BackendSpec:
             "combine": _slot("combine", "combine_"),
         },
         probe=f"{_HOME}.probe:probe",
+        detail=f"{_HOME}.probe:detail",
         priority=30,
         summary="our own Triton kernels, for NVIDIA GPUs from sm_80 on",
     )

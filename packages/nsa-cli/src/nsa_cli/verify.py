@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -63,6 +64,8 @@ def verify(
 ) -> None:
     """Check a combination of backends, branch by branch, against an independent float64 truth.
 
+    Where triton interprets its kernels (TRITON_INTERPRET=1) on the CPU, the cases are tiny and the interpreter strict.
+
     Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run here; 4: nothing can.
     """
     chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
@@ -118,7 +121,7 @@ def _run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from nsa_core.verify import layer, suite
+    from nsa_core.verify import interpreter, layer, suite
     from nsa_core.verify.subject import Subject
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -127,10 +130,14 @@ def _run(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     subject = Subject(named, device, output.find_backends())
     plan = subject.plan(layer.CONFIG, dtypes[0])  # refuses unknown and unavailable names before any work
-    todo = suite.jobs(preset, dtypes, text=text[1], seed=seed)
+    interpreted = device == "cpu" and interpreter.interpreted()
+    if interpreted:
+        preset, text = "interpreter", ("none", b"")
+    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []
-    with output.progress(len(todo)) as advance:
+    strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
+    with strictly, output.progress(len(todo)) as advance:
         for job, found in suite.run(subject, todo):
             findings += found
             advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
@@ -139,6 +146,7 @@ def _run(
         "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
         "named": named,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "interpreted": interpreted,
         "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
         "preset": preset,
         "seed": seed,
