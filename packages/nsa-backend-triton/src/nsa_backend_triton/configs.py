@@ -21,7 +21,7 @@ MEASURED = {90}  # the others are compiled offline for their limits, and have ne
 # The kernels that each slot launches; the probe wants a row for each.
 FORWARD: Mapping[str, tuple[str, ...]] = {
     "cmp": ("span_forward",),
-    "select": (),
+    "select": ("select_forward",),
     "sel": (),
     "win": ("span_forward",),
     "combine": ("combine_forward",),

@@ -19,15 +19,13 @@ are equal tap by tap have equal scores, bit for bit; Eq. 10's order differs by r
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, interpreted, lse_strides, strides
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, multiprocessors, strides
 from nsa_backend_triton.select_rank import rank_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 from nsa_core.contract import SlotCall
@@ -188,7 +186,8 @@ def _choose(
         for part in tl.range(0, TOKENS, ROWS, num_stages=1):
             ranked = row + part + tl.arange(0, ROWS)
             rank_rows(SCORES + part * row_length, PLACES + part * SLOTS, SURVIVORS + part * SLOTS,
-                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, row_length, N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
+                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, row_length,
+                      N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
 
@@ -218,12 +217,6 @@ def select_forward(
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
                     GROUPS, GROUP, DK, BLOCK_D, KEYS, HEADS, PIECES, TOKENS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS,
                     INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, ACC)  # fmt: skip
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of ``device``; the interpreter's is of three, so that programs take more than one tile."""
-    return 3 if interpreted() else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
@@ -264,12 +257,12 @@ def forward(
     longest = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
     row_length = scratch_row(geometry.num_select_blocks(longest), keys // taps, slots, chunks * settings["LANES"])
     tiles = seqs.tiles(tokens)
-    programs = min(tiles * groups, _processors(q.device) * settings["PROGRAMS"])
+    programs = min(tiles * groups, multiprocessors(q.device) * settings["PROGRAMS"])
     out = q.new_empty((*q.shape[:-2], groups, n), dtype=torch.int32)
     scores = q.new_empty((programs, tokens, row_length), dtype=lse.dtype)
     places = q.new_empty((2, programs, tokens, slots), dtype=torch.int32)
     select_forward[(programs,)](
-        q, k_cmp, lse, out, scores, *places, seqs.cu, seqs.cu_cmp,
+        q, k_cmp, lse, out, scores, places[0], places[1], seqs.cu, seqs.cu_cmp,
         *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, longest, k_cmp.shape[-3], row_length, tiles,
         GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
