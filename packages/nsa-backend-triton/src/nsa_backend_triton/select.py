@@ -191,7 +191,9 @@ def _choose(
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"]
+)
 def select_forward(
     Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, lse_seq: tl.int64, lse_head: tl.int64, factor,

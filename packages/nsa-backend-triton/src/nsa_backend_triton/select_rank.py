@@ -102,7 +102,9 @@ def rank_rows(
         eligible = kept + tl.maximum(end - begin, 0)
         kept = tl.minimum(free, eligible)
         chosen = _choose(bits, kept, eligible, NOTHING)
-        tl.store(PLACES + row[None, :, None] * SLOTS + _rank(chosen) - 1, column + (row * 0)[None, :, None], mask=chosen)
+        tl.store(
+            PLACES + row[None, :, None] * SLOTS + _rank(chosen) - 1, column + (row * 0)[None, :, None], mask=chosen
+        )
         tl.debug_barrier()
         full = slot < kept[:, None]
         place = tl.load(PLACES + of_slot, mask=full, other=0)
