@@ -1,14 +1,17 @@
 """select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then timed at the anchors.
 
-    python benchmarks/triton_select.py [--quick]
+    python benchmarks/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2] [--configs 0,1,2]
 
-One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A configuration that
-fails prints its error and the rest go on.
+One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A
+configuration that fails prints its error and the rest go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import itertools
+import multiprocessing
 import time
 
 import torch
@@ -27,7 +30,7 @@ CONFIGS = [
     BASE,
     BASE | {"ROWS": 16},
     BASE | {"CHUNKS": 8},
-    BASE | {"CHUNKS": 32},
+    BASE | {"ROWS": 16, "CHUNKS": 32},
     BASE | {"num_stages": 3, "Q_BYTES": 32768, "PROGRAMS": 3},
     BASE | {"COLUMNS": 64, "Q_BYTES": 32768, "PROGRAMS": 3},
     BASE | {"COLUMNS": 256},
@@ -40,7 +43,7 @@ CONFIGS = [
 def inputs(
     heads: int, groups: int, dim: int, length: int, peak: float, dtype: torch.dtype, geometry: BlockGeometry = GEOMETRY
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [1, S, Hq, D], k_cmp [1, n_c, G, D] and the lse [1, Hq, S] of visible ones; ``peak`` 1: logits of deviation 1."""
+    """q [1, S, Hq, D], k_cmp [1, n_c, G, D] and their lse [1, Hq, S]; ``peak`` is the deviation of the logits."""
     torch.manual_seed(length + heads)
     q = (torch.randn(1, length, heads, dim, device="cuda") * peak).to(dtype)
     k = torch.randn(1, geometry.num_compressed(length), groups, dim, device="cuda").to(dtype)
@@ -73,7 +76,7 @@ def check() -> None:
             q, k, lse = inputs(heads, groups, dim, length, peak, dtype, geometry)
             call = SlotCall(geometry, dim**-0.5, None, length)
             blocks = select.forward(q, k, lse, call=call)
-            rows = torch.randperm(length)[:120].tolist() + [0, 1, 31, 32, length - 1]
+            rows = [*torch.randperm(length)[:120].tolist(), 0, 1, 31, 32, length - 1]
             judged = judge_selection(q, k, lse, blocks, geometry, dim**-0.5, rows=sorted(set(rows)))
             again = bool(torch.equal(blocks, select.forward(q, k, lse, call=call)))
             verdict = "ok" if judged.ok and again else f"WRONG {judged.why} same bits twice: {again}"
@@ -97,7 +100,10 @@ def measure(shape: tuple[int, int, int, int], peak: float, settings: list[config
             torch.cuda.synchronize()
             compiled = time.perf_counter() - start
             ms = triton.testing.do_bench(
-                lambda s=setting: select.forward(q, k, lse, call=call, settings=s), warmup=50, rep=250, return_mode="median"
+                lambda s=setting: select.forward(q, k, lse, call=call, settings=s),
+                warmup=50,
+                rep=250,
+                return_mode="median",
             )
             first = blocks if first is None else first
             same = (blocks == first).all(-1).float().mean().item()
@@ -108,17 +114,42 @@ def measure(shape: tuple[int, int, int, int], peak: float, settings: list[config
             print(f"{heads}/{groups}/{dim} {change}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
+def compile_one(job: tuple[tuple[int, int, int, int], configs.Settings]) -> None:
+    """Put the binary of a shape and configuration into Triton's cache: it serves every S."""
+    (heads, groups, dim, _), setting = job
+    q, k, lse = inputs(heads, groups, dim, 256, 1.0, torch.bfloat16)
+    select.forward(q, k, lse, call=SlotCall(GEOMETRY, dim**-0.5, None, 256), settings=setting)
+
+
+def precompile(shapes: list[tuple[int, int, int, int]], settings: list[configs.Settings]) -> None:
+    """All binaries at once, in processes: one takes some ten seconds. Failures show again when measured."""
+    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(12, mp_context=context) as pool:
+        list(
+            concurrent.futures.as_completed(
+                [pool.submit(compile_one, job) for job in itertools.product(shapes, settings)]
+            )
+        )
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first configuration only")
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--shapes", default="0,1,2", help="anchors by number")
+    parser.add_argument("--configs", default=",".join(map(str, range(len(CONFIGS)))), help="configurations by number")
     given = parser.parse_args()
+    shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
+    settings = [CONFIGS[int(i)] for i in ("0" if given.quick else given.configs).split(",")]
+    if not given.quick:
+        precompile(shapes, settings)
+    for shape in shapes:
+        measure(shape, 1.0, settings)
+    for shape in shapes:
+        measure(shape, 4.0, settings[:1])
     if not given.skip_check:
         check()
-    for shape in ANCHORS:
-        measure(shape, 1.0, CONFIGS[:1] if given.quick else CONFIGS)
-    for shape in ANCHORS:
-        measure(shape, 4.0, CONFIGS[:1])
 
 
 if __name__ == "__main__":

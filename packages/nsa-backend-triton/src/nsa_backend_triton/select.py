@@ -19,15 +19,13 @@ are equal tap by tap have equal scores, bit for bit; Eq. 10's order differs by r
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, interpreted, lse_strides, strides
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, multiprocessors, strides
 from nsa_backend_triton.select_rank import rank_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 from nsa_core.contract import SlotCall
@@ -106,7 +104,7 @@ def _walk(
     of_tile = of_tile * RATIO + tl.minimum(tap, RATIO - 1)  # taps that pad RATIO to a power of two weigh nothing
     column = tl.arange(0, BLOCK_D)
     to = tl.arange(0, TOKENS)[None, :, None] * row_length + tl.arange(0, BLOCKS)[:, None, None] * 2
-    to += tl.arange(0, 2)[None, None, :]
+    to += tl.arange(1, 3)[None, None, :]  # the second of a block's pair, the first of the next one's
     for tile in tl.range(begin, end):
         key = tile * (BLOCKS * RATIO) + of_tile
         k_at = K + tl.cast(tile, tl.int64) * (BLOCKS * RATIO) * k_row + of_tile[:, None] * k_row + column[None, :]
@@ -143,7 +141,7 @@ def _load_queries(
 
 @triton.jit
 def _choose(
-    index, Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP,
+    index, Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP,
     q_seq, q_row, q_head, k_seq, k_row, k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows,
     row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
@@ -180,19 +178,24 @@ def _choose(
         _walk(q, lse, K, SCORES + SLOTS * 2, whole, end, visible, token, factor, k_row, row_length, DK,
               BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
               True)  # fmt: skip
+        # The last token's current block may have no visible compressed token of its own, but part of one before it.
+        tl.store(SCORES + (token - row) * row_length + (SLOTS + end * (KEYS // TAPS)) * 2 + 1, tl.zeros([TOKENS], ACC))
+        tl.store(SCORES + (token - row) * row_length + SLOTS * 2, tl.zeros([TOKENS], ACC))
         tl.debug_barrier()  # scores written by other threads of the program
         OUT += ((batch * seq_len + first) * GROUPS + group) * N
         for part in tl.range(0, TOKENS, ROWS, num_stages=1):
             ranked = row + part + tl.arange(0, ROWS)
-            rank_rows(SCORES + part * row_length, SURVIVORS + part * SLOTS,
-                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, end * (KEYS // TAPS), row_length,
+            rank_rows(SCORES + part * row_length, PLACES + part * SLOTS, SURVIVORS + part * SLOTS,
+                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, row_length,
                       N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"]
+)
 def select_forward(
-    Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP,
+    Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, lse_seq: tl.int64, lse_head: tl.int64, factor,
     n_seqs, seq_len, longest, key_rows, row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
@@ -201,25 +204,21 @@ def select_forward(
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
     WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. SCORES [programs, TOKENS, row_length] and SURVIVORS [programs, TOKENS, SLOTS]: scratch."""
+    """See the module. SCORES [programs, TOKENS, row_length] PLACES and
+    SURVIVORS [programs, TOKENS, SLOTS]: scratch."""
     programs, mine = tl.num_programs(0), tl.program_id(0)
     row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
     SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
+    PLACES += mine * TOKENS * SLOTS
     SURVIVORS += mine * TOKENS * SLOTS
     for turn in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
         # There and back: each program gets long and short tiles alike.
         index = turn * programs + tl.where(turn % 2 == 0, mine, programs - 1 - mine)
         if index < tiles * GROUPS:
-            _choose(index, Q, K, LSE, OUT, SCORES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
+            _choose(index, Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
                     GROUPS, GROUP, DK, BLOCK_D, KEYS, HEADS, PIECES, TOKENS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS,
                     INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, ACC)  # fmt: skip
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of ``device``; the interpreter's is of three, so that programs take more than one tile."""
-    return 3 if interpreted() else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
@@ -254,20 +253,18 @@ def forward(
     heads, pieces = split_heads(group, settings["COLUMNS"], most)
     tokens = settings["COLUMNS"] // heads
     ratio = geometry.select_block_size // geometry.compress_stride
-    # A survivor's pair may not be the one whose second is the first fresh block's: one slot stays free.
-    free = n - min(1, geometry.init_blocks + geometry.local_blocks)
-    taps, slots = triton.next_power_of_2(ratio), max(16, triton.next_power_of_2(free + 1))
+    taps, slots = triton.next_power_of_2(ratio), max(16, triton.next_power_of_2(n))
     keys = max(settings["KEYS"], taps)
     chunks = max(settings["CHUNKS"], triton.cdiv(2 * slots, settings["LANES"]))
     longest = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
-    row_length = scratch_row(geometry.num_select_blocks(longest), keys // taps, slots)
+    row_length = scratch_row(geometry.num_select_blocks(longest), keys // taps, slots, chunks * settings["LANES"])
     tiles = seqs.tiles(tokens)
-    programs = min(tiles * groups, _processors(q.device) * settings["PROGRAMS"])
+    programs = min(tiles * groups, multiprocessors(q.device) * settings["PROGRAMS"])
     out = q.new_empty((*q.shape[:-2], groups, n), dtype=torch.int32)
     scores = q.new_empty((programs, tokens, row_length), dtype=lse.dtype)
-    survivors = q.new_empty((programs, tokens, slots), dtype=torch.int32)
+    places = q.new_empty((2, programs, tokens, slots), dtype=torch.int32)
     select_forward[(programs,)](
-        q, k_cmp, lse, out, scores, survivors, seqs.cu, seqs.cu_cmp,
+        q, k_cmp, lse, out, scores, places[0], places[1], seqs.cu, seqs.cu_cmp,
         *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, longest, k_cmp.shape[-3], row_length, tiles,
         GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
@@ -280,6 +277,7 @@ def forward(
     return out
 
 
-def scratch_row(blocks: int, tile: int, slots: int) -> int:
-    """Numbers in a token's scratch row: a pair per survivor and per block, blocks in whole tiles; a multiple of 16."""
-    return triton.cdiv(slots + triton.cdiv(blocks, tile) * tile, 8) * 16
+def scratch_row(blocks: int, tile: int, slots: int, window: int) -> int:
+    """Numbers in a token's scratch row: a pair per survivor and per block, in whole tiles and windows; a multiple of 16."""
+    fresh = window - slots
+    return triton.cdiv(slots + max(triton.cdiv(blocks, tile) * tile + 1, triton.cdiv(blocks, fresh) * fresh), 8) * 16
