@@ -34,7 +34,7 @@ def settings(q: Tensor, v: Tensor, heads: int, call: SlotCall) -> Settings:
 
 
 def tile_tokens(rows: int, heads: int) -> int:
-    """Tokens whose ``heads`` queries fill a tile of ``rows``; a whole power of two if that loses no more than a tenth."""
+    """Tokens whose ``heads`` queries fill a tile of ``rows``; a whole power of two if that loses a tenth at most."""
     tokens = min(max(1, rows // heads), MAX_TILE)
     whole = 1 << (tokens.bit_length() - 1)
     return whole if whole * 10 >= tokens * 9 else tokens
@@ -83,6 +83,11 @@ def _runs(o: Tensor, heads: int, n: int) -> Iterator[tuple[int, int]]:
         yield first, min(count, rows - first)
 
 
+def _options(chosen: Mapping[str, int]) -> dict[str, int]:
+    """The compiler's part of a table row."""
+    return {name: chosen[name] for name in ("num_warps", "num_stages", "maxnreg") if name in chosen}
+
+
 def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, object]:
     """Constants that every kernel here takes."""
     dims = {"DK": q.shape[-1], "DV": v.shape[-1]}
@@ -100,11 +105,12 @@ def _attend_tiles(
     keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
     tiles = seqs.tiles(size)
     sel_forward_kernel[(groups * tiles,)](
-        q, k, v, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles, call.scale * tile.LOG2E.value,
+        q, k, v, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles,
+        call.scale * tile.LOG2E.value,
         *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
         *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
         T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys,
-        num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+        **_options(chosen),
     )  # fmt: skip
 
 
@@ -126,17 +132,18 @@ def _attend_buckets(
     buckets = lists.offsets.numel() - 1
     sel_bucket_kernel[(len(lists.tokens) // run + buckets,)](
         q, k, v, *lists, parts, part_lse, seqs.cu, seqs.n, seqs.seq_len, buckets, len(lists.tokens), rows[0],
-        groups, call.scale * tile.LOG2E.value, *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed),
+        groups, call.scale * tile.LOG2E.value,
+        *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed),
         **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
         T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+        **_options(chosen),
     )  # fmt: skip
     chosen = tuned["sel_merge"]
     size = max(1, chosen["ROWS"] // heads)
     sel_merge_kernel[(triton.cdiv(rows[1], size) * groups,)](
         parts, part_lse, left, o, lse, seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
         DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+        T=size, M=triton.next_power_of_2(size * heads), **_options(chosen),
     )  # fmt: skip
 
 

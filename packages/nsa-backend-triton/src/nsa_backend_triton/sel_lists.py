@@ -52,7 +52,8 @@ def build(
     """Sort the pairs of ``blocks`` int32 or int64 [B, S, G, n] (packed [T, G, n]) by bucket, on the device.
 
     ``kept`` int8 [..., G, n], contiguous: 1 for the pairs that count, which are valid; without it every valid one.
-    ``rows``: only those of (first, count) rows of all sequences after each other; P is of these alone. Bound by the sort (two radix passes over int16 keys below 2^15 buckets, else four).
+    ``rows``: only those of (first, count) rows of all sequences after each other; P is of these alone.
+    Bound by the sort (two radix passes over int16 keys below 2^15 buckets, else four).
     """
     groups, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
