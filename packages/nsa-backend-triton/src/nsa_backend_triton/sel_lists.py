@@ -41,22 +41,30 @@ def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
     return per_head if seqs.packed else per_head // seqs.n
 
 
-def build(blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, *, kept: Tensor | None = None) -> PairLists:
+def build(
+    blocks: Tensor,
+    seqs: Sequences,
+    geometry: BlockGeometry,
+    *,
+    kept: Tensor | None = None,
+    rows: tuple[int, int] | None = None,
+) -> PairLists:
     """Sort the pairs of ``blocks`` int32 or int64 [B, S, G, n] (packed [T, G, n]) by bucket, on the device.
 
-    ``kept`` int64 [rows, G]: bit i of an entry says whether the pair at place i counts; without it all do.
+    ``kept`` int8 [..., G, n], contiguous: 1 for the pairs that count, which are valid; without it every valid one.
+    ``rows``: only those of (first, count) rows of all sequences after each other; P is of these alone.
     Bound by the sort (two radix passes over int16 keys below 2^15 buckets, else four).
     """
-    *lead, groups, n = blocks.shape
+    groups, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
     n_buckets = per_head * groups * (1 if seqs.packed else seqs.n)
     dtype = torch.int16 if n_buckets < 2**15 else torch.int32
-    keys = torch.full((blocks.numel(),), n_buckets, dtype=dtype, device=blocks.device)
-    rows = keys.numel() // (groups * n)
-    local = torch.zeros(rows, dtype=torch.int32, device=blocks.device)
+    first, count = rows or (0, blocks.numel() // (groups * n))
+    keys = torch.full((count * groups * n,), n_buckets, dtype=dtype, device=blocks.device)
+    local = torch.zeros(count, dtype=torch.int32, device=blocks.device)
     row_stride = blocks.stride(-3)
     sel_keys_kernel[(seqs.tiles(TOKENS_PER_PROGRAM) * groups,)](
-        blocks, kept if kept is not None else blocks, keys, local, seqs.cu, seqs.n, seqs.seq_len,
+        blocks, kept if kept is not None else blocks, keys, local, seqs.cu, seqs.n, seqs.seq_len, first, count,
         0 if seqs.packed else blocks.stride(0), row_stride, blocks.stride(-2), per_head, groups,
         N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, TILE=TOKENS_PER_PROGRAM,
         VARLEN=seqs.packed, KEPT=kept is not None, num_warps=4,
@@ -89,9 +97,9 @@ def candidates(BLOCKS, row, length, N: tl.constexpr, NP: tl.constexpr, L: tl.con
     return tl.where(seen, -1, block).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "stride_b", "per_head"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head"])
 def sel_keys_kernel(
-    BLOCKS, KEPT_BITS, KEYS, LOCAL, CU, n_seqs, seq_len, stride_b, stride_t, stride_g, per_head, groups,
+    BLOCKS, LEFT, KEYS, LOCAL, CU, n_seqs, seq_len, first_row, count, stride_b, stride_t, stride_g, per_head, groups,
     N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, VARLEN: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """The bucket of every pair, and the local row of every token.
@@ -104,24 +112,25 @@ def sel_keys_kernel(
     seq, start, length, row = tile.place(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
     first = start.to(tl.int64)
     base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
-    block = candidates(base, row, length, N, NP, L, TILE, stride_t)
-    if VARLEN:
-        bucket = group * per_head + start // L + seq
-        flat = first
-    else:
-        bucket = (seq * groups + group) * per_head
-        flat = seq.to(tl.int64) * seq_len
     t = row + tl.arange(0, TILE)
     place = tl.arange(0, NP)
-    inside = t < length
-    entry = (flat + t) * groups + group
-    counts = block >= 0
+    if VARLEN:
+        bucket = group * per_head + start // L + seq
+        flat = first + t
+    else:
+        bucket = (seq * groups + group) * per_head
+        flat = seq.to(tl.int64) * seq_len + t
+    inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
     if KEPT:
-        bits = tl.load(KEPT_BITS + entry, mask=inside, other=0)
-        counts &= ((bits[:, None] >> place.to(tl.int64)[None, :]) & 1) != 0
-    into = KEYS + entry[:, None] * N + place[None, :]
+        valid = inside[:, None] & (place < N)[None, :]
+        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=valid, other=0).to(tl.int32)
+        counts = tl.load(LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0) != 0
+    else:
+        block = candidates(base, row, length, N, NP, L, TILE, stride_t)
+        counts = inside[:, None] & (block >= 0)
+    into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + place[None, :]
     tl.store(into, (bucket + block).to(KEYS.dtype.element_ty), mask=counts)
-    tl.store(LOCAL + flat + t, t, mask=inside & (group == 0))
+    tl.store(LOCAL + flat - first_row, t, mask=inside & (group == 0))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -51,7 +52,7 @@ def _by_loop(blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("packed,lengths", [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])])
+@pytest.mark.parametrize(("packed", "lengths"), [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])])
 def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torch.dtype) -> None:
     groups, n = 3, GEOMETRY.num_selected_blocks
     rows = _any_blocks(sum(lengths), groups, n, seed=1, dtype=dtype)
@@ -64,7 +65,7 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     assert {x.dtype for x in (tokens, slots, offsets)} == {torch.int32}
     assert len(tokens) == len(slots) == rows.numel()
     edges = offsets.tolist()
-    found = [list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in zip(edges[:-1], edges[1:])]
+    found = [list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in itertools.pairwise(edges)]
     assert found == expected
 
 
