@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_backend_triton import launch
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len", "d_b", "o_b"])
+@triton.jit(do_not_specialize=["n_rows", "seq_len"])
 def attention_delta(
     DO, O, DELTA,
     d_b, d_t, d_h, o_b, o_t, o_h, n_rows, seq_len,
