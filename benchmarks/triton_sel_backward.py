@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import subprocess
@@ -82,7 +83,7 @@ def median_ms(function: Callable[[], Any]) -> float:
 
 
 def causal_blocks(length: int, groups: int, *, alike: float, width: int = 4096) -> Tensor:
-    """Forced blocks and the highest random scores, int32 [1, S, G, n]; ``alike`` is how much of a score a block shares."""
+    """Forced blocks and the highest random scores, int32 [1, S, G, n]; tokens of a block share ``alike`` of a score."""
     size, n = GEOMETRY.select_block_size, GEOMETRY.num_selected_blocks
     count = math.ceil(length / size)
     block = torch.arange(count, device="cuda")
@@ -113,37 +114,36 @@ def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCa
     return [*each, lse], SlotCall(GEOMETRY, width**-0.5)
 
 
-def check() -> None:
+CHECKS = list(
+    itertools.product(((64, 4, 128, 700), (32, 8, 128, 1500), (12, 2, 64, 1100)), (None, (0, 300, 301, 1100)))
+)
+
+
+def check(index: int) -> None:
     """Both modes against the sdpa backend in float32, relative to the gradient's norm."""
-    cases = itertools.product(((64, 4, 128, 700), (32, 8, 128, 1500), (12, 2, 64, 1100)), (None, (0, 300, 301, 1100)))
-    for (heads, groups, width, length), cu in cases:
-        length = cu[-1] if cu else length
-        torch.manual_seed(1)
-        shapes = [(heads, width), (heads, width), (groups, width), (groups, width)]
-        lead = (length,) if cu else (1, length)
-        do, q, k, v = (torch.randn((*lead, *s), device="cuda", dtype=torch.bfloat16) for s in shapes)
-        blocks = causal_blocks(length, groups, alike=0.0)
-        offsets = torch.tensor(cu, device="cuda", dtype=torch.int32) if cu else None
-        call = SlotCall(GEOMETRY, width**-0.5, offsets, length)
-        blocks = blocks[0].contiguous() if cu else blocks  # packed: blocks past a document's end are dropped
-        o, lse = reference.forward(q.float(), k.float(), v.float(), blocks, call=call)
-        truth = reference.backward(do.float(), q.float(), k.float(), v.float(), blocks, o, lse, call=call)
-        for deterministic in (False, True):
-            mode = dataclasses.replace(call, deterministic=deterministic)
-            try:
-                found = sel_backward.backward(do, q, k, v, blocks, o.bfloat16(), lse, call=mode)
-                wrong = [float((x.float() - y).norm() / y.norm()) for x, y in zip(found, truth)]
-                again = sel_backward.backward(do, q, k, v, blocks, o.bfloat16(), lse, call=mode)
-                same = all(torch.equal(x, y) for x, y in zip(found, again))
-            except Exception as error:  # a configuration that does not compile must not hide the others
-                print(f"check {heads}/{groups}/{width} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-            verdict = "ok" if max(wrong) < 0.012 and (same or not deterministic) else "WRONG"
-            numbers = " ".join(f"{x:.2e}" for x in wrong)
-            print(
-                f"check {heads}/{groups}/{width} packed={cu is not None} {deterministic=} {numbers} {same=} {verdict}",
-                flush=True,
-            )
+    (heads, groups, width, length), cu = CHECKS[index]
+    length = cu[-1] if cu else length
+    torch.manual_seed(1)
+    shapes = [(heads, width), (heads, width), (groups, width), (groups, width)]
+    lead = (length,) if cu else (1, length)
+    do, q, k, v = (torch.randn((*lead, *s), device="cuda", dtype=torch.bfloat16) for s in shapes)
+    blocks = causal_blocks(length, groups, alike=0.0)
+    offsets = torch.tensor(cu, device="cuda", dtype=torch.int32) if cu else None
+    call = SlotCall(GEOMETRY, width**-0.5, offsets, length)
+    blocks = blocks[0].contiguous() if cu else blocks  # packed: blocks past a document's end are dropped
+    o, lse = reference.forward(q.float(), k.float(), v.float(), blocks, call=call)
+    truth = reference.backward(do.float(), q.float(), k.float(), v.float(), blocks, o, lse, call=call)
+    for deterministic in (False, True):
+        mode = dataclasses.replace(call, deterministic=deterministic)
+        found, again = (sel_backward.backward(do, q, k, v, blocks, o.bfloat16(), lse, call=mode) for _ in range(2))
+        wrong = [float((x.float() - y).norm() / y.norm()) for x, y in zip(found, truth)]
+        same = all(torch.equal(x, y) for x, y in zip(found, again))
+        verdict = "ok" if max(wrong) < 0.012 and (same or not deterministic) else "WRONG"
+        numbers = " ".join(f"{x:.2e}" for x in wrong)
+        print(
+            f"check {heads}/{groups}/{width} packed={cu is not None} {deterministic=} {numbers} {same=} {verdict}",
+            flush=True,
+        )
 
 
 def compile_one(shape: str, index: int) -> None:
@@ -162,25 +162,30 @@ def compile_one(shape: str, index: int) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(shapes: list[str]) -> None:
-    """compile_one of everything, twelve at a time."""
-    start, waiting = time.time(), list(itertools.product(shapes, range(len(list(kinds())) + len(TOKEN_TILES))))
-    running: list[subprocess.Popen[bytes]] = []
+def prepare_all(shapes: list[str]) -> None:
+    """compile_one of everything and the checks, twelve child processes at a time."""
+    start = time.time()
+    waiting = [["--check", str(i)] for i in range(len(CHECKS))]
+    every = range(len(list(kinds())) + len(TOKEN_TILES))
+    waiting += [["--shape", shape, "--compile", str(i)] for shape, i in itertools.product(shapes, every)]
+    running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
     while waiting or running:
-        running = [child for child in running if child.poll() is None]
+        for what, child in running:
+            if child.poll():
+                print("FAILED:", *what, flush=True)
+        running = [(what, child) for what, child in running if child.poll() is None]
         while waiting and len(running) < 12:
-            shape, index = waiting.pop()
-            command = [sys.executable, __file__, "--shape", shape, "--compile", str(index)]
-            running.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            what = waiting.pop(0)
+            running.append((what, subprocess.Popen([sys.executable, __file__, *what])))
         time.sleep(0.1)
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    print(f"checked and compiled in {time.time() - start:.0f} s", flush=True)
 
 
 def attempt(name: str, function: Callable[[], Any], note: Callable[[float], str] = lambda ms: "") -> float:
     """Time and print; inf where it fails."""
     try:
         ms = median_ms(function)
-    except Exception as error:  # a configuration that does not fit must not end the run
+    except Exception as error:  # noqa: BLE001  # a configuration that does not fit must not end the run
         print(f"  {name:60} {type(error).__name__}: {str(error)[:120]}", flush=True)
         return math.inf
     print(f"  {name:60} {ms:8.3f} ms {note(ms)}", flush=True)
@@ -225,7 +230,8 @@ def measure(shape: str, alike: float, quick: bool) -> None:
         block_pass(min(rest, key=lambda kind: taken[kind]), segment)
     for warps, stages in TOKEN_TILES if not quick else ():
         settings = {"num_warps": warps, "num_stages": stages}
-        attempt(f"dq by token, {settings}", lambda: sel_backward.token_gradients(what, blocks, settings), rate(3))  # noqa: B023
+        token_pass = functools.partial(sel_backward.token_gradients, what, blocks, settings)
+        attempt(f"dq by token, {settings}", token_pass, rate(3))
     for deterministic in (False, True):
         mode = dataclasses.replace(call, deterministic=deterministic)
         attempt(
@@ -239,13 +245,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--quick", action="store_true", help="only the single pass")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     shapes = [arguments.shape] if arguments.shape else list(SHAPES)
     if arguments.compile is not None:
         compile_one(shapes[0], arguments.compile)
         return
-    compile_all(shapes)
-    check()
+    if arguments.check is not None:
+        check(arguments.check)
+        return
+    prepare_all(shapes)
     for shape in shapes:
         measure(shape, 0.0, arguments.quick)
         measure(shape, 0.8, True)

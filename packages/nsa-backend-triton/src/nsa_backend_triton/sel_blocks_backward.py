@@ -4,15 +4,15 @@ A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of
 rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
 
     S = q k^T, dP = do v^T                [ROWS, KEYS]
-    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles of the program; P, dS turn in shared memory
+    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles; P and dS turn in shared memory
     dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
 
 A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
-KEYS = 64 in bf16. What binds is L2. Programs therefore run segment after segment of tokens, whose q, do and dq fit into L2.
+KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
 
 How the tokens of a block are shared out:
-    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory. Fast, the order of sums varies.
-    CHUNK > 0   a program per CHUNK tokens of a block at most; dk, dv go to partial sums that sel_add_chunks adds in order.
+    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order.
+    CHUNK > 0   a program per CHUNK tokens of a block at most; sel_add_chunks adds their dk, dv in order.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def sel_add_chunks(
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     CHUNK: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, G, DIM], rounded once: the chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
+    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     part = tl.program_id(0) % PARTS
     bucket = tl.program_id(0) // PARTS
