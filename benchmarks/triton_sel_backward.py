@@ -234,9 +234,8 @@ def measure(shape: str, alike: float, quick: bool) -> None:
         attempt(f"dq by token, {settings}", token_pass, rate(3))
     for deterministic in (False, True):
         mode = dataclasses.replace(call, deterministic=deterministic)
-        attempt(
-            f"whole, {deterministic=}", lambda: sel_backward.backward(do, q, k, v, blocks, o, lse, call=mode), rate(5)
-        )  # noqa: B023
+        whole = functools.partial(sel_backward.backward, do, q, k, v, blocks, o, lse, call=mode)
+        attempt(f"whole, {deterministic=}", whole, rate(5))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """delta = sum over d of do * o, per row in fp32 (fp64 for fp64): what dS = P * (dP - delta) subtracts.
 
-A program takes ROWS rows, a row being one head of one token: do and o are read once, a number a row is written. Bound by
-memory.
+A program takes ROWS rows, a row being one head of one token: do and o are read once, a number a row is written.
+Bound by memory.
 """
 
 from __future__ import annotations
