@@ -1,6 +1,7 @@
 """delta = sum over d of do * o, per row in fp32 (fp64 for fp64): what dS = P * (dP - delta) subtracts.
 
-A program takes ROWS rows, a row being one head of one token. Reads do and o once, writes one number a row: bound by memory.
+A program takes ROWS rows, a row being one head of one token: do and o are read once, a number a row is written.
+Bound by memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from nsa_backend_triton import launch
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len", "d_b", "o_b"])
+@triton.jit(do_not_specialize=["n_rows", "seq_len"])
 def attention_delta(
     DO, O, DELTA,
     d_b, d_t, d_h, o_b, o_t, o_h, n_rows, seq_len,

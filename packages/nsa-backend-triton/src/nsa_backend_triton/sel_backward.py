@@ -21,7 +21,7 @@ from nsa_backend_triton.sel_lists import PairLists
 from nsa_backend_triton.sel_tokens_backward import sel_token_backward
 from nsa_core.contract import SlotCall
 
-MAX_SEGMENTS = 16  # of tokens: programs per block stay bounded whatever S
+MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
 
 
 @dataclasses.dataclass(frozen=True)

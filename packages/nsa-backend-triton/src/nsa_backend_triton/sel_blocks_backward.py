@@ -3,16 +3,16 @@
 A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
 rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
 
-    S^T = k q^T, dP^T = v do^T            [KEYS, ROWS]
-    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles of the program
+    S = q k^T, dP = do v^T                [ROWS, KEYS]
+    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles; P and dS turn in shared memory
     dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
 
 A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
-KEYS = 64 in bf16. What binds is L2. Programs therefore run segment after segment of tokens, whose q, do and dq fit into L2.
+KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
 
 How the tokens of a block are shared out:
-    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory. Fast, the order of sums varies.
-    CHUNK > 0   a program per CHUNK tokens of a block at most; dk, dv go to partial sums that sel_add_chunks adds in order.
+    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order.
+    CHUNK > 0   a program per CHUNK tokens of a block at most; sel_add_chunks adds their dk, dv in order.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.conste
 
 
 @triton.jit
-def sel_scores_backward(s, dp, lse, delta, scale):
-    """P and dS / scale from raw scores; lse and delta broadcast against them. A row without keys has lse -inf and P 0."""
+def sel_scores_backward(s, dp, seen, lse, delta, scale):
+    """P and dS / scale of raw scores, 0 where not ``seen``, and in a row without keys, whose lse is -inf."""
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
+    p = tl.exp2(tl.where(seen, s * (scale * LOG2E) - lse * LOG2E, float("-inf")))
     return p, p * (dp - delta)
 
 
@@ -99,11 +99,11 @@ def sel_rows_backward(
     dk, dv, k, v, key, first, flat, end,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, HIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows flat .. flat + ROWS of the pairs from ``first`` on. Returns dk, dv with the tile added.
 
-    ``key`` [KEYS] are the keys' tokens; HIDE: some keys may lie after a token. LSE, DELTA, DQ are [tokens, Hq, ..].
+    ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are [tokens, Hq, ..].
     """
     row = flat + tl.arange(0, ROWS)
     ok = row < end
@@ -114,24 +114,27 @@ def sel_rows_backward(
     at = wide * ALL_HEADS + head
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + at, mask=ok, other=0.0)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
-    p, ds = sel_scores_backward(s, dp, lse[None, :], delta[None, :], scale)
-    if HIDE:
-        seen = key[:, None] <= token[None, :]
-        p = tl.where(seen, p, 0.0)
-        ds = tl.where(seen, ds, 0.0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
+    p, ds = sel_scores_backward(s, dp, key[None, :] <= token[:, None], lse[:, None], delta[:, None], scale)
     ds = ds.to(k.dtype)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
+    dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     if ADD_DQ:
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
-        sel_put(DQ, at * DIM_K, dq, ok, DIM_K, WIDTH_K, True)
+        dq = tl.dot(ds, k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
+        HALF: tl.constexpr = WIDTH_K // 2
+        if HALF >= 64:
+            # Atomics need another layout, through shared memory: half a tile at a time leaves room for two programs.
+            left, right = tl.split(tl.permute(tl.reshape(dq, [ROWS, 2, HALF]), [0, 2, 1]))
+            sel_put(DQ, at * DIM_K, left, ok, HALF, HALF, True)
+            sel_put(DQ + HALF, at * DIM_K, right, ok, DIM_K - HALF, HALF, True)
+        else:
+            sel_put(DQ, at * DIM_K, dq, ok, DIM_K, WIDTH_K, True)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=[
-    "n_seqs", "seq_len", "n_buckets", "per_head", "segment", "segments", "q_b", "k_b", "v_b", "d_b",
+    "n_seqs", "seq_len", "n_buckets", "per_head", "segment", "segments",
 ])  # fmt: skip
 def sel_block_backward(
     Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, CU, DQ, DK, DV,
@@ -157,7 +160,6 @@ def sel_block_backward(
         bucket = turn // segments * per_head + item % per_head
         begin, end = tl.load(OFFSETS + bucket), tl.load(OFFSETS + bucket + 1)
     seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
-    first_pair = tl.load(OFFSETS + bucket)
     if not CHUNK:
         low = (segments - 1 - turn % segments) * segment
         begin = sel_lower_bound(TOKENS, begin, end, low)
@@ -182,22 +184,11 @@ def sel_block_backward(
         dv = tl.zeros([KEYS, WIDTH_V], dtype=ACC)
         seen_from = tl.where(real, key, 2147483647)
         n_rows = (end - begin) * HEADS
-        # Only the block's own tokens can come before one of its keys. Each is listed once and they come first.
-        n_own = tl.minimum(tl.maximum(first_pair + SIZE - begin, 0) * HEADS, n_rows)
-        if SIZE % KEYS:
-            n_own = n_rows
-        n_own = tl.cdiv(n_own, ROWS) * ROWS
-        for flat in tl.range(0, n_own, ROWS):
+        for flat in tl.range(0, n_rows, ROWS):
             dk, dv = sel_rows_backward(
                 dk, dv, k, v, seen_from, begin, flat, n_rows,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, True, PRECISION,
-            )  # fmt: skip
-        for flat in tl.range(n_own, n_rows, ROWS):
-            dk, dv = sel_rows_backward(
-                dk, dv, k, v, seen_from, begin, flat, n_rows,
-                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, False, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, PRECISION,
             )  # fmt: skip
         if CHUNK:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
@@ -213,7 +204,7 @@ def sel_add_chunks(
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     CHUNK: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, G, DIM], rounded once: the chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
+    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     part = tl.program_id(0) % PARTS
     bucket = tl.program_id(0) // PARTS

@@ -17,7 +17,7 @@ from nsa_backend_triton.sel_lists import candidates
 from nsa_backend_triton.tile import place
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "q_b", "k_b", "v_b", "d_b", "b_b"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len"])
 def sel_token_backward(
     Q, K, V, DO, LSE, DELTA, BLOCKS, CU, DQ,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h, b_b, b_t, b_h,
@@ -54,7 +54,6 @@ def sel_token_backward(
         v = sel_load(V, key.to(tl.int64) * v_t, seen, DIM_V, WIDTH_V)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
-        _, ds = sel_scores_backward(s, dp, lse[:, None], delta[:, None], scale)
-        ds = tl.where(seen[None, :], ds, 0.0).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION, out_dtype=ACC)
+        _, ds = sel_scores_backward(s, dp, seen[None, :], lse[:, None], delta[:, None], scale)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
     sel_put(DQ, row * DIM_K, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)
