@@ -11,7 +11,7 @@ from nsa_core.testing.candidate import SlotUnderTest
 from nsa_core.testing.grid import Point
 from nsa_core.verify.cases import Case
 
-SLOTS = ("cmp", "select", "win", "combine")  # those whose kernels are here
+SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 BASE = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,

@@ -22,7 +22,7 @@ MEASURED = {90}  # the others are compiled offline for their limits, and have ne
 FORWARD: Mapping[str, tuple[str, ...]] = {
     "cmp": ("span_forward",),
     "select": ("select_forward",),
-    "sel": (),
+    "sel": ("sel_forward", "sel_bucket", "sel_merge"),
     "win": ("span_forward",),
     "combine": ("combine_forward",),
 }

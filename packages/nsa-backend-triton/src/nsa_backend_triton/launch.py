@@ -52,9 +52,9 @@ def _capability(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of ``device``; on tensors without data, those of the architecture's usual GPU."""
+    """Streaming multiprocessors of ``device``; without data, those of the usual GPU; 3 in the interpreter."""
     if device.type != "cuda":
-        return {80: 108, 90: 132}.get(architecture(device), 1)
+        return {80: 108, 90: 132}.get(architecture(device), 3)
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
