@@ -1,26 +1,24 @@
-"""Peak memory told by formula (fault row 47), held against what the host code allocates, on tensors without data.
+"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without data.
 
-Kernels are recorded instead of run, so this needs no GPU; tests/gpu measures the same on one.
+tests/triton holds the dry run against what a run allocates; tests/gpu measures both on a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import threading
 from typing import Any
 
 import pytest
-import torch
-
 from nsa_core import BlockGeometry, Request
-from test_sdpa_memory import Peak
 
 pytest.importorskip("triton")
-offline = importlib.import_module("nsa_backend_triton.offline")
+requests = importlib.import_module("nsa_backend_triton.requests")
 compile_table = importlib.import_module("nsa_backend_triton.compile_table")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
 
-SLOTS = ("combine",)
+SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 
 def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
@@ -29,48 +27,47 @@ def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
     return Request(slot=slot, seq_len=seq_len, **{**given, **fields})
 
 
-def allocated(request: Request) -> int:
-    do, inputs, call = compile_table.inputs(request)
-    module = importlib.import_module(f"nsa_backend_triton.{request.slot}")
-    with offline.recording(90) as launches, Peak() as peak:
-        out = module.forward(*inputs, call=call)
-        saved = out if request.slot in ("cmp", "sel", "win") else ()
-        if request.needs_grad and request.slot != "select":
-            held = module.backward(do, *inputs, *saved, call=call)
-            del held
-    assert launches
-    return peak.peak
-
-
-SHAPES = {
-    "reports": {},
-    "fp32": {"dtype": "float32"},
-    "forward": {"needs_grad": False},
-    "h=1": {"n_heads": 4, "n_kv_heads": 4},
-    "h=16 wide": {"n_heads": 32, "head_dim": 192, "v_head_dim": 128, "seq_len": 2048},
-    "batch": {"batch": 3, "seq_len": 1000},
-    "packed": {"batch": 7, "varlen": True},
-    "deterministic": {"deterministic": True},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("slot", SLOTS)
-def test_row_47_workspace_is_what_is_allocated(slot: str, shape: str) -> None:
-    fields = dict(SHAPES[shape])
-    request = make_request(slot, fields.pop("seq_len", 5000), **fields)
-    told, real = getattr(workspace, slot)(request), allocated(request)
-    assert abs(told - real) <= 0.05 * real, f"told {told}, allocated {real}, ratio {told / real:.3f}"
+def test_row_47_combine_by_hand() -> None:
+    """o, then three gradients and dgates on top of it: nothing else."""
+    rows, width = 1000 * 12, 64 * 2
+    request = make_request("combine", 1000)
+    assert workspace.peak(request) == pytest.approx(rows * (4 * width + 3 * 4), rel=0.001)
+    assert workspace.peak(make_request("combine", 1000, needs_grad=False)) == pytest.approx(rows * width, rel=0.001)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_memory_grows_at_most_as_s(slot: str) -> None:
-    points = [(math.log(s), math.log(getattr(workspace, slot)(make_request(slot, s)))) for s in (2048, 65536)]
-    slope = (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
-    assert slope <= 1.01, slope
+def test_row_47_memory_grows_as_s(slot: str) -> None:
+    for fields in ({}, {"n_heads": 64, "n_kv_heads": 4, "deterministic": True}, {"varlen": True, "batch": 8}):
+        points = [(math.log(s), math.log(workspace.peak(make_request(slot, s, **fields)))) for s in (8192, 1 << 17)]
+        slope = (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
+        assert 0.5 < slope <= 1.05, (fields, slope)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_47_nothing_for_no_tokens(slot: str) -> None:
+    assert workspace.peak(make_request(slot, 0)) == 0
+
+
+def test_a_dry_run_leaves_other_threads_alone() -> None:
+    from triton.runtime.jit import JITFunction
+
+    stock, seen = JITFunction.run, []
+    with workspace._no_launches():
+        thread = threading.Thread(target=lambda: seen.append(workspace._dry.get()))
+        thread.start()
+        thread.join()
+        assert workspace._dry.get()
+    assert seen == [False]
+    assert JITFunction.run is stock
 
 
 LENGTHS = (1, 31, 32, 127, 1000, 1024, 4097, 8192, 65536, 1 << 20)
+
+
+def differences(these: set[tuple[Any, ...]], those: set[tuple[Any, ...]]) -> list[Any]:
+    """What tells binaries of one kernel apart."""
+    pairs = [(a, b) for a in these - those for b in those - these if a[0] == b[0]]
+    return [(a[0], sorted(set(a) ^ set(b), key=str)) for a, b in pairs] or sorted(x[0] for x in these ^ those)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -80,11 +77,12 @@ def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) 
         per_length = {}
         for length in LENGTHS:
             request = make_request(slot, length, varlen=packed, **shape)
-            if not compile_table.inputs(request)[1][1].numel():
+            if not requests.inputs(request)[1][1].numel():
                 continue  # no compressed token: the core makes no call
             launches = compile_table.launches(request, 90)
             per_length[length] = {made.binary for made in launches}
         assert all(per_length.values())
         assert len(per_length) >= 5
-        for length, binaries in per_length.items():
-            assert binaries == per_length[LENGTHS[-1]], f"{length} tokens: {sorted(binaries, key=str)}"
+        longest = per_length[LENGTHS[-1]]
+        for length, binaries in per_length.items():  # a short sequence may need fewer kernels, but no other ones
+            assert binaries <= longest, f"{length} tokens: {differences(binaries, longest)}"

@@ -60,7 +60,8 @@ def build(
     n_buckets = per_head * groups * (1 if seqs.packed else seqs.n)
     dtype = torch.int16 if n_buckets < 2**15 else torch.int32
     first, count = rows or (0, blocks.numel() // (groups * n))
-    keys = torch.full((count * groups * n,), n_buckets, dtype=dtype, device=blocks.device)
+    # int32 for the kernel, which is then one binary; int16 for the sort, where it does.
+    keys = torch.full((count * groups * n,), n_buckets, dtype=torch.int32, device=blocks.device)
     local = torch.zeros(count, dtype=torch.int32, device=blocks.device)
     row_stride = blocks.stride(-3)
     sel_keys_kernel[(seqs.tiles(TOKENS_PER_PROGRAM) * groups,)](
@@ -69,7 +70,7 @@ def build(
         N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, TILE=TOKENS_PER_PROGRAM,
         VARLEN=seqs.packed, KEPT=kept is not None, num_warps=4,
     )  # fmt: skip
-    ordered, pairs = torch.sort(keys, stable=True)
+    ordered, pairs = torch.sort(keys.to(dtype), stable=True)
     edges = torch.arange(n_buckets + 1, device=blocks.device, dtype=dtype)
     offsets = torch.searchsorted(ordered, edges, out_int32=True)
     tokens, slots = (torch.empty(keys.shape, dtype=torch.int32, device=blocks.device) for _ in range(2))

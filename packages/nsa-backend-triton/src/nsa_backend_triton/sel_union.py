@@ -100,7 +100,7 @@ def sel_union_kernel(
     into = ENTRIES + program.to(tl.int64) * (2 * T * N) + count - tl.cumsum(entry, 0)
     tl.store(into, block, mask=entry != 0)
     tl.store(into + T * N, members, mask=entry != 0)
-    cut = tl.sum(tl.where((block + 1) * L > row + 1, entry, 0), 0)
+    cut = tl.sum(tl.where(block >= (row + 1) // L, entry, 0), 0)  # (block + 1) * L > row + 1, in int32 for NONE too
     tl.store(COUNTS + program * 2, count)
     tl.store(COUNTS + program * 2 + 1, cut)
     if LEAVE:

@@ -42,7 +42,9 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
+)
 def span_dq(
     Q, K, V, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
@@ -145,7 +147,9 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
+)
 def span_dkdv(
     Q, K, V, DO, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,

@@ -1,76 +1,104 @@
-"""Peak bytes of each slot beyond its inputs: outputs, what is kept for backward, gradients, buffers between kernels.
+"""Peak bytes of each slot beyond its inputs, counted in a dry run: the host code runs, on tensors without data.
 
-Forward runs first; where the request needs gradients its outputs stay alive while backward runs. Kernels keep their
-tiles in registers and shared memory, so this is every tensor that a slot's host code makes, no more.
-Packed: ``batch`` counts documents.
+Kernels keep their tiles in registers and shared memory, so every byte that a slot takes is a tensor that its host code
+makes: outputs, what lies between two kernels, gradients. The dry run makes them on the meta device, launches nothing,
+and counts what is alive. Forward's outputs stay alive while backward runs. Packed: ``batch`` counts documents.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import contextvars
+import functools
+import importlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from nsa_backend_triton import launch
+from nsa_backend_triton.requests import inputs
 from nsa_core.contract import Request
 
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_BLOCK = 512  # bytes: what PyTorch's CUDA allocator rounds a size up to
+_dry = contextvars.ContextVar("dry", default=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """A request in numbers."""
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time, those of ``given`` left out."""
 
-    request: Request
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in given}
 
-    @property
-    def item(self) -> int:
-        """Bytes of an element of q."""
-        return _ITEMSIZE[self.request.dtype]
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and count the storages that it made."""
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+                if key not in self._known and key not in given:
+                    self._known.add(key)
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._free, key, size)
+        if getattr(func, "overloadpacket", None) is not None and func.overloadpacket.__name__ == "sort":
+            # The CUDA sort holds a second copy of the values and of the int64 places, and the places it began with.
+            values = next(iter(tree_iter(args)))
+            self.peak = max(self.peak, self.live + values.numel() * (values.element_size() + 16))
+        return out
 
-    @property
-    def stat(self) -> int:
-        """Bytes of a score, an LSE, a gate or a sum."""
-        return max(4, self.item)
-
-    @property
-    def documents(self) -> int:
-        """Sequences: batch entries or documents."""
-        return max(1, self.request.batch or 1)
-
-    @property
-    def tokens(self) -> int:
-        """Rows of all sequences: T, or B * S."""
-        seq_len = self.request.seq_len or 0
-        return seq_len if self.request.varlen else seq_len * (1 if self.request.batch is None else self.request.batch)
-
-    @property
-    def compressed(self) -> int:
-        """Rows of k_cmp in all."""
-        geometry, seq_len = self.request.geometry, self.request.seq_len or 0
-        if self.request.varlen:
-            return geometry.max_compressed(seq_len)
-        return geometry.num_compressed(seq_len) * self.documents
-
-    @property
-    def rows(self) -> int:
-        """(token, query head) rows."""
-        return self.tokens * self.request.n_heads
-
-    @property
-    def outputs(self) -> int:
-        """o and lse."""
-        return self.rows * (self.request.v_head_dim * self.item + self.stat)
-
-    def gradients(self, keys: int) -> int:
-        """dq, dk and dv of ``keys`` rows of keys."""
-        width = self.request.head_dim + self.request.v_head_dim
-        return (self.rows * self.request.head_dim + keys * self.request.n_kv_heads * width) * self.item
-
-    def peak(self, forward: int, backward: int) -> int:
-        """``forward`` holds its outputs; ``backward`` is what comes on top of them."""
-        return max(forward, self.outputs + backward) if self.request.needs_grad else forward
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
 
 
-def combine(request: Request) -> int:
-    """o; backward: three gradients and dgates."""
-    size = Sizes(request)
-    o = size.rows * request.v_head_dim * size.item
-    return o + (3 * (o + size.rows * size.stat) if request.needs_grad else 0)
+@contextlib.contextmanager
+def _no_launches() -> Iterator[None]:
+    """Launches by this thread do nothing inside the block; those of other threads are what they were."""
+
+    def skipping(stock: Any) -> Any:
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if _dry.get() else stock(kernel, *args, **kwargs)
+
+        return run
+
+    token = _dry.set(True)
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in (JITFunction, InterpretedFunction):
+                stack.enter_context(mock.patch.object(kind, "run", skipping(kind.run)))
+            yield
+    finally:
+        _dry.reset(token)
+
+
+@functools.lru_cache(maxsize=256)
+def peak(request: Request) -> int:
+    """Bytes that ``request.slot`` holds at most beyond its inputs, backward included where it is asked for."""
+    if not (request.seq_len and request.batch):
+        return 0
+    do, given, call = inputs(request)
+    if not given[1].numel():
+        return 0  # no key that anyone could see: the core makes no call
+    module = importlib.import_module(f"nsa_backend_triton.{request.slot}")
+    major, minor = request.capability or (0, 0)
+    with launch.described(10 * major + minor), _no_launches(), Peak() as counted:
+        out = module.forward(*given, call=call)
+        if request.needs_grad and request.slot != "select":
+            kept = module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)
+            del kept
+        del out
+    return counted.peak
+
+
+cmp = select = sel = win = combine = peak
