@@ -74,6 +74,7 @@ def missing(request: Request, architecture: int) -> list[str]:
         "itemsize": _ITEMSIZE[request.dtype],
         "heads": request.n_heads // request.n_kv_heads,
         "block": request.geometry.select_block_size,
+        "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

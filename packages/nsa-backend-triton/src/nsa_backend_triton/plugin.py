@@ -7,13 +7,16 @@ from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
 _HOME = "nsa_backend_triton"
 
 
-def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool = True) -> SlotSpec:
+def _slot(
+    name: str, *evidence: str, backward: bool = True, deterministic: bool = True, warmup_tokens: int = 128
+) -> SlotSpec:
     return SlotSpec(
         forward=f"{_HOME}.{name}:forward",
         backward=f"{_HOME}.{name}:backward" if backward else None,
         evidence=evidence,
         workspace=f"{_HOME}.workspace:{name}",
         deterministic=deterministic,
+        warmup_tokens=warmup_tokens,
     )
 
 
@@ -26,7 +29,8 @@ def nsa_register_backends() -> BackendSpec:
         slots={
             "cmp": _slot("cmp", "span_"),
             "select": _slot("select", "select_", backward=False),
-            "sel": _slot("sel", "sel_", deterministic=False),
+            # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
+            "sel": _slot("sel", "sel_", deterministic=False, warmup_tokens=1 << 14),
             "win": _slot("win", "span_"),
             "combine": _slot("combine", "combine_"),
         },
