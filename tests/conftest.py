@@ -19,8 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line per mutant that ran, and the score, however many workers shared them."""
+    """What ran in triton's interpreter; one line per mutant that ran, and the score, whichever workers shared them."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    interpreted = [value for r in reports for key, value in r.user_properties if key == "interpreted"]
+    if interpreted:
+        terminalreporter.section("kernels in triton's interpreter")
+        for line in sorted(interpreted):
+            terminalreporter.line(line)
     mutants = [dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties]
     mutants = [m for m in mutants if "mutant" in m]
     if not mutants:

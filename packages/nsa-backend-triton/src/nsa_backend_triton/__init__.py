@@ -1,1 +1,1 @@
-"""Native Sparse Attention kernels in Triton: no kernels yet; the plugin says so."""
+"""Native Sparse Attention kernels in Triton, forward and backward."""

@@ -1,9 +1,41 @@
-"""Registers the backend ``triton`` as unavailable: this version holds no kernels."""
+"""What this backend offers, without importing torch or triton."""
 
-from nsa_core.contract import Reason, Unavailable, hookimpl
+from __future__ import annotations
+
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+
+_HOME = "nsa_backend_triton"
+
+
+def _slot(
+    name: str, *evidence: str, backward: bool = True, deterministic: bool = True, warmup_tokens: int = 128
+) -> SlotSpec:
+    return SlotSpec(
+        forward=f"{_HOME}.{name}:forward",
+        backward=f"{_HOME}.{name}:backward" if backward else None,
+        evidence=evidence,
+        workspace=f"{_HOME}.workspace:{name}",
+        deterministic=deterministic,
+        warmup_tokens=warmup_tokens,
+    )
 
 
 @hookimpl
-def nsa_register_backends() -> Unavailable:
-    """The reason why ``triton`` cannot run."""
-    return Unavailable("triton", Reason("not_implemented", "kernels not implemented yet", "use sdpa"))
+def nsa_register_backends() -> BackendSpec:
+    """The backend ``triton``: kernels of our own for every slot."""
+    return BackendSpec(
+        name="triton",
+        api_version=(1, 0),
+        slots={
+            "cmp": _slot("cmp", "span_"),
+            "select": _slot("select", "select_", backward=False),
+            # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
+            "sel": _slot("sel", "sel_", deterministic=False, warmup_tokens=1 << 14),
+            "win": _slot("win", "span_"),
+            "combine": _slot("combine", "combine_"),
+        },
+        probe=f"{_HOME}.probe:probe",
+        detail=f"{_HOME}.probe:detail",
+        priority=30,
+        summary="our own Triton kernels, for NVIDIA GPUs from sm_80 on",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -18,6 +19,7 @@ from nsa_cli import output
 if TYPE_CHECKING:
     import torch
 
+    from nsa_core.config import NSAConfig
     from nsa_core.plan import Plan
     from nsa_core.verify.subject import Finding, Subject
 
@@ -67,6 +69,8 @@ def verify(
 ) -> None:
     """Check a combination of backends, branch by branch, against an independent float64 truth.
 
+    Where triton interprets its kernels (TRITON_INTERPRET=1) on the CPU, the cases are tiny and the interpreter strict.
+
     Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run here; 4: nothing can.
     """
     chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
@@ -91,19 +95,18 @@ def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype]) ->
     return every_combination(output.find_backends(), _where(device), dtypes, named)
 
 
-def _plan(subject: Subject, dtypes: Sequence[torch.dtype]) -> Plan:
-    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+def _plan(subject: Subject, config: NSAConfig, dtypes: Sequence[torch.dtype]) -> Plan:
+    """The plan of ``config`` in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
 
     Raises:
         Unsupported: the combination takes none of them; the reasons are those against the first.
     """
     from nsa_core.errors import Unsupported
-    from nsa_core.verify import layer
 
     refusals = []
     for dtype in dtypes:
         try:
-            return subject.plan(layer.CONFIG, dtype)
+            return subject.plan(config, dtype)
         except Unsupported as refusal:
             refusals.append(refusal)
     raise refusals[0]
@@ -159,18 +162,22 @@ def _run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from nsa_core.verify import suite
+    from nsa_core.verify import cases, interpreter, suite
     from nsa_core.verify.subject import Subject
 
     if device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
     device = _where(device)
     subject = Subject(named, device, output.find_backends())
-    plan = _plan(subject, dtypes)
-    todo = suite.jobs(preset, dtypes, text=text[1], seed=seed)
+    interpreted = device == "cpu" and interpreter.interpreted()
+    if interpreted:
+        preset, text = "interpreter", ("none", b"")
+    plan = _plan(subject, cases.PRESETS[preset]()[0].config, dtypes)
+    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []
-    with output.progress(len(todo)) as advance:
+    strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
+    with strictly, output.progress(len(todo)) as advance:
         for job, found in suite.run(subject, todo):
             findings += found
             advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
@@ -179,6 +186,7 @@ def _run(
         "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
         "named": named,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "interpreted": interpreted,
         "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
         "preset": preset,
         "seed": seed,

@@ -51,7 +51,8 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     failed = sum(f["ok"] is False for f in findings)
     passed = sum(f["ok"] is True for f in findings)
     who = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
-    where = f"{report['device']}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
+    device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
+    where = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
     line = f"{passed} checks passed, {failed} failed in {report['seconds']:.0f} s: {who} ({where})"
     if not passed and not failed:
         return f"nothing could be checked: {who} ({where})", 3

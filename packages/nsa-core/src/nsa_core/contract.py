@@ -131,6 +131,7 @@ class SlotSpec:
         None  # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
     )
     deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
+    warmup_tokens: int = 128  # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
 
 
 @dataclasses.dataclass(frozen=True)

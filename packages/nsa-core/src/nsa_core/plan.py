@@ -89,6 +89,23 @@ class Plan:
             raise NSAError(f"backend {name!r}, workspace of {request.slot!r}: {size!r} is not a number of bytes")
         return size
 
+    def warmup(self, device: str | torch.device | None = None) -> None:
+        """Compile what a first step would, by running every slot on a few tokens; forward, and backward if planned.
+
+        ``device``: one of the plan's kind, by default the current one. Kernels of our own are one binary for every
+        length, so nothing is left to compile at the first real step.
+
+        Raises:
+            InvalidInput: ``device`` is of another kind than the plan's.
+            NSAError: a kernel failed; the message names it.
+        """
+        from nsa_core.warmup import warm
+
+        place = torch.device(self.requests["cmp"].device if device is None else device)
+        if place.type != self.requests["cmp"].device:
+            raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
+        warm({slot: getattr(self, slot) for slot in SLOTS}, self.requests, self._slots, place)
+
     def __copy__(self) -> Plan:
         return self
 

@@ -196,4 +196,22 @@ def full_cases() -> tuple[Case, ...]:
     )
 
 
-PRESETS: dict[str, Callable[[], tuple[Case, ...]]] = {"quick": quick_cases, "full": full_cases}
+@lru_cache(maxsize=4)
+def interpreter_cases() -> tuple[Case, ...]:
+    """For kernels in an interpreter, at milliseconds an operation: S <= 80, D 16, the first one for every check."""
+    blocks = (8, 4, 16, 3, 12)
+    return (
+        Case("interpreted", _config(2, 1, 16, 16, blocks), (21,)),
+        Case("interpreted, packed, h=3", _config(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True),
+        Case("interpreted, h=1, fused", _config(2, 2, 16, 16, blocks), (40,), fused=True),
+        Case("interpreted, S<l", _config(4, 1, 16, 16, blocks), (5,), batch=4),
+        Case("interpreted, nothing forced", dataclasses.replace(
+            _config(2, 1, 16, 16, blocks), init_blocks=0, local_blocks=0, num_selected_blocks=2), (77,)),
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], tuple[Case, ...]]] = {
+    "quick": quick_cases,
+    "full": full_cases,
+    "interpreter": interpreter_cases,
+}

@@ -9,7 +9,7 @@ import torch
 
 from nsa_core.registry import Registry
 from nsa_core.survey import survey
-from nsa_core.verify import layer
+from nsa_core.verify import cases
 
 BRANCHES = ("cmp", "sel", "win")
 
@@ -23,8 +23,9 @@ def every_combination(
     one entry is ``named``, so that planning it gives every reason.
     """
     accepted: dict[str, dict[str, None]] = {slot: {} for slot in BRANCHES}
+    config = cases.PRESETS["quick"]()[0].config
     for dtype in dtypes:
-        answers = survey(layer.CONFIG, device=device, dtype=dtype, needs_grad=True, registry=registry)
+        answers = survey(config, device=device, dtype=dtype, needs_grad=True, registry=registry)
         for slot in BRANCHES:
             accepted[slot].update(dict.fromkeys(c.backend for c in answers.candidates[slot] if c.accepted))
     choices = [[named[slot]] if slot in named else list(accepted[slot]) for slot in BRANCHES]

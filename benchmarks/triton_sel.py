@@ -1,0 +1,239 @@
+"""Forward of sel on our kernels: checked on small cases, then timed over tile shapes and kinds of blocks.
+
+    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near] [--quick]
+
+``random``: the forced blocks and 13 random past ones. ``near``: a token keeps each of its neighbour's 13 with
+probability 0.8. Times are medians of do_bench, bf16, batch 1. Parts: the unions, the tile kernel, the pair lists, the
+buckets and their merge (with their lists).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_backend_triton import sel_forward, sel_lists, sel_union
+from nsa_backend_triton.launch import Sequences
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.verify.judge import judge, judge_lse
+
+GEOMETRY = BlockGeometry()
+SHAPES = [
+    ("32/8/128 S=32k", 32, 8, 128, 32768),
+    ("64/4/128 S=64k", 64, 4, 128, 65536),
+    ("12/2/64 S=64k", 12, 2, 64, 65536),
+]
+Tuned = dict[str, dict[str, int]]
+
+
+def tuned(
+    forward: tuple[int, int, int, int, int], bucket: tuple[int, int, int, int] = (128, 8, 8, 3), rows: int = 32
+) -> Tuned:
+    """forward: ROWS, LEAST, warps, stages, registers; bucket: ROWS, TILES, warps, stages; rows of the merge."""
+    f = dict(zip(("ROWS", "LEAST", "num_warps", "num_stages", "maxnreg"), forward)) | {"KEYS": 64, "SHORT": 0}
+    if not f["maxnreg"]:
+        del f["maxnreg"]
+    b = dict(zip(("ROWS", "TILES", "num_warps", "num_stages"), bucket))
+    return {"sel_forward": f, "sel_bucket": b, "sel_merge": {"ROWS": rows, "num_warps": 4, "num_stages": 2}}
+
+
+def configurations(heads: int) -> Iterator[Tuned]:
+    """What is tried for ``heads`` a group: all shared first, then with buckets."""
+    shared = [
+        (64, 4, 3, 0),
+        (64, 4, 2, 0),
+        (64, 4, 2, 168),
+        (128, 8, 2, 0),
+        (128, 8, 3, 0),
+        (32, 4, 3, 0),
+        (64, 8, 2, 0),
+    ]
+    for rows, warps, stages, registers in shared:
+        yield tuned((rows, 1, warps, stages, registers))
+    if heads >= 16:
+        for least in (2, 3):
+            yield tuned((64, least, 4, 3, 0))
+        yield tuned((128, 3, 8, 3, 0))
+        return
+    for least in (2, 4, 8, 16):
+        yield tuned((128, least, 8, 3, 0))
+    buckets = [
+        (128, 4, 8, 3),
+        (128, 16, 8, 3),
+        (128, 8, 8, 2),
+        (128, 8, 8, 4),
+        (64, 8, 4, 3),
+        (64, 16, 4, 3),
+        (64, 16, 4, 2),
+    ]
+    for bucket in buckets:
+        yield tuned((128, 8, 8, 3, 0), bucket)
+    for rows in (16, 64, 128):
+        yield tuned((128, 8, 8, 3, 0), rows=rows)
+
+
+def past_blocks(kind: str, length: int, groups: int) -> Tensor:
+    """int32 [1, S, G, n]: block 0, the last two, and others before them."""
+    n, size = GEOMETRY.num_selected_blocks, GEOMETRY.select_block_size
+    current = torch.arange(length, device="cuda")[:, None, None] // size
+    free = n - 3
+    if kind == "random":
+        drawn = torch.rand(length, groups, free, device="cuda")
+    else:
+        epoch = (torch.rand(length, groups, free, device="cuda") > 0.8).long().cumsum(0)
+        table = torch.rand(length, groups, free, device="cuda")
+        drawn = table.gather(0, epoch.clamp(max=length - 1))
+    # Distinct inside a token: the i-th draw from the i-th of `free` strides.
+    lane = torch.arange(free, device="cuda")
+    others = 1 + lane + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
+    others = torch.where(others < current - 1, others, -1)
+    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
+    return torch.cat([forced, others], -1).int()[None]
+
+
+def truths(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """golden, rounded, magnitude [H, S, D], lse and top [H, S] of a small dense case, batch 1."""
+    length, groups = q.shape[1], k.shape[2]
+    heads, size = q.shape[2] // groups, GEOMETRY.select_block_size
+    row = torch.arange(length, device=q.device)
+    seen = (blocks[0].long()[:, :, :, None] == (row // size)).any(2) & (row <= row[:, None])[:, None]  # [S, G, S]
+    hidden = ~seen.transpose(0, 1).repeat_interleave(heads, 0)
+    q64, k64, v64 = (x[0].double().transpose(0, 1) for x in (q, k, v))
+    k64, v64 = (x.repeat_interleave(heads, 0) for x in (k64, v64))
+    scores = (q64 @ k64.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp()
+    low = (scores.float() - scores.float().amax(-1, keepdim=True)).exp()
+    rounded = (low.to(q.dtype).float() @ v64.float() / low.sum(-1, keepdim=True)).to(q.dtype)
+    top = scores.masked_fill(hidden, 0).abs().amax(-1)
+    return p @ v64, rounded, p @ v64.abs(), lse, top
+
+
+def check() -> None:
+    """A verdict a row for small cases in each dtype, with and without buckets."""
+    cases = itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32),
+        ((16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128)),
+        (1, 4),
+    )
+    for dtype, (heads, dk, dv), least in cases:
+        torch.manual_seed(0)
+        length, groups = 1500, 2
+        q, k, v = (
+            torch.randn(1, length, h, d, device="cuda", dtype=dtype)
+            for h, d in ((heads * groups, dk), (groups, dk), (groups, dv))
+        )
+        blocks = past_blocks("near", length, groups)
+        call = SlotCall(GEOMETRY, dk**-0.5)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        small = dtype == torch.float32 or dk > 128
+        settings = tuned((64 if not small else 32, least, 4, 2, 0), (64 if not small else 16, 8, 4, 3))
+        if small:
+            settings["sel_forward"] |= {"KEYS": 32, "num_stages": 1}
+            settings["sel_bucket"] |= {"num_stages": 1}
+        try:
+            o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+            golden, rounded, magnitude, true_lse, top = truths(q, k, v, blocks, call.scale)
+            verdict = judge(o[0].transpose(0, 1), golden, rounded, magnitude, dtype)
+            lse_verdict = judge_lse(lse[0], true_lse, top, dtype)
+            again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+            print(f"{str(dtype):15} h={heads} {dk}/{dv} least {least}: row {verdict.row:.2f} elem {verdict.elem:.2f} "
+                  f"bias {verdict.bias:.2f} {verdict.why or 'right'}; lse {lse_verdict.elem:.1f} {lse_verdict.why or 'right'}; "
+                  f"{'same bits' if torch.equal(o, again) else 'OTHER BITS'}", flush=True)  # fmt: skip
+        except Exception as error:  # a plugin's kernel may fail in any way; the other cases still count
+            print(f"{dtype} h={heads} {dk}/{dv} least {least}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def median_ms(function: Callable[[], Any], quick: bool) -> float:
+    """Median of do_bench."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=5, rep=30 if quick else 100, return_mode="median"))
+
+
+def parts(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, settings: Tuned, quick: bool) -> list[float]:
+    """ms of unions, tile kernel, pair lists, buckets with merge and lists."""
+    seqs, heads = Sequences.of(q, call), q.shape[2] // k.shape[2]
+    size = sel_forward.tile_tokens(settings["sel_forward"]["ROWS"], heads)
+    least = min(settings["sel_forward"]["LEAST"], size)
+
+    def unions() -> sel_union.Unions:
+        return sel_union.build(blocks, seqs, call.geometry, size, least, leave=settings["sel_forward"]["LEAST"] > 1)
+
+    union = unions()
+    o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+    times = [median_ms(unions, quick)]
+    times += [
+        median_ms(
+            lambda: sel_forward._attend_tiles(q, k, v, union, o, lse, seqs, call, size, settings["sel_forward"]), quick
+        )
+    ]
+    if settings["sel_forward"]["LEAST"] == 1:
+        return [*times, 0.0, 0.0]
+    runs = list(sel_forward._runs(o, heads, blocks.shape[-1]))
+    times += [
+        median_ms(lambda: [sel_lists.build(blocks, seqs, call.geometry, kept=union.left, rows=r) for r in runs], quick)
+    ]
+    times += [
+        median_ms(
+            lambda: [
+                sel_forward._attend_buckets(q, k, v, blocks, union.left, o, lse, seqs, call, r, settings) for r in runs
+            ],
+            quick,
+        )
+    ]
+    return times
+
+
+def measure(case: int, kind: str, quick: bool) -> None:
+    """A table row per configuration."""
+    name, n_heads, groups, width, length = SHAPES[case]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
+    blocks = past_blocks(kind, length, groups)
+    call = SlotCall(GEOMETRY, width**-0.5)
+    heads, seqs = n_heads // groups, Sequences.of(q, call)
+    flops = 4 * width * n_heads * length * 1024
+    sizes = {
+        size: sel_union.build(blocks, seqs, GEOMETRY, size, 1).counts[:, 0].float().mean().item()
+        for size in (2, 4, 8, 16, 32)
+    }
+    print(f"\n{name} {kind}: union of 2..32 tokens " + " ".join(f"{size}:{mean:.0f}" for size, mean in sizes.items()))
+    print(f"all pair lists {median_ms(lambda: sel_lists.build(blocks, seqs, GEOMETRY), quick):.3f} ms")
+    for settings in configurations(heads):
+        try:
+            ms = median_ms(lambda s=settings: sel_forward.forward(q, k, v, blocks, call=call, tuned=s), quick)
+            split = " ".join(f"{part:.2f}" for part in parts(q, k, v, blocks, call, settings, quick))
+            print(f"{ms:7.2f} ms {flops / ms / 1e9:5.0f} TFLOP/s  unions, tiles, lists, buckets: {split}  "
+                  f"{list(settings['sel_forward'].values())} {list(settings['sel_bucket'].values())} "
+                  f"{settings['sel_merge']['ROWS']}", flush=True)  # fmt: skip
+        except Exception as error:  # a configuration may not fit; the others still count
+            print(
+                f"        {type(error).__name__}: {str(error)[:150]}  {settings['sel_forward']} {settings['sel_bucket']}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Check, then measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--kind", nargs="*", default=["random", "near"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    args = parser.parse_args()
+    if not args.no_check:
+        check()
+    for case, kind in itertools.product(args.case, args.kind):
+        measure(case, kind, args.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms of do_bench, bf16.
+
+    python benchmarks/triton_span.py [--shape 64/4/128] [--slot win] [--piece forward dq dkdv] [--best N]
+
+Every configuration first runs on a short sequence against float64 (compiling in parallel: one binary serves every
+length), then on the long one. A configuration that fails is a line with its error. TFLOP/s count what the mathematics
+needs (4 products' operations forward, 10 backward of which dq has 6/14 and dk, dv 8/14), not what is recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from nsa_backend_triton import configs, span_backward, span_forward
+from nsa_backend_triton.launch import Sequences, architecture
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry()
+SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
+# ms on an H200: what the piece is to beat, forward and backward.
+TARGETS = {
+    ("win", "64/4/128"): (2.5, 7.0), ("cmp", "64/4/128"): (9.0, 25.0), ("win", "32/8/128"): (1.2, 3.7),
+    ("cmp", "32/8/128"): (1.5, 4.0), ("win", "12/2/64"): (0.5, 1.4), ("cmp", "12/2/64"): (1.1, 3.1),
+}  # fmt: skip
+
+
+def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
+    """Settings from columns."""
+    return [dict(zip(names.split(), row)) for row in values]
+
+
+FORWARD = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg"
+SPECIALIZED = "BLOCK_M HEADS BLOCK_N num_warps num_stages TMA"
+DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg"
+CANDIDATES = {
+    ("win", "forward"): rows(
+        FORWARD, (128, 4, 64, 8, 2, 0), (128, 4, 64, 8, 3, 0), (128, 4, 64, 8, 2, 128), (128, 4, 64, 4, 2, 0),
+        (64, 4, 64, 4, 3, 0), (128, 1, 128, 8, 2, 0), (128, 4, 128, 8, 2, 0), (64, 4, 64, 4, 2, 168),
+    ),
+    ("cmp", "forward"): rows(
+        FORWARD, (128, 1, 64, 8, 2, 0), (128, 1, 64, 8, 3, 0), (128, 1, 64, 8, 2, 128), (128, 1, 64, 4, 2, 0),
+        (128, 1, 128, 8, 2, 0), (128, 4, 128, 8, 2, 0), (64, 1, 64, 4, 3, 0), (64, 1, 64, 4, 2, 168),
+    ),
+    ("win", "dq"): rows(
+        FORWARD, (128, 4, 64, 8, 2, 0), (128, 4, 64, 8, 3, 0), (64, 4, 64, 4, 2, 0), (128, 4, 64, 8, 2, 128),
+        (128, 4, 32, 8, 3, 0), (128, 4, 128, 8, 2, 0), (64, 4, 64, 4, 2, 168),
+    ),
+    ("cmp", "dq"): rows(
+        FORWARD, (128, 1, 64, 8, 2, 0), (128, 1, 64, 8, 3, 0), (64, 1, 64, 4, 2, 0), (128, 1, 64, 8, 2, 128),
+        (128, 1, 128, 8, 2, 0), (64, 1, 64, 4, 2, 168), (128, 1, 64, 4, 2, 0),
+    ),
+    ("win", "dkdv"): rows(
+        DKDV, (64, 64, 1, 4, 2, 0), (128, 64, 1, 8, 2, 0), (128, 64, 1, 8, 3, 0), (64, 32, 1, 4, 3, 0),
+        (128, 32, 1, 8, 3, 0), (64, 64, 1, 4, 3, 0), (128, 128, 1, 8, 2, 0),
+    ),
+    ("cmp", "dkdv"): rows(
+        DKDV, (64, 64, 1, 4, 2, 0), (128, 64, 1, 8, 2, 0), (128, 64, 1, 8, 3, 0), (64, 32, 1, 4, 3, 0),
+        (128, 32, 1, 8, 3, 0), (128, 64, 2, 8, 2, 0), (128, 128, 1, 8, 2, 0),
+    ),
+}  # fmt: skip
+# Warps specialised by the compiler, TMA descriptors: with --specialized, alone, because a wrong barrier would hang.
+CANDIDATES_SPECIALIZED = {
+    (slot, "forward"): rows(
+        SPECIALIZED, (128, 1, 64, 4, 2, 1), (128, 1, 64, 4, 3, 1), (128, 1, 128, 4, 2, 1), (128, 1, 64, 4, 4, 1),
+        (128, 1, 64, 8, 3, 1), (128, 1, 128, 8, 2, 1),
+    )
+    for slot in ("win", "cmp")
+}  # fmt: skip
+
+
+def span_of(slot: str) -> tuple[int, int, int]:
+    """SIZE, STRIDE, WINDOW."""
+    if slot == "win":
+        return 1, 1, GEOMETRY.window_size
+    return GEOMETRY.compress_block_size, GEOMETRY.compress_stride, 0
+
+
+def visible(slot: str, length: int, keys: int, device: str) -> Tensor:
+    """bool [S, keys]."""
+    size, stride, window = span_of(slot)
+    t, j = torch.arange(length, device=device)[:, None], torch.arange(keys, device=device)
+    seen = j * stride + size - 1 <= t
+    return seen & (t < j + window) if window else seen
+
+
+class Case:
+    """One slot and shape at one length, with everything the pieces read."""
+
+    def __init__(self, slot: str, heads: int, groups: int, width: int, length: int) -> None:
+        self.slot, self.span, self.scale = slot, span_of(slot), width**-0.5
+        keys = length if slot == "win" else GEOMETRY.num_compressed(length)
+        torch.manual_seed(0)
+        shapes = ((heads, length), (groups, keys), (groups, keys), (heads, length))
+        made = [torch.randn((1, n, h, width), device="cuda", dtype=torch.bfloat16) for h, n in shapes]
+        self.q, self.k, self.v, self.do = made
+        self.seqs = Sequences.of(self.q, SlotCall(GEOMETRY, self.scale))
+        self.o, self.lse = span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale)
+        _, self.delta = self.dq(None)
+
+    def forward(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
+        """o, lse."""
+        return span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale, settings)
+
+    def dq(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
+        """dq, delta."""
+        tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)
+        return span_backward._dq(*tensors, self.seqs, self.span, self.scale, settings)
+
+    def dkdv(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
+        """dk, dv."""
+        tensors = (self.do, self.q, self.k, self.v, self.lse, self.delta)
+        return span_backward._dkdv(*tensors, self.seqs, self.span, self.scale, settings)
+
+    def backward(self, settings: None) -> tuple[Tensor, ...]:
+        """dq, dk, dv with the shipped configurations."""
+        tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)
+        return span_backward.backward(*tensors, self.seqs, self.span, self.scale)
+
+    def truth(self) -> dict[str, tuple[Tensor, ...]]:
+        """The pieces' results in float64."""
+        q, k, v, do = (x[0].transpose(0, 1).double() for x in (self.q, self.k, self.v, self.do))
+        h = len(q) // len(k)
+        s = (q.unflatten(0, (-1, h)) @ k[:, None].mT) * self.scale
+        s = s.masked_fill(~visible(self.slot, q.shape[1], k.shape[1], "cuda"), -math.inf)
+        p = s.softmax(-1).nan_to_num(0.0)
+        do = do.unflatten(0, (-1, h))
+        o, dp = p @ v[:, None], do @ v[:, None].mT
+        delta = (do * o).sum(-1, keepdim=True)
+        ds = p * (dp - delta) * self.scale
+        dk, dv = (ds.mT @ q.unflatten(0, (-1, h))).sum(1), (p.mT @ do).sum(1)
+
+        def by_token(x: Tensor) -> Tensor:
+            return x.transpose(0, 1)[None]
+
+        o, dq = by_token(o.flatten(0, 1)), by_token((ds @ k[:, None]).flatten(0, 1))
+        lse, kv = s.logsumexp(-1).flatten(0, 1)[None], (by_token(dk), by_token(dv))
+        return {
+            "forward": (o, lse),
+            "dq": (dq, delta.flatten(0, 1)[..., 0][None]),
+            "dkdv": kv,
+            "backward": (dq, *kv),
+        }
+
+
+def distance(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    """The largest rms error of a result over the rms of its truth."""
+    worst = 0.0
+    for x, y in zip(found, truth):
+        same = (x == y).all() if not y.isfinite().all() and x.shape != y.shape else True
+        x, y = x.double().nan_to_num(neginf=0.0, nan=1e9), y.nan_to_num(neginf=0.0)
+        worst = max(worst, float((x - y).square().mean().sqrt() / y.square().mean().sqrt())) if same else math.inf
+    return worst
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """``run``'s result, or the error's last line as text: one bad configuration must not end a measurement."""
+    try:
+        return run()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100] if str(error).strip() else ''}"
+
+
+def operations(slot: str, heads: int, width: int, length: int) -> float:
+    """Forward operations."""
+    size, stride, window = span_of(slot)
+    if window:
+        pairs = length * window - window * (window - 1) / 2
+    else:
+        pairs = sum(max(0, (t + 1 - size) // stride + 1) for t in range(length))
+    return 4.0 * pairs * heads * width
+
+
+def table(slot: str, shape: str, pieces: list[str], candidates: dict[tuple[str, str], list[dict[str, int]]]) -> None:
+    """Check, time and print every candidate of one slot and shape."""
+    heads, groups, width, length = SHAPES[shape]
+    small = Case(slot, heads, groups, width, 700)
+    truth = small.truth()
+    work = [(piece, s) for piece in pieces for s in candidates.get((slot, piece), [])]
+    work += [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
+
+    def check(item: tuple[str, Any]) -> Any:
+        return attempt(lambda: distance(getattr(small, item[0])(item[1]), truth[item[0]]))
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        errors = list(pool.map(check, work))
+    big = Case(slot, heads, groups, width, length)
+    forward_operations = operations(slot, heads, width, length)
+    share = {"forward": 1.0, "dq": 2.5 * 6 / 14, "dkdv": 2.5 * 8 / 14, "backward": 2.5}
+    print(f"\n{slot} {shape} S={length}; targets forward {TARGETS[slot, shape][0]}, backward {TARGETS[slot, shape][1]}")
+    for (piece, settings), error in zip(work, errors):
+        label = " ".join(f"{k}={v}" for k, v in settings.items()) if settings else "shipped"
+        if isinstance(error, str):
+            print(f"{piece:9}{label:75} {error}", flush=True)
+            continue
+        run = getattr(big, piece)
+        ms = attempt(lambda r=run, s=settings: do_bench(lambda: r(s), warmup=20, rep=120, return_mode="median"))
+        rate = (
+            f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s"
+            if isinstance(ms, float)
+            else ms
+        )
+        print(f"{piece:9}{label:75}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--slot", nargs="+", choices=("win", "cmp"), default=["win", "cmp"])
+    parser.add_argument("--piece", nargs="*", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"])
+    parser.add_argument("--specialized", action="store_true", help="the warp-specialised candidates instead")
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}")
+    for shape in options.shape:
+        for slot in options.slot:
+            table(slot, shape, options.piece, CANDIDATES_SPECIALIZED if options.specialized else CANDIDATES)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Host side of a launch: the sequences of a call, and what the kernels are told about them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from nsa_core.contract import SlotCall
+from nsa_core.packing import compressed_cu_seqlens
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton was imported)."""
+    # What the variable was when triton made its own functions, not what it is now.
+    return isinstance(tl.max, InterpretedFunction)
+
+
+_described: list[int] = []
+
+
+@contextlib.contextmanager
+def described(architecture: int) -> Iterator[None]:
+    """Tensors on the meta device count as lying on a GPU of ``architecture`` inside the block."""
+    _described.append(architecture)
+    try:
+        yield
+    finally:
+        _described.pop()
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability of ``device`` as one number, 90 for sm_90; 0 in the interpreter."""
+    if device.type == "meta" and _described:
+        return _described[-1]
+    return _capability(device)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    if interpreted():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of ``device``; without data, those of the usual GPU; 3 in the interpreter."""
+    if device.type != "cuda":
+        return {80: 108, 90: 132}.get(architecture(device), 3)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """What scores and sums are kept in: fp32, fp64 for fp64 (the interpreter's)."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences of a call, dense or packed, as kernels take them.
+
+    Attributes:
+        cu: int32 [n + 1] first token of each document; dense: any tensor, not read.
+        cu_cmp: int32 [n + 1] first compressed row of each document; dense: not read.
+        n: sequences (batch entries or documents).
+        seq_len: tokens of each, dense; packed: all tokens T.
+        packed: whether cu_seqlens was given.
+    """
+
+    cu: Tensor
+    cu_cmp: Tensor
+    n: int
+    seq_len: int
+    packed: bool
+
+    @classmethod
+    def of(cls, q: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
+        """The sequences of ``q`` [B, S, ...] or [T, ...]; ``compressed`` computes cu_cmp too, on the device."""
+        if call.cu_seqlens is None:
+            return cls(q, q, q.shape[0], q.shape[1], False)
+        cu = call.cu_seqlens
+        return cls(cu, compressed_cu_seqlens(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
+
+    def tiles(self, size: int) -> int:
+        """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
+        if self.packed:
+            return self.seq_len // size + self.n
+        return self.n * -(-self.seq_len // size)
+
+
+def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
+
+    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
+    """
+    if packed:
+        return 0, x.stride(0), x.stride(1)
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)
+
+
+def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
+    """(sequence, head) strides of lse [B, H, S], packed [H, T]; tokens are adjacent."""
+    return (0, lse.stride(0)) if packed else (lse.stride(0), lse.stride(1))

@@ -1,0 +1,223 @@
+"""Gradients of the selected branch, block by block: dk and dv of a block, and what it adds to dq.
+
+A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
+rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
+
+    S = q k^T, dP = do v^T                [ROWS, KEYS]
+    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles; P and dS turn in shared memory
+    dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
+
+A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
+KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
+
+How the tokens of a block are shared out:
+    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order.
+    CHUNK > 0   a program per CHUNK tokens of a block at most; sel_add_chunks adds their dk, dv in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_backend_triton.tile import LOG2E, place
+
+
+@triton.jit
+def sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS: tl.constexpr, SIZE: tl.constexpr, VARLEN: tl.constexpr):
+    """(sequence, kv head, its first row in the packed axis, its length, the block's first key) of a bucket."""
+    outer = bucket // per_head
+    index = bucket % per_head
+    if not VARLEN:
+        index += outer // GROUPS * per_head
+    seq, start, length, key = place(index, CU, n_seqs, seq_len, SIZE, VARLEN)
+    return seq, outer % GROUPS, start, length, key
+
+
+@triton.jit
+def sel_lower_bound(TOKENS, low, high, token):
+    """First index in [low, high) of the ascending TOKENS that is >= token; high where there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(TOKENS + middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def sel_chunk(OFFSETS, item, n_buckets, CHUNK: tl.constexpr):
+    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // CHUNK + b on, never too few.
+
+    A bucket's pairs are cut into as many even parts as CHUNK demands; an item past them is empty.
+    """
+    low = 0
+    high = n_buckets
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(OFFSETS + middle) // CHUNK + middle <= item:
+            low = middle
+        else:
+            high = middle
+    first = tl.load(OFFSETS + low)
+    end = tl.load(OFFSETS + low + 1)
+    part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, CHUNK), 1))
+    begin = first + (item - (first // CHUNK + low)) * part
+    return low, tl.minimum(begin, end), tl.minimum(begin + part, end)
+
+
+@triton.jit
+def sel_load(X, at, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [N, WIDTH] of x that begin at offsets ``at`` [N], 0 where not ``ok`` [N] and from column DIM on."""
+    col = tl.arange(0, WIDTH)
+    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
+    return tl.load(X + at[:, None] + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    """Inverse of sel_load: store, or add without an order."""
+    col = tl.arange(0, WIDTH)
+    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
+    if ADD:
+        tl.atomic_add(X + at[:, None] + col[None, :], x, mask=mask, sem="relaxed")
+    else:
+        tl.store(X + at[:, None] + col[None, :], x, mask=mask)
+
+
+@triton.jit
+def sel_scores_backward(s, dp, seen, lse, delta, scale):
+    """P and dS / scale of raw scores, 0 where not ``seen``, and in a row without keys, whose lse is -inf."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    p = tl.exp2(tl.where(seen, s * (scale * LOG2E) - lse * LOG2E, float("-inf")))
+    return p, p * (dp - delta)
+
+
+@triton.jit
+def sel_rows_backward(
+    dk, dv, k, v, key, first, flat, end,
+    Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile: rows flat .. flat + ROWS of the pairs from ``first`` on. Returns dk, dv with the tile added.
+
+    ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are [tokens, Hq, ..].
+    """
+    row = flat + tl.arange(0, ROWS)
+    ok = row < end
+    token = tl.load(TOKENS + first + row // HEADS, mask=ok, other=0)
+    wide, head = token.to(tl.int64), row % HEADS
+    q = sel_load(Q, wide * q_t + head * q_h, ok, DIM_K, WIDTH_K)
+    do = sel_load(DO, wide * d_t + head * d_h, ok, DIM_V, WIDTH_V)
+    at = wide * ALL_HEADS + head
+    lse = tl.load(LSE + at, mask=ok, other=float("inf"))
+    delta = tl.load(DELTA + at, mask=ok, other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
+    p, ds = sel_scores_backward(s, dp, key[None, :] <= token[:, None], lse[:, None], delta[:, None], scale)
+    ds = ds.to(k.dtype)
+    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
+    dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+    if ADD_DQ:
+        dq = tl.dot(ds, k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
+        HALF: tl.constexpr = WIDTH_K // 2
+        if HALF >= 64:
+            # Atomics need another layout, through shared memory: half a tile at a time leaves room for two programs.
+            left, right = tl.split(tl.permute(tl.reshape(dq, [ROWS, 2, HALF]), [0, 2, 1]))
+            sel_put(DQ, at * DIM_K, left, ok, HALF, HALF, True)
+            sel_put(DQ + HALF, at * DIM_K, right, ok, DIM_K - HALF, HALF, True)
+        else:
+            sel_put(DQ, at * DIM_K, dq, ok, DIM_K, WIDTH_K, True)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=[
+    "n_seqs", "seq_len", "n_buckets", "per_head", "segment", "segments",
+])  # fmt: skip
+def sel_block_backward(
+    Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, CU, DQ, DK, DV,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
+    scale, n_seqs, seq_len, n_buckets, per_head, segment, segments,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ADD_DQ: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
+
+    A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers than 64.
+    """
+    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    part = tl.program_id(0) % PARTS
+    item = tl.program_id(0) // PARTS
+    if CHUNK:
+        bucket, begin, end = sel_chunk(OFFSETS, item, n_buckets, CHUNK)
+    else:
+        # Kv head, then segment, then block: programs that run at one time share q, do and dq. Early blocks, which
+        # most tokens chose, come first, and the last segment, which has the most blocks.
+        turn = item // per_head
+        bucket = turn // segments * per_head + item % per_head
+        begin, end = tl.load(OFFSETS + bucket), tl.load(OFFSETS + bucket + 1)
+    seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
+    if not CHUNK:
+        low = (segments - 1 - turn % segments) * segment
+        begin = sel_lower_bound(TOKENS, begin, end, low)
+        end = sel_lower_bound(TOKENS, begin, end, low + segment)
+    if begin < end:
+        inside = part * KEYS + tl.arange(0, KEYS)
+        key = block + inside
+        real = (inside < SIZE) & (key < length)
+        base = seq.to(tl.int64)
+        token_0 = start.to(tl.int64) if VARLEN else base * seq_len
+        K += base * k_b + start.to(tl.int64) * k_t + group * k_h
+        V += base * v_b + start.to(tl.int64) * v_t + group * v_h
+        k = sel_load(K, key.to(tl.int64) * k_t, real, DIM_K, WIDTH_K)
+        v = sel_load(V, key.to(tl.int64) * v_t, real, DIM_V, WIDTH_V)
+        Q += base * q_b + start.to(tl.int64) * q_t + group * HEADS * q_h
+        DO += base * d_b + start.to(tl.int64) * d_t + group * HEADS * d_h
+        rows_0 = token_0 * (GROUPS * HEADS) + group * HEADS
+        LSE += rows_0
+        DELTA += rows_0
+        DQ += rows_0 * DIM_K
+        dk = tl.zeros([KEYS, WIDTH_K], dtype=ACC)
+        dv = tl.zeros([KEYS, WIDTH_V], dtype=ACC)
+        seen_from = tl.where(real, key, 2147483647)
+        n_rows = (end - begin) * HEADS
+        for flat in tl.range(0, n_rows, ROWS):
+            dk, dv = sel_rows_backward(
+                dk, dv, k, v, seen_from, begin, flat, n_rows,
+                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, PRECISION,
+            )  # fmt: skip
+        if CHUNK:
+            at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
+        else:
+            at = (token_0 + key) * GROUPS + group
+        sel_put(DK, at * DIM_K, dk * scale, real, DIM_K, WIDTH_K, CHUNK == 0)
+        sel_put(DV, at * DIM_V, dv, real, DIM_V, WIDTH_V, CHUNK == 0)
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head"])
+def sel_add_chunks(
+    PARTIAL, OFFSETS, CU, OUT, n_seqs, seq_len, per_head,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
+    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    part = tl.program_id(0) % PARTS
+    bucket = tl.program_id(0) // PARTS
+    seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
+    inside = part * KEYS + tl.arange(0, KEYS)
+    real = (inside < SIZE) & (block + inside < length)
+    first = tl.load(OFFSETS + bucket)
+    chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first, CHUNK)
+    item = (first // CHUNK + bucket).to(tl.int64)
+    total = tl.zeros([KEYS, WIDTH], dtype=ACC)
+    for chunk in tl.range(0, chunks):
+        at = ((item + chunk) * PARTS + part) * KEYS + tl.arange(0, KEYS)
+        total += sel_load(PARTIAL, at * DIM, real, DIM, WIDTH)
+    token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
+    at = ((token_0 + block + inside) * GROUPS + group) * DIM
+    sel_put(OUT, at, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)

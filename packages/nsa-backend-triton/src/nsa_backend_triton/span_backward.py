@@ -1,0 +1,324 @@
+"""Backward of attention over a span of keys: the compressed branch and the sliding window.
+
+    p = exp(s - lse),  dv = p^T do,  ds = p (do v^T - delta),  delta = sum(do o),  dq = scale ds k,  dk = scale ds^T q
+
+Three kernels, no atomics, so the same bits every time; scores are recomputed in both passes (7 products where 5 are
+counted), which costs less than adding fp32 gradients of every tile through L2 and rounding them afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_backend_triton import configs
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.span_forward import heads_together, launch_options
+from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, sees, store_rows
+from nsa_backend_triton.tile import LOG2E, place
+
+
+@triton.jit
+def _walk_keys(
+    q, do, lse, delta, dq, K, V, begin, end, keys, token, factor, k_row, v_row,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq [M, Dk] with the keys begin .. end added; lse [M] in base 2."""
+    column = tl.arange(0, BLOCK_N)
+    for j in tl.range(begin, end, BLOCK_N):
+        k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
+        v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        p = tl.exp2(s * factor - lse[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
+        ds = p * (dp - delta[:, None])
+        if MASKED:
+            key = j + column
+            ds = tl.where(sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :], ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
+)
+def span_dq(
+    Q, K, V, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
+    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
+    o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
+    lse_seq: tl.int64, lse_head: tl.int64, delta_seq: tl.int64, delta_head: tl.int64,
+    factor, scale, n_seqs, seq_len, key_rows,
+    N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq, and delta for span_dkdv, which runs afterwards. One program: TOKENS tokens x HEADS heads = M rows.
+
+    q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
+    itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
+    """
+    slices: tl.constexpr = N_HEADS // HEADS
+    index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
+    head = tl.program_id(0) % slices * HEADS
+    seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
+    if row >= length:
+        return
+    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
+    batch = 0 if VARLEN else seq
+    first = tl.cast(start + row, tl.int64)
+    at = tl.arange(0, TOKENS * HEADS)
+    local, h = at // HEADS, at % HEADS
+    token = row + local
+    inside = token < length
+    k_column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_mask = inside[:, None] & (k_column < DK)[None, :]
+    v_mask = inside[:, None] & (v_column < DV)[None, :]
+    Q += batch * q_seq + first * q_row + head * q_head
+    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
+    DO += batch * do_seq + first * do_row + head * do_head
+    do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+    O += batch * o_seq + first * o_row + head * o_head
+    o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+    tl.store(DELTA + batch * delta_seq + start + token + (head + h) * delta_head, delta, mask=inside)
+    lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
+
+    K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
+    V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
+    last = tl.minimum(row + TOKENS, length) - 1
+    low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
+    dq = tl.zeros([TOKENS * HEADS, BLOCK_DK], ACC)
+    if WINDOW > 0:
+        dq = _walk_keys(q, do, lse, delta, dq, K, V, low, all_low, keys, token, factor, k_row, v_row, DK, DV,
+                        BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_low, all_high, keys, token, factor, k_row, v_row, DK, DV,
+                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
+    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_high, high, keys, token, factor, k_row, v_row, DK, DV,
+                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    DQ += batch * dq_seq + first * dq_row + head * dq_head
+    dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
+    tl.store(dq_at, (dq * scale).to(DQ.dtype.element_ty), mask=k_mask)
+
+
+@triton.jit
+def _walk_queries(
+    k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles, heads, length, key, keys, factor,
+    q_row, q_head, do_row, do_head, lse_head, delta_head,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
+
+    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up).
+    """
+    row = tl.arange(0, BLOCK_M)
+    for step in tl.range(0, heads * tiles):
+        head = step // tiles
+        i = tiles - 1 - step % tiles
+        i += tl.where(i >= skip_from, skip_to - skip_from, 0)
+        t = low + i * BLOCK_M
+        at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
+        q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
+        do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
+        LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
+        if MASKED:
+            lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
+            delta = tl.load(DELTA_H + row, mask=t + row < length, other=0.0)
+        else:
+            lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
+        p = tl.exp2(s * factor - lse[None, :])
+        if MASKED:
+            token = t + row
+            seen = sees(token[None, :], key[:, None], SIZE, STRIDE, WINDOW) & (key < keys)[:, None]
+            seen &= (token < length)[None, :]
+            p = tl.where(seen, p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
+        ds = p * (dp - delta[None, :])
+        if MASKED:
+            ds = tl.where(seen, ds, 0.0)  # 0 times what an invisible value made infinite
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
+)
+def span_dkdv(
+    Q, K, V, DO, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
+    do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
+    dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
+    delta_seq: tl.int64, delta_head: tl.int64, factor, scale, n_seqs, seq_len, key_rows,
+    N_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
+
+    k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
+    through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
+    that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
+    tiles at the same time. Parts are sums in fp32, added by span_sum, or the result where there is one part.
+    """
+    parts: tl.constexpr = GROUP // HEADS * CHUNKS
+    n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
+    outer = tl.program_id(0) // n_tiles
+    part, kv_head = outer % parts, outer // parts
+    seq, start, length, row = place(tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN)
+    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
+    j = row // STRIDE
+    if j >= keys:
+        return
+    batch = 0 if VARLEN else seq
+    first = tl.cast(key_start + j, tl.int64)
+    column = tl.arange(0, BLOCK_N)
+    K += batch * k_seq + first * k_row + kv_head * k_head
+    V += batch * v_seq + first * v_row + kv_head * v_head
+    k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
+    v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
+
+    low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
+    size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
+    low += part % CHUNKS * size
+    high = tl.minimum(low + size, high)
+    tiles = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
+    skip_from = tl.minimum(tl.cdiv(tl.maximum(inner_low - low, 0), BLOCK_M), tiles)
+    skip_to = tl.maximum(tl.maximum(tl.minimum(inner_high, high) - low, 0) // BLOCK_M, skip_from)
+    head = kv_head * GROUP + part // CHUNKS * HEADS
+    Q += batch * q_seq + tl.cast(start, tl.int64) * q_row + head * q_head
+    DO += batch * do_seq + tl.cast(start, tl.int64) * do_row + head * do_head
+    LSE += batch * lse_seq + start + head * lse_head
+    DELTA += batch * delta_seq + start + head * delta_head
+    dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
+    dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
+                           HEADS, length, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
+                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
+    dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles - (skip_to - skip_from),
+                           HEADS, high, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
+                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
+    DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
+    store_rows(DK_OUT, column, keys - j, dk_row, dk * scale, DK, BLOCK_DK)
+    store_rows(DV_OUT, column, keys - j, dv_row, dv, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["n_seqs", "size"])
+def span_sum(PARTS, OUT, CU_KEYS, n_seqs, size, row_size, N: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """OUT [size] = the sum of PARTS [N, size] in order; 0 in packed rows that no document owns. Memory binds.
+
+    A row is ``row_size`` elements; N * 4 bytes are read and one itemsize written an element.
+    """
+    at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    if VARLEN:
+        mask &= at < tl.cast(tl.load(CU_KEYS + n_seqs), tl.int64) * row_size
+    total = tl.load(PARTS + at, mask=mask, other=0.0)
+    for part in range(1, N):
+        total += tl.load(PARTS + tl.cast(size, tl.int64) * part + at, mask=mask, other=0.0)
+    tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=at < size)
+
+
+def backward(
+    do: Tensor,  # [B, S, Hq, Dv], packed [T, Hq, Dv]
+    q: Tensor,  # [B, S, Hq, Dk]
+    k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
+    v: Tensor,  # [B, L, G, Dv]
+    o: Tensor,  # [B, S, Hq, Dv]
+    lse: Tensor,  # [B, Hq, S], packed [Hq, T]
+    seqs: Sequences,
+    span: tuple[int, int, int],  # SIZE, STRIDE, WINDOW
+    scale: float,
+    settings: tuple[configs.Settings, configs.Settings] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the shapes of q, k, v; ``settings`` (span_dq, span_dkdv) replace the tuned ones.
+
+    A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
+    [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
+    """
+    dq, delta = _dq(do, q, k, v, o, lse, seqs, span, scale, settings[0] if settings else None)
+    dk, dv = _dkdv(do, q, k, v, lse, delta, seqs, span, scale, settings[1] if settings else None)
+    return dq, dk, dv
+
+
+def _pick(kernel: str, q: Tensor, v: Tensor, window: int) -> configs.Settings:
+    heads, dk = q.shape[-2:]
+    return configs.pick(
+        kernel,
+        architecture(q.device),
+        head_dim=dk,
+        v_head_dim=v.shape[-1],
+        itemsize=q.itemsize,
+        window=window,
+        heads=heads,
+    )
+
+
+def _blocks(dk: int, dv: int) -> dict[str, int]:
+    width = {"BLOCK_DK": max(16, triton.next_power_of_2(dk)), "BLOCK_DV": max(16, triton.next_power_of_2(dv))}
+    return {"DK": dk, "DV": dv, **width}
+
+
+def _dq(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq as q, and delta = sum(do o) as lse."""
+    settings = settings or _pick("span_dq", q, v, span[2])
+    heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
+    together = heads_together(group, settings["HEADS"])
+    tokens = settings["BLOCK_M"] // together
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    span_dq[(seqs.tiles(tokens) * (heads // together),)](
+        q, k, v, o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp,
+        *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
+        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+        scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
+        N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
+        TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        **launch_options(settings),
+    )  # fmt: skip
+    return dq, delta
+
+
+def _dkdv(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk, dv as k, v."""
+    settings = settings or _pick("span_dkdv", q, v, span[2])
+    groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
+    together = group if span[2] else 1
+    chunks = 1 if span[2] else settings["CHUNKS"]
+    parts = group // together * chunks
+    direct = bool(span[2])
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
+    sums = grads if direct else [torch.empty((parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v)]
+    span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
+        q, k, v, do, lse, delta, *sums, seqs.cu, seqs.cu_cmp,
+        *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
+        *(0 if direct else x.stride(0) for x in sums),
+        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+        scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
+        N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
+        BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        **launch_options(settings),
+    )  # fmt: skip
+    if not direct:
+        for part, grad in zip(sums, grads):
+            span_sum[(triton.cdiv(grad.numel(), 1024),)](
+                part, grad, seqs.cu_cmp, seqs.n, grad.numel(), grad.shape[-2] * grad.shape[-1],
+                N=parts, BLOCK=1024, VARLEN=seqs.packed, num_warps=4,
+            )  # fmt: skip
+    return grads[0], grads[1]

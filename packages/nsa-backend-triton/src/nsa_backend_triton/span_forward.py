@@ -1,0 +1,208 @@
+"""Forward attention over a span of keys: the compressed branch and the sliding window.
+
+    s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s          (Eq. 5 with Eq. 7, or w)
+
+A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in registers or shared memory,
+m, l [M] and the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: bytes (Dk + Dv) * BLOCK_N * itemsize
+through L2 and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix
+units bind (128 operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the
+range are masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_backend_triton import configs
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, sees
+from nsa_backend_triton.tile import LOG2E, finish, place
+
+
+@triton.jit
+def _walk(
+    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, begin, end, keys, token, factor, k_row, v_row,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of q [M, Dk] over the keys begin .. end, tile by tile; token [M]; returns m, l, acc."""
+    column = tl.arange(0, BLOCK_N)
+    for j in tl.range(begin, end, BLOCK_N, warp_specialize=TMA):
+        if TMA:
+            k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
+            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
+            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if MASKED:
+            key = j + column
+            seen = sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :]
+            top = tl.max(tl.where(seen, s, float("-inf")), 1)
+            m_new = tl.maximum(m, tl.where(top == float("-inf"), top, top * factor))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+            p = tl.where(seen, tl.exp2(s * factor - shift[:, None]), 0.0)
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1) * factor)
+            shift = m_new
+            p = tl.exp2(s * factor - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
+def span_forward(
+    Q, K, V, Q_TMA, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
+    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
+    o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
+    factor, n_seqs, seq_len, key_rows,
+    N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
+
+    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign.
+    """
+    slices: tl.constexpr = N_HEADS // HEADS
+    index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
+    head = tl.program_id(0) % slices * HEADS
+    seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
+    if VARLEN:
+        if row >= length:
+            return
+    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
+    batch = 0 if VARLEN else seq
+    at = tl.arange(0, TOKENS * HEADS)
+    local, h = at // HEADS, at % HEADS
+    token = row + local
+    inside = token < length
+    if TMA:
+        q = Q_TMA.load([batch * seq_len + row, head * DK])  # rows past the sequence: computed, never stored
+    else:
+        column = tl.arange(0, BLOCK_DK)
+        Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
+        q_mask = inside[:, None] & (column < DK)[None, :]
+        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    if NEGATIVE:
+        q = -q  # exact; then a row's largest product is its largest score
+
+    kv_head = head // GROUP
+    K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + kv_head * k_head
+    V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + kv_head * v_head
+    last = tl.minimum(row + TOKENS, length) - 1
+    low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
+    m = tl.full([TOKENS * HEADS], float("-inf"), ACC)
+    l = tl.zeros([TOKENS * HEADS], ACC)
+    acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], ACC)
+    if TMA:  # warps are specialised over one loop only: its masks hide behind the other warps' products
+        m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, high, keys, token, factor, k_row,
+                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True, True)  # fmt: skip
+    else:
+        if WINDOW > 0:
+            m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, low, all_low, keys, token, factor, k_row,
+                              v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
+        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_low, all_high, keys, token, factor, k_row,
+                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, False)  # fmt: skip
+        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_high, high, keys, token, factor, k_row,
+                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
+    o, lse = finish(m, l, acc)
+
+    column = tl.arange(0, BLOCK_DV)
+    O += batch * o_seq + tl.cast(start + row, tl.int64) * o_row + head * o_head
+    o_at = O + (local * o_row + h * o_head)[:, None] + column[None, :]
+    tl.store(o_at, o.to(O.dtype.element_ty), mask=inside[:, None] & (column < DV)[None, :])
+    tl.store(LSE + batch * lse_seq + (start + row) + local + (head + h) * lse_head, lse, mask=inside)
+
+
+def heads_together(group: int, most: int) -> int:
+    """The largest power of two, at most ``most``, that divides the heads of a group."""
+    return min(group & -group, most)
+
+
+def descriptors_fit(packed: bool, per_token: tuple[Tensor, ...], per_key: tuple[Tensor, ...]) -> bool:
+    """Whether TMA descriptors can read these: aligned, tokens x heads seen as a matrix, widths powers of two.
+
+    Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
+    """
+    if packed:
+        return False
+    for x in (*per_token, *per_key):
+        if x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:-1]) or not x.numel():
+            return False
+    return all(
+        x.stride(2) == x.shape[3] == triton.next_power_of_2(x.shape[3])
+        and x.shape[3] >= 16
+        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+        for x in per_token
+    )
+
+
+def token_descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
+    """x [B, S, H, D] as the matrix [B S, H D], read in tiles of ``tokens`` rows of one head."""
+    batch, length, heads, width = x.shape
+    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [tokens, width])
+
+
+def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [1, block, 1, max(16, triton.next_power_of_2(x.shape[3]))]
+    )
+
+
+def launch_options(settings: configs.Settings) -> dict[str, int]:
+    """num_warps, num_stages, and maxnreg where it is given and not 0."""
+    names = ("num_warps", "num_stages", "maxnreg")
+    return {name: settings[name] for name in names if settings.get(name)}
+
+
+def forward(
+    q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
+    k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
+    v: Tensor,  # [B, L, G, Dv]
+    seqs: Sequences,
+    span: tuple[int, int, int],  # SIZE, STRIDE, WINDOW
+    scale: float,
+    settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace the tuned ones."""
+    *lead, heads, dk = q.shape
+    groups, dv = v.shape[-2:]
+    settings = settings or configs.pick(
+        "span_forward",
+        architecture(q.device),
+        head_dim=dk,
+        v_head_dim=dv,
+        itemsize=q.itemsize,
+        window=span[2],
+        pointers=int(not descriptors_fit(seqs.packed, (q,), (k, v))),
+    )
+    tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
+    together = heads_together(heads // groups, settings["HEADS"])
+    tokens = settings["BLOCK_M"] // together
+    descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
+    if tma:
+        descriptors = (token_descriptor(q, tokens), key_descriptor(k, block_n), key_descriptor(v, block_n))
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o = q.new_empty((*lead, heads, dv))
+    lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats)
+    span_forward[(seqs.tiles(tokens) * (heads // together),)](
+        q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp,
+        *(n for x in (q, k, v, o) for n in strides(x, seqs.packed)), *lse_strides(lse, seqs.packed),
+        abs(scale) * LOG2E.value, seqs.n, seqs.seq_len, k.shape[-3],
+        N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
+        BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
+        TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype), TMA=tma,
+        **launch_options(settings),
+    )  # fmt: skip
+    return o, lse

@@ -1,0 +1,85 @@
+"""Geometry of a span: which keys a run of queries sees, which queries see a run of keys, and one masked tile of rows.
+
+Query t sees key j where j * STRIDE + SIZE - 1 <= t and, with WINDOW > 0, t < j + WINDOW. The window is
+SIZE = STRIDE = 1; the compressed branch (SIZE = l, STRIDE = d) has WINDOW = 0. All positions are local to a sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_backend_triton.tile import num_compressed
+
+
+@triton.jit
+def key_place(seq, start, length, CU_KEYS, key_rows, SIZE: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr):
+    """(first key row, number of keys) of a sequence; never a row past ``key_rows``, whatever the boundaries say."""
+    keys = num_compressed(length, SIZE, STRIDE)
+    if VARLEN and SIZE * STRIDE > 1:
+        first = tl.minimum(tl.load(CU_KEYS + seq), key_rows)
+        return first, tl.minimum(keys, key_rows - first)
+    return start, keys
+
+
+@triton.jit
+def key_span(first, last, keys, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys of the queries first .. last: (low, all_low, all_high, high).
+
+    Somebody sees [low, high); everybody sees [all_low, all_high), which lies on BLOCK's grid from low and may be empty.
+    """
+    low = 0
+    high = tl.minimum(num_compressed(last + 1, SIZE, STRIDE), keys)
+    inner_low = 0
+    inner_high = tl.minimum(num_compressed(first + 1, SIZE, STRIDE), keys)
+    if WINDOW > 0:
+        low = tl.maximum(first - WINDOW + 1, 0)
+        inner_low = tl.maximum(last - WINDOW + 1, 0)
+    all_low = tl.minimum(low + tl.cdiv(inner_low - low, BLOCK) * BLOCK, high)
+    all_high = tl.maximum(low + tl.maximum(inner_high - low, 0) // BLOCK * BLOCK, all_low)
+    return low, all_low, all_high, high
+
+
+@triton.jit
+def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """Queries that see the keys first .. last: (low, inner_low, inner_high, high).
+
+    Somebody in [low, high) does; every query of [inner_low, inner_high), which may be empty, sees them all.
+    """
+    low = tl.minimum(first * STRIDE + SIZE - 1, length)
+    inner_low = last * STRIDE + SIZE - 1
+    high = length
+    inner_high = length
+    if WINDOW > 0:
+        high = tl.minimum(last + WINDOW, length)
+        inner_high = tl.minimum(first + WINDOW, length)
+    return low, inner_low, inner_high, high
+
+
+@triton.jit
+def sees(token, key, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether query ``token`` sees ``key``; tensors that broadcast against each other."""
+    seen = key * STRIDE + (SIZE - 1) <= token
+    if WINDOW > 0:
+        seen &= token < key + WINDOW
+    return seen
+
+
+@triton.jit
+def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [R, BLOCK] of X; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
+    columns = tl.arange(0, BLOCK)
+    at = X + rows[:, None] * stride + columns[None, :]
+    if MASKED:
+        return tl.load(at, mask=((rows >= 0) & (rows < limit))[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    if WIDTH < BLOCK:
+        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(X, rows, limit, stride, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store x [R, BLOCK], rounded to X's dtype, into the rows of X below ``limit``."""
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < limit)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(X + rows[:, None] * stride + columns[None, :], x.to(X.dtype.element_ty), mask=mask)

@@ -1,0 +1,60 @@
+"""Every kernel compiled for GPUs that are not here: it fits their shared memory, and docs/kernels.md tells the truth."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+compile_table = importlib.import_module("nsa_backend_triton.compile_table")
+offline = importlib.import_module("nsa_backend_triton.offline")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+LINES = {line.rsplit("|", 5)[0]: line for line in PAGE.splitlines() if line.startswith("| ")}
+SAME_TRITON = f"triton {triton.__version__}," in PAGE
+SLOTS = ("cmp", "select", "sel", "win", "combine")
+
+
+def check(rows) -> int:
+    count = 0
+    for row in rows:
+        cost, count = offline.cost(row.launch), count + 1
+        assert cost.shared <= offline.SHARED[row.launch.architecture], row.title
+        assert cost.spills <= compile_table.MOST_SPILLS, row.title
+        if SAME_TRITON:
+            assert LINES.get(f"| {row.title} ") == row.line()
+    return count
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
+    assert check(compile_table.rows(widths=((128, 128),), dtypes=("bfloat16",), slots=(slot,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", SLOTS)
+def test_every_width_and_dtype_fits(slot: str) -> None:
+    assert check(compile_table.rows(slots=(slot,)))
+
+
+def test_the_page_has_every_kernel_on_both_gpus() -> None:
+    found = {(kernel, gpu) for kernel, gpu in re.findall(r"^\| (\w+) \| (sm_\d+)", PAGE, re.MULTILINE)}
+    titles = [row.title.split(" | ")[:2] for row in compile_table.rows(widths=((64, 64), (256, 256)))]
+    assert {tuple(title) for title in titles} <= found
+
+
+def test_a_tile_too_large_is_seen() -> None:
+    """Triton compiles it without complaint: only the figure tells."""
+    launch = compile_table.launches(compile_table.Request(
+        slot="win", geometry=compile_table.BlockGeometry(), n_heads=4, n_kv_heads=1, head_dim=128, v_head_dim=128,
+        dtype="bfloat16", device="cuda", batch=1, seq_len=4096), 90)[0]  # fmt: skip
+    names = launch.kernel.arg_names
+    wide = {place: 256 if names[place[0]] == "BLOCK_N" else value for place, value in launch.constexprs.items()}
+    import dataclasses
+
+    options = dataclasses.replace(launch.options, num_stages=4)
+    cost = offline.cost(dataclasses.replace(launch, constexprs=wide, options=options))
+    assert cost.shared > offline.SHARED[90]

@@ -1,0 +1,88 @@
+"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without data.
+
+tests/triton holds the dry run against what a run allocates; tests/gpu measures both on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from typing import Any
+
+import pytest
+from nsa_core import BlockGeometry, Request
+
+pytest.importorskip("triton")
+requests = importlib.import_module("nsa_backend_triton.requests")
+compile_table = importlib.import_module("nsa_backend_triton.compile_table")
+workspace = importlib.import_module("nsa_backend_triton.workspace")
+
+SLOTS = ("cmp", "select", "sel", "win", "combine")
+
+
+def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
+    given = {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "dtype": "bfloat16", "batch": 1}
+    given |= {"geometry": BlockGeometry(), "needs_grad": True, "device": "cuda", "capability": (9, 0)}
+    return Request(slot=slot, seq_len=seq_len, **{**given, **fields})
+
+
+def test_row_47_combine_by_hand() -> None:
+    """o, then three gradients and dgates on top of it: nothing else."""
+    rows, width = 1000 * 12, 64 * 2
+    request = make_request("combine", 1000)
+    assert workspace.peak(request) == pytest.approx(rows * (4 * width + 3 * 4), rel=0.001)
+    assert workspace.peak(make_request("combine", 1000, needs_grad=False)) == pytest.approx(rows * width, rel=0.001)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_47_memory_grows_as_s(slot: str) -> None:
+    for fields in ({}, {"n_heads": 64, "n_kv_heads": 4, "deterministic": True}, {"varlen": True, "batch": 8}):
+        points = [(math.log(s), math.log(workspace.peak(make_request(slot, s, **fields)))) for s in (8192, 1 << 17)]
+        slope = (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
+        assert 0.5 < slope <= 1.05, (fields, slope)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_47_nothing_for_no_tokens(slot: str) -> None:
+    assert workspace.peak(make_request(slot, 0)) == 0
+
+
+def test_a_dry_run_leaves_other_threads_alone() -> None:
+    from triton.runtime.jit import JITFunction
+
+    stock, seen = JITFunction.run, []
+    with workspace._no_launches():
+        thread = threading.Thread(target=lambda: seen.append(workspace._dry.get()))
+        thread.start()
+        thread.join()
+        assert workspace._dry.get()
+    assert seen == [False]
+    assert JITFunction.run is stock
+
+
+LENGTHS = (1, 31, 32, 127, 1000, 1024, 4097, 8192, 65536, 1 << 20)
+
+
+def differences(these: set[tuple[Any, ...]], those: set[tuple[Any, ...]]) -> list[Any]:
+    """What tells binaries of one kernel apart."""
+    pairs = [(a, b) for a in these - those for b in those - these if a[0] == b[0]]
+    return [(a[0], sorted(set(a) ^ set(b), key=str)) for a, b in pairs] or sorted(x[0] for x in these ^ those)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) -> None:
+    for shape in ({}, {"n_heads": 64, "n_kv_heads": 4, "head_dim": 192, "v_head_dim": 128}):
+        per_length = {}
+        for length in LENGTHS:
+            request = make_request(slot, length, varlen=packed, **shape)
+            if not requests.inputs(request)[1][1].numel():
+                continue  # no compressed token: the core makes no call
+            launches = compile_table.launches(request, 90)
+            per_length[length] = {made.binary for made in launches}
+        assert all(per_length.values())
+        assert len(per_length) >= 5
+        longest = per_length[LENGTHS[-1]]
+        for length, binaries in per_length.items():  # a short sequence may need fewer kernels, but no other ones
+            assert binaries <= longest, f"{length} tokens: {differences(binaries, longest)}"

@@ -1,0 +1,140 @@
+"""The triton backend's probe: every reason with its code, on GPUs that are described rather than present."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_core import BlockGeometry, Request, Unsupported, resolve
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
+
+pytest.importorskip("triton")
+from nsa_backend_triton import configs
+from nsa_backend_triton import probe as probing
+
+BASE = Request(
+    slot="combine", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
+    device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
+)  # fmt: skip
+
+
+def codes(**fields: Any) -> list[str]:
+    reasons = probing.probe(dataclasses.replace(BASE, **fields))
+    assert all(reason.message and reason.hint for reason in reasons)
+    return [reason.code for reason in reasons]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_row_49_known_gpus_are_served(capability: tuple[int, int]) -> None:
+    assert codes(capability=capability) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "code", "numbers"),
+    [
+        ((7, 5), "sm_too_old", ("sm_80", "sm_75")),
+        ((13, 0), "sm_too_new", ("sm_121", "sm_130")),
+        ((11, 0), "sm_unknown", ("sm_110", "sm_90")),
+    ],
+)
+def test_row_49_other_gpus_are_refused_with_both_numbers(capability: Any, code: str, numbers: tuple[str, ...]) -> None:
+    (reason,) = probing.probe(dataclasses.replace(BASE, capability=capability))
+    assert reason.code == code
+    assert all(number in reason.message for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"device": "cpu", "capability": None}, "device"),
+        ({"capability": None}, "no_gpu"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"v_head_dim": 257}, "head_dim"),
+        ({"slot": "win", "head_dim": 257}, "head_dim"),
+        ({"slot": "win", "n_heads": 65, "n_kv_heads": 1}, "too_many_heads"),
+        ({"phase": "decode"}, "phase"),
+        ({"slot": "sel", "geometry": BlockGeometry(8, 8, 8)}, "select_block_size"),
+        ({"slot": "select", "geometry": BlockGeometry(select_block_size=256)}, "select_block_size"),
+        ({"slot": "sel", "geometry": BlockGeometry(num_selected_blocks=65)}, "num_selected_blocks"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], code: str) -> None:
+    assert code in codes(**fields)
+
+
+def test_reasons_of_one_request_are_all_told() -> None:
+    asked = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300, "phase": "decode"}
+    assert {"sm_too_old", "dtype", "head_dim", "phase"} <= set(codes(**asked))
+
+
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert codes() == ["rocm"]
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)])
+def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_found", version)
+    assert codes() == ([] if fits else ["triton_too_old"])
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_row_46_a_request_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not configs.FORWARD[slot]:
+        pytest.skip("no kernels yet")
+    assert codes(slot=slot) == []
+    kernel = configs.FORWARD[slot][0]
+    monkeypatch.setattr(configs, "table", lambda _: {kernel: [({"v_head_dim": 32}, {})]})
+    assert set(codes(slot=slot, needs_grad=False)) == {"no_configuration"}
+
+
+def test_every_table_has_every_kernel() -> None:
+    kernels = {kernel for of in (configs.FORWARD, configs.BACKWARD) for slot in SLOTS for kernel in of[slot]}
+    for architecture in configs.TABLES:
+        assert set(configs.table(architecture)) == kernels, architecture
+
+
+def test_row_28_cpu_tensors_name_the_device() -> None:
+    config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, head_dim=16)
+    with pytest.raises(Unsupported, match=r"triton [\d.]+: refused: needs cuda, got cpu"):
+        resolve(config, device="cpu", backends="triton")
+
+
+def test_without_triton_the_plugin_is_listed_and_says_so() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import nsa_backend_triton.plugin
+from nsa_backend_triton.probe import detail, probe
+from nsa_core import BlockGeometry, Request
+asked = Request(slot="win", geometry=BlockGeometry(), n_heads=4, n_kv_heads=2, head_dim=64, v_head_dim=64)
+print([reason.code for reason in probe(asked)], detail())
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("['triton_missing', 'device']")
+    assert "pip install triton" in done.stdout
+
+
+def test_detail_tells_the_version() -> None:
+    assert probing.detail()[0].startswith("triton ")
+
+
+def test_importing_the_kernels_makes_no_cuda_context() -> None:
+    code = "import torch, nsa_backend_triton.combine, nsa_backend_triton.probe as p; p.detail\n"
+    code += "assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_warming_up_reaches_the_kernels_of_long_sequences() -> None:
+    from nsa_backend_triton.plugin import nsa_register_backends
+
+    tokens = nsa_register_backends().slots["sel"].warmup_tokens
+    rows = [settings for a in configs.TABLES for _, settings in configs.table(a)["sel_forward"]]
+    assert max(row["SHORT"] for row in rows) < tokens

@@ -1,0 +1,49 @@
+"""Files named interpreted_*.py run with TRITON_INTERPRET=1, which must be set before anything imports triton.
+
+The ordinary run imports torch, and with it triton, for hundreds of other tests. So each such file is one item there,
+which runs the file in a pytest of its own; with the variable set (TRITON_INTERPRET=1 pytest tests/triton) its tests
+are collected as usual.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NOTHING_SELECTED = 5
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # its helpers, whoever asks for one file alone
+
+
+def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if INTERPRETED or not module_path.name.startswith("interpreted_"):
+        return None
+    return InterpretedFile.from_parent(parent, path=module_path)
+
+
+class InterpretedFile(pytest.File):
+    """A file that runs elsewhere, as one item."""
+
+    def collect(self) -> list[pytest.Item]:
+        return [InterpretedRun.from_parent(self, name="in the interpreter")]
+
+
+class InterpretedRun(pytest.Item):
+    """pytest on the file in a child process whose triton interprets."""
+
+    def runtest(self) -> None:
+        pytest.importorskip("triton")
+        selection = ["-m", self.config.option.markexpr] if self.config.option.markexpr else []
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *selection, str(self.path)]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        environment.pop("PYTEST_XDIST_WORKER", None)
+        done = subprocess.run(command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True)
+        if done.returncode == NOTHING_SELECTED:
+            pytest.skip("nothing in it is selected")
+        if done.returncode:
+            pytest.fail(done.stdout + done.stderr, pytrace=False)
+        self.user_properties.append(("interpreted", f"{self.path.name}: {done.stdout.strip().splitlines()[-1]}"))

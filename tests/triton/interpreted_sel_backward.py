@@ -1,0 +1,111 @@
+"""Backward of the selected branch in the interpreter, against the oracle in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton.runtime import interpreter
+
+from nsa_core import oracle
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+SMALL = BlockGeometry(8, 4, 16, 4, 1, 2, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Shapes and options; ``lengths`` of the documents, or one length for a batch."""
+
+    lengths: tuple[int, ...] = (41,)
+    batch: int | None = 1  # None: packed
+    heads: int = 3
+    groups: int = 2
+    Dk: int = 16
+    Dv: int = 16
+    scale: float = 0.3
+    geometry: BlockGeometry = SMALL
+
+    def inputs(self) -> tuple[dict[str, Tensor], SlotCall, Tensor]:
+        """q, k, v, blocks by name; the call; dO. float64."""
+        make = torch.Generator().manual_seed(0)
+        total, n = sum(self.lengths), self.geometry.num_selected_blocks
+        lead = (total,) if self.batch is None else (self.batch, total)
+        shapes = {"q": (self.heads * self.groups, self.Dk), "k": (self.groups, self.Dk), "v": (self.groups, self.Dv)}
+        inputs = {name: torch.randn((*lead, *s), generator=make).double() for name, s in shapes.items()}
+        do = torch.randn((*lead, self.heads * self.groups, self.Dv), generator=make).double()
+        most = self.geometry.num_select_blocks(max(self.lengths))
+        blocks = torch.randint(-1, most + 2, (*lead, self.groups, n), generator=make).int()
+        blocks[..., 0, :, :] = 0  # a block counts once
+        blocks[..., 1, :, :] = -1  # a token without a key
+        blocks[..., 2:, :, 1] = 0  # block 0 is in more than one chunk
+        blocks[..., 3, :, 0] = 2**31 - 1
+        cu = None
+        if self.batch is None:
+            cu = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        call = SlotCall(self.geometry, self.scale, cu, max(self.lengths))
+        return {**inputs, "blocks": blocks}, call, do
+
+    def truth(self, inputs: dict[str, Tensor], call: SlotCall, do: Tensor) -> oracle.Truth:
+        """The oracle's answer."""
+        cu = call.cu_seqlens
+        return oracle.sel(**inputs, geometry=self.geometry, scale=self.scale, cu_seqlens=cu, do=do)
+
+
+PACKED = (0, 27, 1, 0, 16, 5, 0)
+PROBLEMS = {
+    "batch": Problem((35,), batch=2),
+    "h1": Problem(heads=1),
+    "h7": Problem((27,), heads=7, groups=1),
+    "h20": Problem((19,), heads=20, groups=1),
+    "four-tokens": Problem((4,), batch=2, heads=1, groups=1),
+    "narrow-v": Problem((21,), Dk=24, Dv=16, groups=1),
+    "wide-v": Problem((21,), Dk=5, Dv=19, groups=1),
+    "three-segments": Problem((140,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 2, 1, 1, 5)),
+    "two-parts": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
+    "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
+    "zero-scale": Problem((21,), groups=1, scale=0.0),
+    "negative-scale": Problem((21,), groups=1, scale=-0.3),
+    "packed": Problem(PACKED, batch=None),
+    "packed-odd-block": Problem((26, 37), batch=None, groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
+}
+
+
+@pytest.fixture(autouse=True)
+def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy 2.4 no longer takes an array of one element for an integer, which triton 3.6 makes of a loop's bound."""
+    stock = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        stock(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def gradients(
+    inputs: dict[str, Tensor], call: SlotCall, do: Tensor, truth: oracle.Truth, **change: Any
+) -> list[Tensor]:
+    """dq, dk, dv of the backend, o and lse being the oracle's."""
+    from nsa_backend_triton.sel_backward import backward
+
+    assert truth.lse is not None
+    call = dataclasses.replace(call, **change)
+    o, lse = (x.to(inputs["q"].dtype) for x in (truth.o, truth.lse))
+    return list(backward(do, *inputs.values(), o, lse, call=call))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
+    problem = PROBLEMS[name]
+    inputs, call, do = problem.inputs()
+    truth = problem.truth(inputs, call, do)
+    found = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")

@@ -1,0 +1,173 @@
+"""Forward of sel against the oracle: blocks shared by a tile and blocks left to the buckets, whatever a caller hands in."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from nsa_backend_triton import sel_forward, sel_union
+from nsa_backend_triton.launch import Sequences
+from nsa_core import oracle
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4
+ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two steps of 16 keys
+
+
+@pytest.fixture(autouse=True)
+def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy 2.4 no longer takes an array of one element for an integer, which triton 3.6 makes of a loop's bound."""
+    stock = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        stock(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def tuned(least: int, rows: int = 16, tiles: int = 2) -> sel_forward.Settings:
+    compiler = {"num_warps": 4, "num_stages": 1}
+    return {
+        "sel_forward": {"ROWS": rows, "KEYS": 16, "LEAST": least, "SHORT": 0, **compiler},
+        "sel_bucket": {"ROWS": rows, "TILES": tiles, **compiler},
+        "sel_merge": {"ROWS": rows, **compiler},
+    }
+
+
+def problem(
+    lengths: list[int], packed: bool, groups: int, heads: int, dk: int, dv: int, geometry: BlockGeometry = GEOMETRY
+) -> tuple[dict[str, Tensor], SlotCall]:
+    """Inputs of the slot in float64, the blocks unsorted, repeated, negative, in the future and out of range."""
+    torch.manual_seed(sum(lengths) + heads)
+    draw = random.Random(sum(lengths))
+    total, n, last = sum(lengths), geometry.num_selected_blocks, max(lengths) // geometry.select_block_size + 1
+    x = {
+        name: torch.randn(total, count, width, dtype=torch.float64)
+        for name, count, width in (("q", groups * heads, dk), ("k", groups, dk), ("v", groups, dv))
+    }
+    values = [draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * groups * n)]
+    x["blocks"] = torch.tensor(values, dtype=torch.int32).view(total, groups, n)
+    if not packed:
+        return {name: t.unflatten(0, (len(lengths), -1)) for name, t in x.items()}, SlotCall(geometry, dk**-0.5)
+    cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+    return x, SlotCall(geometry, dk**-0.5, cu, max(lengths))
+
+
+def agrees(x: dict[str, Tensor], call: SlotCall, settings: sel_forward.Settings) -> None:
+    o, lse = sel_forward.forward(**x, call=call, tuned=settings)
+    truth = oracle.sel(**x, geometry=call.geometry, scale=call.scale, cu_seqlens=call.cu_seqlens)
+    torch.testing.assert_close(o, truth.o, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(lse, truth.lse, rtol=1e-13, atol=1e-14)
+    assert truth.lse is not None
+    unseen = torch.isinf(truth.lse).transpose(-1, -2)
+    assert not o[unseen].any()
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize(
+    ("lengths", "packed", "groups", "heads", "dk", "dv"),
+    [
+        ([1], False, 1, 1, 8, 8),
+        ([21], False, 2, 1, 16, 16),
+        ([19, 19], False, 1, 3, 8, 6),
+        ([26], False, 1, 7, 20, 5),
+        ([18], False, 1, 16, 8, 16),
+        ([0, 11, 1, 0, 17, 0], True, 2, 4, 8, 8),
+        ([3, 25], True, 1, 3, 8, 6),
+    ],
+)
+def test_is_the_oracles(
+    lengths: list[int], packed: bool, groups: int, heads: int, dk: int, dv: int, least: int
+) -> None:
+    x, call = problem(lengths, packed, groups, heads, dk, dv)
+    agrees(x, call, tuned(least))
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
+    x, call = problem([43], packed, 1, 2, 8, 8, ODD)
+    agrees(x, call, tuned(least))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, call = problem([15, 15], packed, 2, 2, 8, 8)
+    monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 13 * 4 * 4 * 8 * 8)  # 13 of 30 rows at a time
+    agrees(x, call, tuned(2))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scale_may_be_zero_or_negative(scale: float) -> None:
+    x, call = problem([22], False, 1, 4, 8, 8)
+    agrees(x, SlotCall(call.geometry, scale), tuned(2))
+
+
+def test_strided_inputs() -> None:
+    x, call = problem([18, 18], False, 2, 2, 8, 8)
+    spread = {name: torch.stack([t, t], 3)[:, :, :, 1] if t.dim() == 4 else t for name, t in x.items()}
+    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(2))
+    o2, lse2 = sel_forward.forward(**spread, call=call, tuned=tuned(2))
+    assert torch.equal(o, o2)
+    assert torch.equal(lse, lse2)
+
+
+def test_packed_of_one_document_has_the_bits_of_dense() -> None:
+    x, call = problem([29], False, 2, 3, 8, 8)
+    cu = torch.tensor([0, 29], dtype=torch.int32)
+    packed = {name: t[0] for name, t in x.items()}
+    for least in (1, 2):
+        o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
+        o2, lse2 = sel_forward.forward(**packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(least))
+        assert torch.equal(o[0], o2)
+        assert torch.equal(lse[0], lse2)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_the_future_changes_no_bit(least: int) -> None:
+    x, call = problem([29], False, 1, 4, 8, 8)
+    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    x["k"][:, 21:], x["v"][:, 21:] = 1e30, -1e30
+    o2, lse2 = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    assert torch.equal(o[:, :21], o2[:, :21])
+    assert torch.equal(lse[..., :21], lse2[..., :21])
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_nan_in_a_query_stays_in_its_row(least: int) -> None:
+    x, call = problem([29], False, 2, 2, 8, 8)
+    x["blocks"][0, 20, 0, 0] = 0
+    clean, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    x["q"][0, 20, :2] = torch.nan
+    o, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    assert o[0, 20, :2].isnan().all()
+    o[0, 20, :2] = clean[0, 20, :2]
+    assert torch.equal(o, clean)
+
+
+def test_unions_hold_what_enough_tokens_chose() -> None:
+    x, call = problem([29], False, 1, 1, 8, 8)
+    seqs = Sequences.of(x["q"], call)
+    unions = sel_union.build(x["blocks"], seqs, GEOMETRY, 6, 2, leave=True)
+    chosen = x["blocks"][0, :, 0].tolist()
+    for tile in range(5):
+        choosers: dict[int, list[int]] = {}
+        for i, t in enumerate(range(tile * 6, min(tile * 6 + 6, 29))):
+            for block in {j for j in chosen[t] if 0 <= j <= t // 8}:
+                choosers.setdefault(block, []).append(i)
+        shared = sorted((j for j, tokens in choosers.items() if len(tokens) >= 2), reverse=True)
+        count, cut = unions.counts[tile].tolist()
+        assert unions.entries[tile, 0, :count].tolist() == shared
+        assert unions.entries[tile, 1, :count].tolist() == [sum(1 << i for i in choosers[j]) for j in shared]
+        assert cut == sum((j + 1) * 8 > tile * 6 + 1 for j in shared)
+        for t in range(tile * 6, min(tile * 6 + 6, 29)):
+            first = [j not in chosen[t][:i] for i, j in enumerate(chosen[t])]
+            left = [int(new and 0 <= j <= t // 8 and len(choosers[j]) == 1) for new, j in zip(first, chosen[t])]
+            assert unions.left[0, t, 0].tolist() == left

@@ -1,0 +1,80 @@
+"""The pairs sorted by block against a plain loop: dense and packed, whatever blocks a caller hands in."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from nsa_backend_triton import sel_lists
+from nsa_backend_triton.launch import Sequences
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry(4, 2, 8, 6, 1, 2, 8)  # l' = 8, n = 6
+
+
+def _any_blocks(rows: int, groups: int, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Anything a caller may pass: unsorted, repeated, negative, in the future, out of range."""
+    draw = random.Random(seed)
+    values = [draw.choice([-1, -7, 2**30, *range(12)]) for _ in range(rows * groups * n)]
+    blocks = torch.tensor(values, dtype=dtype).view(rows, groups, n)
+    if dtype == torch.int64:
+        blocks[0] += 2**32  # the low half of these looks like a valid block
+    return blocks
+
+
+def _by_loop(blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool) -> list[list[tuple[int, int]]]:
+    size = GEOMETRY.select_block_size
+    total, per_head = sum(lengths), 0
+    bases = []  # first bucket of (sequence, head)
+    if packed:
+        per_head = total // size + len(lengths)
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        bases = [[g * per_head + a // size + i for g in range(groups)] for i, a in enumerate(starts)]
+        count = groups * per_head
+    else:
+        per_head = -(-lengths[0] // size)
+        bases = [[(i * groups + g) * per_head for g in range(groups)] for i in range(len(lengths))]
+        count = groups * per_head * len(lengths)
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    row = 0
+    for i, length in enumerate(lengths):
+        for t in range(length):
+            for g in range(groups):
+                picked = blocks[row, g].tolist()
+                for slot, block in enumerate(picked):
+                    if 0 <= block <= t // size and block not in picked[:slot]:
+                        found[bases[i][g] + block].append((t, slot))
+            row += 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("packed", "lengths"), [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])])
+def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torch.dtype) -> None:
+    groups, n = 3, GEOMETRY.num_selected_blocks
+    rows = _any_blocks(sum(lengths), groups, n, seed=1, dtype=dtype)
+    blocks = rows if packed else rows.view(len(lengths), -1, groups, n)
+    cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+    seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
+    tokens, slots, offsets = sel_lists.build(blocks, seqs, GEOMETRY)
+    expected = _by_loop(rows, lengths, groups, packed)
+    assert len(offsets) == len(expected) + 1
+    assert {x.dtype for x in (tokens, slots, offsets)} == {torch.int32}
+    assert len(tokens) == len(slots) == rows.numel()
+    edges = offsets.tolist()
+    found = [list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in itertools.pairwise(edges)]
+    assert found == expected
+
+
+def test_many_buckets_need_wider_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sel_lists, "TOKENS_PER_PROGRAM", 4096)
+    groups, rows = 2, 2**14 * 8 + 1  # 2 * 16385 buckets do not fit 15 bits
+    blocks = torch.zeros(1, rows, groups, 1, dtype=torch.int32)
+    blocks[0, :, :, 0] = (torch.arange(rows) // 8)[:, None]
+    seqs = Sequences(blocks, blocks, 1, rows, False)
+    lists = sel_lists.build(blocks, seqs, BlockGeometry(4, 2, 8, 1, 0, 1, 8))
+    assert lists.offsets.diff().tolist() == ([8] * (2**14) + [1]) * 2
+    assert lists.tokens.tolist() == list(range(rows)) * 2

@@ -1,0 +1,215 @@
+"""cmp and win in the strict interpreter where the common cases do not reach: shapes of tiles, descriptors, bits, poison."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_backend_triton import cmp, configs, span_forward, win
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.verify.interpreter import strict
+from nsa_core.verify.parity import judge_slot
+
+MODULES = {"cmp": cmp, "win": win}
+KEYS = {"cmp": ("k_cmp", "v_cmp"), "win": ("k", "v")}
+BOTH = pytest.mark.parametrize("slot", MODULES)
+
+
+def geometry(size: int = 8, stride: int = 4, window: int = 20) -> BlockGeometry:
+    """l, d and w; what the selection needs besides is not read."""
+    return BlockGeometry(size, stride, 16, 3, 1, 2, window)
+
+
+def problem(
+    slot: str, call: SlotCall, length: int, *, batch: int = 1, heads: int = 4, groups: int = 2, width: int = 16,
+    dtype: torch.dtype = torch.float64, seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """q, the slot's keys and values, and do."""
+    packed, g = call.cu_seqlens is not None, torch.Generator().manual_seed(seed)
+    bound = call.geometry.max_compressed(length) if packed else call.geometry.num_compressed(length)
+    rows = {"q": (length, heads), "do": (length, heads)}
+    rows |= dict.fromkeys(KEYS[slot], (length if slot == "win" else bound, groups))
+    lead = () if packed else (batch,)
+    return {n: torch.randn((*lead, *shape, width), generator=g, dtype=dtype) for n, shape in rows.items()}
+
+
+def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """o, lse and the gradients."""
+    names = ("q", *KEYS[slot])
+    inputs = [given[n] for n in names]
+    with strict(seed):
+        o, lse = MODULES[slot].forward(*inputs, call=call)
+        grads = MODULES[slot].backward(given["do"], *inputs, o, lse, call=call)
+    return {"o": o, "lse": lse, **{f"d{n}": x for n, x in zip(names, grads)}}
+
+
+def assert_right(slot: str, call: SlotCall, given: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Every output passes the verdict."""
+    inputs = {n: given[n] for n in ("q", *KEYS[slot])}
+    verdicts = judge_slot(slot, inputs, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens, do=given["do"])
+    assert [f"{n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, int]]]:
+    """Settings that replace the table's, by kernel."""
+    override: dict[str, dict[str, int]] = {}
+    pick = configs.pick
+
+    def picked(kernel: str, architecture: int, **traits: int) -> configs.Settings:
+        return {**pick(kernel, architecture, **traits), **override.get(kernel, {})}
+
+    monkeypatch.setattr(configs, "pick", picked)
+    yield override
+
+
+@pytest.mark.parametrize(("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)])
+@BOTH
+def test_sizes_around_the_tiles(slot: str, size: int, stride: int, window: int) -> None:
+    call = SlotCall(geometry(size, stride, window), 0.3)
+    given = problem(slot, call, 45, groups=1, heads=1)
+    assert_right(slot, call, given, run(slot, call, given))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@BOTH
+def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
+    call = SlotCall(geometry(), scale)
+    given = problem(slot, call, 33, heads=2, groups=1)
+    assert_right(slot, call, given, run(slot, call, given))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"span_forward": {"HEADS": 1}, "span_dq": {"HEADS": 1}, "span_dkdv": {"CHUNKS": 1}},
+        {"span_forward": {"HEADS": 4, "BLOCK_N": 32}, "span_dq": {"HEADS": 4}, "span_dkdv": {"CHUNKS": 3}},
+        {"span_forward": {"BLOCK_M": 32}, "span_dq": {"BLOCK_N": 32}, "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16}},
+        {"span_forward": {"BLOCK_M": 64, "HEADS": 4}, "span_dkdv": {"BLOCK_M": 32}},
+    ],
+    ids=["heads apart", "heads together", "wide keys", "tall queries"],
+)
+@BOTH
+def test_any_tile_shape(slot: str, settings: dict[str, dict[str, int]], tiles: dict[str, dict[str, int]]) -> None:
+    tiles.update(settings)
+    call = SlotCall(geometry(window=18), 0.25)
+    given = problem(slot, call, 50, heads=4, groups=1)
+    assert_right(slot, call, given, run(slot, call, given))
+
+
+@pytest.mark.parametrize(("slot", "scale"), [("cmp", 0.25), ("win", -0.25)])
+def test_descriptors_read_what_pointers_read(slot: str, scale: float, tiles: dict[str, dict[str, int]]) -> None:
+    call = SlotCall(geometry(), scale)
+    given = problem(slot, call, 33, batch=2, heads=2, groups=1)
+    plain = run(slot, call, given)
+    made: list[object] = []
+    tiles["span_forward"] = {"TMA": 1, "HEADS": 1}
+    original = span_forward.token_descriptor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span_forward, "token_descriptor", lambda *a: made.append(original(*a)) or made[-1])
+        found = run(slot, call, given)
+    assert made
+    assert_right(slot, call, given, found)
+    torch.testing.assert_close(found["o"], plain["o"], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("change", "packed"),
+    [
+        (lambda q: q, True),
+        (lambda q: q[:, :, :, :12], False),
+        (lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), False),
+        (lambda q: torch.cat([q[:1], q])[::2], False),
+    ],
+    ids=["packed", "width", "heads first", "batch"],
+)
+def test_what_descriptors_cannot_read(change, packed: bool) -> None:
+    q = torch.zeros(3, 8, 4, 16)
+    assert span_forward.descriptors_fit(False, (q,), (q,))
+    assert not span_forward.descriptors_fit(packed, (change(q),), (q,))
+
+
+@BOTH
+def test_documents_never_touch(slot: str) -> None:
+    """Poison in one document leaves the bits of the others, and of each alone."""
+    lengths = (21, 19, 30)
+    bounds = [0, *itertools.accumulate(lengths)]
+    call = SlotCall(geometry(), 0.25, torch.tensor(bounds, dtype=torch.int32), 30)
+    given = problem(slot, call, 70, heads=2, groups=1)
+    clean = run(slot, call, given)
+    compressed = [0, *itertools.accumulate(call.geometry.num_compressed(n) for n in lengths)]
+    keys = compressed if slot == "cmp" else bounds
+    poisoned = {name: x.clone() for name, x in given.items()}
+    for name, x in poisoned.items():
+        first = keys if name in KEYS[slot] else bounds
+        x[first[1] : first[2]] = torch.nan
+    if slot == "cmp":  # the tail belongs to nobody
+        for name in KEYS[slot]:
+            poisoned[name][compressed[-1] :] = torch.nan
+    dirty = run(slot, call, poisoned, seed=1)
+    for document in (0, 2):
+        alone_call = SlotCall(geometry(), 0.25)
+        rows, crows = (slice(b[document], b[document + 1]) for b in (bounds, keys))
+        alone = run(slot, alone_call, {n: x[crows if n in KEYS[slot] else rows][None] for n, x in given.items()})
+        for name, x in dirty.items():
+            at = (slice(None), rows) if name == "lse" else crows if name[1:] in KEYS[slot] else rows
+            assert torch.equal(x[at], clean[name][at]), name
+            assert torch.equal(x[at], alone[name][0]), name
+    if slot == "cmp":
+        assert not dirty["dk_cmp"][compressed[-1] :].any()
+        assert not dirty["dv_cmp"][compressed[-1] :].any()
+
+
+@BOTH
+def test_a_row_of_nan_stays_one(slot: str) -> None:
+    call = SlotCall(geometry(), 0.25)
+    given = problem(slot, call, 40, heads=2, groups=1)
+    clean = run(slot, call, given)
+    given["q"][0, 20, 0] = torch.nan
+    dirty = run(slot, call, given)
+    assert dirty["o"][0, 20, 0].isnan().all()
+    keep = torch.ones(40, 2, dtype=torch.bool)
+    keep[20, 0] = False
+    assert torch.equal(dirty["o"][0][keep], clean["o"][0][keep])
+    assert torch.equal(dirty["dq"][0][keep], clean["dq"][0][keep])
+
+
+@BOTH
+def test_a_batch_row_is_that_row_alone(slot: str) -> None:
+    call = SlotCall(geometry(), 0.25)
+    given = problem(slot, call, 33, batch=2, heads=2, groups=1)
+    both, one = run(slot, call, given), run(slot, call, {n: x[1:] for n, x in given.items()})
+    for name, x in one.items():
+        assert torch.equal(both[name][1:], x), name
+
+
+@pytest.mark.parametrize("bounds", [(0, 60, 20, 40), (0, 10, 99, 40), (0, -5, 20, 40), (0, 39, 1, 40)])
+@BOTH
+def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int, ...]) -> None:
+    call = SlotCall(geometry(4, 2, 9), 0.25, torch.tensor(bounds, dtype=torch.int32), 40)
+    given = problem(slot, call, 40)
+    inputs = [given[n] for n in ("q", *KEYS[slot])]
+    with strict():
+        try:
+            MODULES[slot].forward(*inputs, call=call)
+        except Exception as error:
+            assert "store to one address" in str(error)  # overlapping documents: wrong rows, never an address outside
+
+
+def test_parts_are_linear_in_the_sequence() -> None:
+    """The compressed branch's fp32 parts: CHUNKS * h of the gradient, whatever the length."""
+    for length in (12, 24):
+        call = SlotCall(geometry(), 0.25)
+        given = problem("cmp", call, length, heads=2, groups=1, dtype=torch.float32)
+        shapes: list[tuple[int, ...]] = []
+        empty = torch.empty
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *a, **k: shapes.append(a[0]) or empty(*a, **k))
+            run("cmp", call, given)
+        parts = [shape for shape in shapes if isinstance(shape, tuple) and len(shape) == 5]
+        assert parts == [(2 * 2, 1, call.geometry.num_compressed(length), 1, 16)] * 2

@@ -1,0 +1,109 @@
+"""The strict interpreter punishes what a GPU would: each rule has a kernel that breaks it, and one that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from nsa_core.verify.interpreter import interpreted, strict
+
+
+@triton.jit
+def copy_rows(X, Y, n, STEP: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0) * STEP + tl.arange(0, SIZE)
+    tl.store(Y + at, tl.load(X + at, mask=at < n, other=0.0), mask=at < n)
+
+
+@triton.jit
+def read_past(X, Y, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(Y + at, tl.load(X + at), mask=at < n)
+
+
+@triton.jit
+def no_other(X, Y, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(Y, tl.sum(tl.load(X + at, mask=at < n)))
+
+
+@triton.jit
+def overflow(X, big):
+    tl.store(X, (big * big).to(tl.float32))
+
+
+@triton.jit
+def dot(A, B, C, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = i[:, None] * SIZE + i[None, :]
+    c = tl.dot(tl.load(A + at), tl.load(B + at))
+    tl.store(C + at, c.to(C.dtype.element_ty))
+
+
+@triton.jit
+def add_atomically(X, Y):
+    tl.atomic_add(Y, tl.load(X + tl.program_id(0)))
+
+
+def test_triton_interprets_here() -> None:
+    assert interpreted()
+
+
+def test_what_is_counted() -> None:
+    x, y = torch.arange(10.0), torch.zeros(10)
+    with strict() as seen:
+        copy_rows[(3,)](x, y, 10, STEP=4, SIZE=4)
+    assert torch.equal(x, y)
+    assert (seen.programs, seen.bytes_loaded, seen.bytes_stored) == (3, 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (lambda x: read_past[(1,)](x, x, 10, SIZE=16), "load outside every argument in program"),
+        (lambda x: copy_rows[(3,)](x, torch.zeros(8), 10, STEP=4, SIZE=4), "store outside every argument"),
+        (lambda x: copy_rows[(3,)](x, torch.zeros(10), 10, STEP=3, SIZE=4), "store to one address"),
+        (lambda x: overflow[(1,)](x, 70000), "int32"),
+        (lambda x: copy_rows[(1, 70000)](x, x, 10, STEP=4, SIZE=4), "exceeds"),
+    ],
+    ids=["load", "store", "race", "overflow", "grid"],
+)
+def test_what_a_gpu_punishes(launch, message: str) -> None:
+    x = torch.arange(16.0)[:10]
+    guarded = torch.empty(10).copy_(x)
+    with strict(), pytest.raises(Exception, match=message):
+        launch(guarded)
+
+
+def test_a_masked_lane_without_other_is_nan() -> None:
+    y = torch.zeros(1)
+    with strict():
+        no_other[(1,)](torch.ones(8), y, 5, SIZE=8)
+    assert y.isnan()
+
+
+def test_bf16_is_bf16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
+    c = torch.empty(16, 16, dtype=torch.bfloat16)
+    with strict():
+        dot[(1,)](a, b, c, SIZE=16)
+    assert torch.equal(c, (a.float() @ b.float()).bfloat16())
+
+
+def test_programs_run_in_an_order_of_the_seed() -> None:
+    x = torch.tensor([1e8, 1.0, -1e8, 1.0])  # a sum that depends on the order
+    sums = set()
+    for seed in range(8):
+        y = torch.zeros(1)
+        with strict(seed):
+            add_atomically[(4,)](x, y)
+        sums.add(y.item())
+    assert len(sums) > 1
+
+
+def test_a_launch_is_an_event_of_the_profiler() -> None:
+    with torch.profiler.profile() as profile, strict():
+        copy_rows[(1,)](torch.zeros(4), torch.zeros(4), 4, STEP=4, SIZE=4)
+    assert "copy_rows" in {event.key for event in profile.key_averages()}
