@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import triton
 
@@ -20,8 +20,11 @@ from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
 ARCHITECTURES = (80, 90)
-WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-DTYPES = ("bfloat16", "float32")  # float16 compiles to what bfloat16 does
+# (Dk, Dv) per dtype; float16 compiles to what bfloat16 does.
+SHAPES = {
+    "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    "float32": ((64, 64), (256, 256)),
+}
 MOST_SPILLS = 512  # bytes a thread, stores and loads together
 _BASE = Request(
     slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
@@ -65,13 +68,11 @@ class Row:
         return f"| {self.title} | {kib} | {cost.registers} | {cost.spills} | {', '.join(cost.instructions) or '-'} |"
 
 
-def rows(
-    widths: tuple[tuple[int, int], ...] = WIDTHS, dtypes: tuple[str, ...] = DTYPES, slots: tuple[str, ...] = SLOTS
-) -> Iterator[Row]:
-    """Every kernel of ``slots``, for each architecture, width and dtype whose tiles have a configuration."""
+def rows(shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = SLOTS) -> Iterator[Row]:
+    """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a configuration."""
     for slot in slots:
         for architecture in ARCHITECTURES:
-            for dtype in dtypes:
+            for dtype, widths in shapes.items():
                 for dk, dv in widths:
                     asked = dataclasses.replace(_BASE, slot=slot, dtype=dtype, head_dim=dk, v_head_dim=dv)
                     yield from _rows_of(asked, architecture)
