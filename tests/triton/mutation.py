@@ -140,9 +140,10 @@ def _tiny(name: str, *lengths: int, batch: int = 1, packed: bool = False, **fiel
 
 
 TINY = (
-    _tiny("dense", 19, batch=2, n_heads=6, n_kv_heads=2),
-    _tiny("packed", 2, 0, 21, packed=True, n_heads=4, n_kv_heads=2),
-    _tiny("long", 53, n_heads=2, n_kv_heads=1, num_selected_blocks=3),
+    _tiny("dense", 19, batch=2, n_heads=6, n_kv_heads=2, window_size=7),
+    _tiny("packed", 2, 0, 37, packed=True, n_heads=4, n_kv_heads=2),
+    _tiny("choice", 70, n_heads=2, n_kv_heads=1, num_selected_blocks=3, init_blocks=1),
+    _tiny("nothing forced", 55, n_heads=3, n_kv_heads=1, local_blocks=0, compress_stride=4),
 )
 
 
