@@ -17,7 +17,8 @@ TORCH = "torch==2.13.0"
 RUFF = "ruff>=0.17,<0.18"  # a formatter's minor version changes what is formatted
 MYPY = "mypy>=2.4,<3"
 TEST_TOOLS = (
-    "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "matplotlib>=3.8", "setuptools>=77", "wheel",
+    "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "matplotlib>=3.8", "safetensors>=0.4",
+    "setuptools>=77", "wheel",
     "triton>=3.4; sys_platform == 'linux'",  # kernels run in its interpreter, and compile for GPUs that are not there
 )  # fmt: skip
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two workers share two cores

@@ -61,12 +61,15 @@ def random_blocks(length: int, groups: int) -> torch.Tensor:
     return blocks[None]
 
 
-def measure(name: str, forward: Callable[[], Any], backward: Callable[[Any], Callable[[], Any]]) -> dict[str, Any]:
-    """One row of the table."""
-    outputs = forward()
+def measure(
+    slot: str, shape: str, forward: Callable[[], Any], backward: Callable[[Any], Callable[[], Any]]
+) -> dict[str, Any]:
+    """One row of the table, beside what the same piece took before."""
+    name, outputs, before = f"{slot} {shape}", forward(), BEFORE.get((slot, shape))
     row = {"piece": name, "forward_ms": median_ms(forward), "backward_ms": median_ms(backward(outputs))}
-    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}", flush=True)
-    return row
+    told = f"   before: {before[0]:8.3f} {before[1]:8.3f}" if before else ""
+    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}{told}", flush=True)
+    return {**row, "before_ms": before}
 
 
 def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
@@ -82,7 +85,8 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
     for name, (forward, backward) in variants.items():
         rows.append(
             measure(
-                f"{name} {shape}",
+                name,
+                shape,
                 lambda f=forward: f(q, k, v, call),
                 lambda out, b=backward: lambda: b(do, q, k, v, *out, call),
             )
@@ -93,7 +97,8 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
     q, k, v, do = tensors(heads, groups, width, length, length)
     rows.append(
         measure(
-            f"win {shape}",
+            "win",
+            shape,
             lambda: win.forward(q, k, v, call=call),
             lambda out: lambda: win.backward(do, q, k, v, *out, call=call),
         )
@@ -102,14 +107,12 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
         blocks = random_blocks(length, groups)
         rows.append(
             measure(
-                f"sel {shape}",
+                "sel",
+                shape,
                 lambda: sel.forward(q, k, v, blocks, call=call),
                 lambda out: lambda: sel.backward(do, q, k, v, blocks, *out, call=call),
             )
         )
-    for row in rows:
-        slot = row["piece"].split()[0]
-        row["before_ms"] = BEFORE.get((slot, shape)) if slot in ("cmp", "win") else None
     return rows
 
 

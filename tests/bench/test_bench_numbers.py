@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from nsa_core.bench.compare import compare, regressed
 from nsa_core.bench.crossover import crossing
 from nsa_core.bench.roofline import measure_peaks
 from nsa_core.bench.shapes import parse_lengths, parse_shape
-from nsa_core.bench.timing import summarise
+from nsa_core.bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
 
@@ -78,6 +80,27 @@ def test_peak_rates_are_measured():
     assert 1e7 < peaks.bytes_per_s < 1e13
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for page faults")
+def test_the_first_cell_does_not_pay_for_fresh_pages():
+    """A process of its own: in this one much has been freed already."""
+    program = """
+import resource, torch
+from nsa_core import nsa_attention
+from nsa_core.bench import inputs, shapes, timing
+torch.set_num_threads(1)
+timing.clock_for("cpu")
+config = shapes.parse_shape("tiny").config()
+x = inputs.make_inputs("random", config, batch=1, length=256, dtype=torch.float32, device="cpu", seed=0)
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with torch.no_grad():
+        nsa_attention(x.q, x.k, x.v, x.gates, config=config)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 5000  # 33,000 where every call faults its pages in anew
+
+
 def test_both_phases_cost_their_sum():
     config = parse_shape("reports").config()
     forward, backward, both = (roofline.part_costs(config, 2, 999, 4, p) for p in ("forward", "backward", "both"))
@@ -139,11 +162,34 @@ def test_compare_sees_a_slow_down_beyond_the_noise_and_no_other(result):
     assert {c.verdict for c in lost} == {"lost"}
 
 
+def without(result, reason):
+    """``result`` with the parts of its combinations taken away, for ``reason``."""
+
+    def bare(m):
+        parts = {name: dataclasses.replace(p, performance=None, reason=reason) for name, p in m.parts.items()}
+        return dataclasses.replace(m, parts=parts)
+
+    return dataclasses.replace(result, measurements=[bare(m) for m in result.measurements])
+
+
+def test_a_part_left_out_is_missing_and_one_that_failed_is_lost(result):
+    left_out, failed = without(result, LATE), without(result, "failed: RuntimeError: no")
+    assert {c.verdict for c in compare(result, left_out, fail_over=0.05)} == {"same", "missing"}
+    assert not left_out.failed
+    assert {c.verdict for c in regressed(compare(result, failed, fail_over=0.05))} == {"lost"}
+    assert failed.failed
+
+
 def test_compare_refuses_other_devices_unless_forced(result):
     other = dataclasses.replace(result, environment=result.environment | {"device": "another"})
     with pytest.raises(InvalidInput, match="another"):
         compare(result, other, fail_over=0.05)
     assert compare(result, other, fail_over=0.05, force=True)
+    real = dataclasses.replace(result, settings=result.settings | {"inputs": ["random", "real"]})
+    trained = dataclasses.replace(real, settings=real.settings | {"checkpoints": {"2/1/8": {"file": "x"}}})
+    with pytest.raises(InvalidInput, match="checkpoints"):
+        compare(real, trained, fail_over=0.05)
+    assert compare(result, trained, fail_over=0.05)  # random inputs in common
     nothing = dataclasses.replace(result, measurements=[])
     with pytest.raises(InvalidInput, match="in common"):
         compare(result, nothing, fail_over=0.05)
@@ -154,13 +200,18 @@ def test_real_inputs_come_from_the_text_and_the_seed():
 
     config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 
-    def make(kind, text=b"some words", seed=0):
-        return make_inputs(kind, config, batch=2, length=30, dtype=torch.float32, device="cpu", seed=seed, text=text)
+    def make(kind, text=b"some words", seed=0, length=30):
+        return make_inputs(
+            kind, config, batch=2, length=length, dtype=torch.float32, device="cpu", seed=seed, text=text
+        )
 
     real = make("real")
     assert real.q.shape == (2, 30, 2, 8)
     assert real.gates.shape == (2, 30, 2, 3)
-    assert torch.equal(real.v[0, 0], real.v[0, 10])  # the text repeats after ten bytes, and v has no position
+    # The text repeats after ten bytes, v has no position, and a token knows of the 64 bytes before it.
+    far = make("real", length=90).v[0]
+    torch.testing.assert_close(far[70], far[80])
+    assert not torch.allclose(far[70], far[79])
     assert not torch.equal(real.q, make("real", b"other words").q)
     assert torch.equal(real.q, make("real").q)
     assert not torch.equal(make("random").q, make("random", seed=1).q)

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from nsa_cli import output
+from nsa_cli.bench_report import summary
 from nsa_core.bench.combos import parse_combo
 from nsa_core.bench.result import read_result
+from nsa_core.bench.timing import CpuClock, Outcome, Work, measure, summarise
 from nsa_core.errors import InvalidInput, Unsupported
 
 
@@ -28,8 +30,9 @@ def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
         assert 0 < m.floor_fraction < 1
         assert m.ratio_to_dense == 1 if m.kind == "dense" else m.ratio_to_dense > 0
         if m.kind == "combo":
-            without = {"select"} if m.phase == "backward" else set()
-            assert set(m.parts) == {"compress", "cmp", "select", "sel", "win", "combine"} - without
+            parts = {"compress", "cmp", "select", "sel", "win", "combine"}
+            timed = {"forward": parts, "backward": parts - {"select"}, "both": set()}  # known from the other two
+            assert set(m.parts) == timed[m.phase]
             assert all(part.performance for part in m.parts.values())
     assert {c.phase for c in result.crossovers} == {"forward", "backward", "both"}
     file = tmp_path / "r.json"
@@ -126,6 +129,10 @@ def test_row_60_missing_and_damaged_results(nsa, run, tmp_path):
     done = nsa("bench", "report", str(tmp_path / "r.json"))
     assert done.code == 2
     assert "measurements[0].performance.median_ms must be float, got 'fast'" in done.err
+    document["measurements"] = [{**document["measurements"][1], "dtype": "float8"}]
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    done = nsa("bench", "report", str(tmp_path / "r.json"))
+    assert (done.code, "peaks has no rates of float8" in done.err) == (2, True)
 
 
 SMALL = ("--shape", "2/1/8", "--length", "40", "--phase", "forward", "--blocks", "8,4,16,3,24", "--budget", "0.001")
@@ -210,3 +217,70 @@ def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeyp
     assert done.code == 3
     assert "pip install 'nsa-cli[plot]'" in done.err
     assert not (tmp_path / "r.png").exists()
+
+
+def test_a_cell_over_its_limit_says_what_it_left_out(run):
+    result = run(lengths=[40], phases=["forward"], cell_limit_s=0.0)
+    for m in result.measurements:
+        assert m.performance is None
+        assert m.reason == "not measured: the cell's time limit of 0 s was reached"
+        assert {part.reason for part in m.parts.values()} == ({m.reason} if m.kind == "combo" else set())
+    said = [line for _, line in summary(result) if line.startswith("no figure")]
+    assert len([line for line in said if "alone" in line]) == 6
+    assert not result.failed
+
+
+def test_both_alone_is_told_by_part(run):
+    (m,) = (m for m in run(lengths=[40], phases=["both"]).measurements if m.kind == "combo")
+    assert set(m.parts) == {"compress", "cmp", "select", "sel", "win", "combine"}
+
+
+def test_the_growth_of_the_last_two_lengths_tells_whether_a_call_is_too_long(run, monkeypatch):
+    """A linear 1 ms per 40 tokens is 4 ms at 160; S^2 from 80 would say 8, and leave it out at 5."""
+    from nsa_core.bench import run as module
+
+    def measured(self, problem, timed, wanted):
+        times = {n: summarise([problem.length / 40.0], "perf_counter", 1) for n in ("total auto", "dense flash")}
+        return {name: Outcome(time) for name, time in times.items()}
+
+    monkeypatch.setattr(module.Bench, "_measured", measured)
+    found = run(phases=["forward"], lengths=[40, 80, 160, 320], max_call_s=0.005).measurements
+    assert [m.length for m in found if m.kind == "combo" and m.performance] == [40, 80, 160]
+    assert {m.reason for m in found if m.length == 320} == {
+        "not measured: a call would take about 0.008 s, over --max-call 0.005"
+    }
+
+
+def test_a_device_that_breaks_costs_what_follows_and_not_what_was_measured(run, monkeypatch):
+    from nsa_core.bench import run as module
+
+    real = module.make_inputs
+
+    def broken(*arguments, **options):
+        if options["length"] > 40:
+            raise RuntimeError("an illegal memory access was encountered")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, "make_inputs", broken)
+    result = run(phases=["forward"])
+    assert result.failed
+    assert all(m.performance for m in result.measurements if m.length == 40)
+    assert all("failed: RuntimeError: an illegal" in m.reason for m in result.measurements if m.length == 80)
+
+
+def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
+    calls = []
+
+    def make():
+        def call():
+            calls.append(1)
+            if len(calls) > 4:
+                raise RuntimeError("no more")
+
+        return call
+
+    monkeypatch.setattr("nsa_core.bench.timing.SAMPLE_MS", 1e-6)
+    outcomes = measure([Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01)
+    assert outcomes["bad"].reason == "failed: RuntimeError: no more"
+    assert outcomes["bad"].performance is None
+    assert outcomes["good"].performance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan import Plan
 from nsa_core.registry import default_registry
+from nsa_core.testing import BackendConformance
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.subject import bits, run_slot, run_slots, slot_inputs
@@ -85,19 +85,19 @@ def test_row_27_all_on_another_device_than_the_current(backend: str, slot: str) 
     assert_judged(slot, runs[slot])
 
 
-@EACH_BRANCH
-def test_row_43_offset_above_2_to_the_31(backend: str, slot: str) -> None:
-    plan, data, inputs = inputs_of(backend, slot)
+KIT = {
+    "row_43_offset_above_2_to_the_31": "long_offsets",
+    "row_50_graph_replay_equals_eager_on_new_inputs": "cuda_graph",
+    "row_52_two_threads_call_first_together": "two_threads",
+}
 
-    def far(t: torch.Tensor) -> torch.Tensor:
-        # Batch entry 1 starts more than 2^31 elements after entry 0.
-        stride = 2**31 + 128
-        storage = torch.empty(stride + t[0].numel(), dtype=t.dtype, device=t.device)
-        return storage.as_strided(t.shape, (stride, *t[0].contiguous().stride())).copy_(t)
 
-    for name in [n for n in inputs if n != "blocks"]:
-        assert_judged(slot, run_slot(plan, slot, {**inputs, name: far(inputs[name])}, data.do, data))
-        torch.cuda.empty_cache()
+@EACH
+@pytest.mark.parametrize("row", KIT)
+def test_by_the_kit(backend: str, slot: str, row: str) -> None:
+    suite = BackendConformance()
+    suite._name, suite._device = backend, "cuda"
+    suite.test_kernel(slot, KIT[row])
 
 
 @EACH_BRANCH
@@ -153,32 +153,6 @@ def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) 
 
 
 @EACH_BRANCH
-def test_row_50_graph_replay_equals_eager_on_new_inputs(backend: str, slot: str) -> None:
-    plan, _, inputs = inputs_of(backend, slot)
-    kernel = getattr(plan, slot)
-    static = {n: t.clone() for n, t in inputs.items()}
-    stream = torch.cuda.Stream()
-    with torch.no_grad(), torch.cuda.stream(stream):
-        kernel(*static.values())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        o, lse = kernel(*static.values())
-    fresh = slot_inputs(
-        slot,
-        CASE.data(torch.bfloat16, "cuda", seed=7),
-        run_slots(plan, CASE, CASE.data(torch.bfloat16, "cuda", seed=7)),
-    )
-    for name, tensor in static.items():
-        tensor.copy_(fresh[name])
-    graph.replay()
-    with torch.no_grad():
-        want_o, want_lse = kernel(*fresh.values())
-    assert torch.equal(bits(o), bits(want_o))
-    assert torch.equal(bits(lse), bits(want_lse))
-
-
-@EACH_BRANCH
 def test_row_51_side_stream(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot)
     stream = torch.cuda.Stream()
@@ -187,29 +161,6 @@ def test_row_51_side_stream(backend: str, slot: str) -> None:
         run = run_slot(plan, slot, inputs, data.do, data)
     stream.synchronize()
     assert_judged(slot, run)
-
-
-@EACH_BRANCH
-def test_row_52_two_threads_call_first_together(backend: str, slot: str) -> None:
-    _, _, inputs = inputs_of(backend, slot)
-    results: list[torch.Tensor] = []
-    barrier = threading.Barrier(2)
-
-    def work() -> None:
-        barrier.wait()
-        plan = resolve(CONFIG, device="cuda", dtype=torch.bfloat16, backends={slot: backend})
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            o, _ = getattr(plan, slot)(*inputs.values())
-            torch.cuda.current_stream().synchronize()
-        results.append(o)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(results) == 2
-    assert torch.equal(bits(results[0]), bits(results[1]))
 
 
 @EACH

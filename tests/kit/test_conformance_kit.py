@@ -151,3 +151,11 @@ def test_the_grid_has_every_edge() -> None:
     assert {point.dtype for point in GRID} == {"bfloat16", "float16", "float32", "float64"}
     assert len({point.label for point in GRID}) == len(GRID)
     assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
+
+
+def test_a_kernel_whose_bits_change_is_found_where_it_declares_that_they_do_not(made) -> None:
+    moody = "return (o * (1 + 2.0**-12 * torch.rand_like(o))).to(q.dtype), lse"
+    wrong = made("moody-bits", {"win": (RESULT, moody)})
+    wrong.test_probe_tells_the_truth("win", POINTS["bfloat16"])
+    with pytest.raises(RED, match="other bits than at the thread's first call"):
+        wrong.test_kernel("win", "two_threads")

@@ -52,6 +52,7 @@ def test_the_command_runs_the_same_suite(nsa, fresh) -> None:
     done = nsa("conformance", "fresh-one", "-k", "float32 and truth", path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert "1 passed" in done.stdout
+    assert "warning" not in done.stdout
 
 
 def test_nothing_tested_is_not_a_success(nsa, fresh) -> None:

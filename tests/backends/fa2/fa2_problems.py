@@ -145,3 +145,27 @@ PROBLEMS = {
     "packed-padded-widths": Problem(PACKED, batch=None, heads=3, groups=1, Dk=5, Dv=9),
     "packed-negative-scale": Problem(PACKED, batch=None, scale=-0.3),
 }
+TINY = {
+    "batch": Problem(Dk=64, Dv=64),
+    "one": Problem(batch=1, Dk=64, Dv=64),
+    "packed": Problem(PACKED, batch=None, Dk=64, Dv=64),
+}
+
+
+def assert_compiled_right(slot: str, problem: Problem, dtype: torch.dtype, device: str, backend: str) -> None:
+    """Compile the operator inside a larger function with ``backend`` as one graph, and judge what it gives."""
+    torch._dynamo.reset()  # every call compiles the one function below anew, and dynamo allows eight times
+    inputs, do, cu = problem.inputs(slot, dtype, device)
+    leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
+    call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def whole(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = call(*tensors, cu_seqlens=cu, max_seqlen=longest)
+        return o * 1, lse
+
+    o, lse = whole(*leaves.values())
+    wanted = [n for n in leaves if n != "blocks"]
+    grads = torch.autograd.grad(o, [leaves[n] for n in wanted], do)
+    outputs = {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, grads)}}
+    assert_right(slot, problem, inputs, outputs, do, cu)

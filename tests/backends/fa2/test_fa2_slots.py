@@ -6,7 +6,18 @@ import importlib
 
 import pytest
 import torch
-from fa2_problems import PROBLEMS, SLOTS, SMALL, Problem, assert_judged, assert_right, kernel, run
+from fa2_problems import (
+    PROBLEMS,
+    SLOTS,
+    SMALL,
+    TINY,
+    Problem,
+    assert_compiled_right,
+    assert_judged,
+    assert_right,
+    kernel,
+    run,
+)
 from fa2_standin import Library
 
 from nsa_core.contract import SlotCall
@@ -141,3 +152,9 @@ def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> N
     bound = kernel(slot, problem)
     arguments = (*leaves, cu, max(problem.lengths), bound.scale, list(bound.geometry), False)
     torch.library.opcheck(bound.op, arguments)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", TINY)
+def test_compiled_whole_is_right(name: str, slot: str, library: Library) -> None:
+    assert_compiled_right(slot, TINY[name], torch.bfloat16, "cpu", "aot_eager")

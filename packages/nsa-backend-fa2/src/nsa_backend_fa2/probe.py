@@ -63,10 +63,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
 
 
 def _provider_reasons(request: Request) -> list[Reason]:
-    places = providers.found()
-    serving = next((place.provider for place in places if place.provider is not None), None)
+    serving = providers.first()
     if serving is None:
-        return [place.reason for place in places if place.reason is not None]
+        return [place.reason for place in providers.found() if place.reason is not None]
     if not isinstance(serving, providers.TorchFlash) or not request.needs_grad:
         return []
     reasons = []

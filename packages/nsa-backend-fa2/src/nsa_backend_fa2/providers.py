@@ -10,11 +10,14 @@ What changed between releases of flash-attn is known here and nowhere else:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -257,13 +260,31 @@ def found() -> tuple[Found, ...]:
     return (_flash_attn(), _torch_flash())
 
 
+def first() -> Provider | None:
+    """The provider to use: the first there is."""
+    return next((place.provider for place in found() if place.provider is not None), None)
+
+
+_instead: ContextVar[Provider | None] = ContextVar("instead", default=None)
+
+
+@contextlib.contextmanager
+def instead(provider: Provider) -> Iterator[None]:
+    """Let ``provider`` serve inside the block, in this thread."""
+    token = _instead.set(provider)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def serving() -> Provider:
-    """The provider in use: the first there is.
+    """The provider in use.
 
     Raises:
         RuntimeError: there is none; the message has every reason.
     """
-    for place in found():
-        if place.provider is not None:
-            return place.provider
-    raise RuntimeError("; ".join(str(place.reason) for place in found()))
+    provider = _instead.get() or first()
+    if provider is None:
+        raise RuntimeError("; ".join(str(place.reason) for place in found()))
+    return provider

@@ -1,142 +1,195 @@
 """Peak bytes of forward, or of forward and backward, beyond the inputs, what the library allocates inside included.
 
-Backward counts o and lse, which live until then. A Request that does not say its size counts as one token.
+Not a formula beside the code but the code itself, run on tensors without storage while their bytes are counted; only
+what a library allocates inside a call is written down here, as in flash-attn 2.8.3 (2.5 to 2.7 and PyTorch's copy
+allocate alike). Backward counts o and lse, which live until then. A Request that does not say its size counts as one
+token; packed rows count as one document, and each further document of win and cmp costs backward another 128 rows of dq
+in fp32.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_backend_fa2.operands import width_of
+from nsa_backend_fa2 import providers
+from nsa_backend_fa2.providers import Attention
 from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
-from nsa_core.contract import Request
+from nsa_core.contract import Request, SlotCall
 
-_ITEM, _STAT, _INDEX = 2, 4, 8  # bytes of bf16 and fp16, of fp32, of int64
+_EXACT_CHUNKS = 4  # of sel; beyond them every chunk costs the same, and the rest grows with the tokens
 
 
 def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """The request in numbers; ``batch`` is 1 when packed, ``width`` that of the library call's heads."""
-
-    batch: int
-    length: int
-    heads: int
-    groups: int
-    Dk: int
-    Dv: int
-    width: int
-
-    @classmethod
-    def of(cls, request: Request) -> _Sizes:
-        batch = 1 if request.varlen else (1 if request.batch is None else request.batch)
-        length = 1 if request.seq_len is None else request.seq_len
-        width = width_of(request.head_dim, request.v_head_dim)
-        return cls(batch, length, request.n_heads, request.n_kv_heads, request.head_dim, request.v_head_dim, width)
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-    @property
-    def outputs(self) -> int:
-        """o and lse."""
-        return self.tokens * self.heads * (self.Dv * _ITEM + _STAT)
-
-    def padded(self, rows: int, heads: int, own: int) -> int:
-        """The copy of an operand [rows, heads, own] that is narrower than the call."""
-        return rows * heads * self.width * _ITEM if own != self.width else 0
+def _wide(width: int) -> int:
+    """Head width of the kernel that serves ``width``."""
+    return _up(width, 32 if width <= 128 else 64)
 
 
 def _multiprocessors() -> int:
     return int(torch.cuda.get_device_properties().multi_processor_count) if torch.cuda.is_available() else 1
 
 
-def _library_backward(
-    batch: int, rows: int, heads: int, keys: int, kv_heads: int, width: int, deterministic: bool
-) -> int:
-    """dq, dk, dv; dq in fp32 and the rows' sums; dk, dv per query head, before they are summed over the group."""
-    wide = _up(width, 32 if width <= 128 else 64)
-    grads = width * (rows * heads + 2 * keys * kv_heads) * _ITEM * batch
-    expanded = 2 * batch * keys * heads * width * _ITEM if heads != kv_heads else 0
-    # One fp32 dq per thread block of a row and head, where the order of adding must not matter.
-    splits = -(-_multiprocessors() // max(1, batch * heads)) if deterministic else 1
-    return grads + expanded + batch * _up(rows, 128) * heads * (splits * wide + 1) * _STAT
+def _splits(blocks: int, columns: int) -> int:
+    """How many parts the library cuts the keys into: ``num_splits_heuristic`` of its flash_api.cpp.
+
+    Args:
+        blocks: blocks of 64 query rows, of all heads and sequences.
+        columns: blocks of keys.
+    """
+    places = 2 * _multiprocessors()
+    if blocks >= 0.8 * places:
+        return 1
+    best, efficiency = 0.0, {}
+    for splits in range(1, min(128, places, columns) + 1):
+        if splits > 1 and -(-columns // splits) == -(-columns // (splits - 1)):
+            continue
+        waves = blocks * splits / places
+        efficiency[splits] = waves / -(-blocks * splits // places)
+        best = max(best, efficiency[splits])
+    return next((splits for splits, value in efficiency.items() if value >= 0.85 * best), 1)
+
+
+class Hollow:
+    """A provider that allocates as ``real`` does and computes nothing."""
+
+    title = "allocations only"
+
+    def __init__(self, real: providers.Provider | None) -> None:
+        self._contiguous = isinstance(real, providers.TorchFlash)  # PyTorch's backward copies an o or do that is not
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+        """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in fp32."""
+        o = torch.empty_like(q)
+        if how.packed is not None:
+            return o, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        batch, rows, heads, width = q.shape
+        lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        columns = -(-k.shape[1] // (256 if width <= 64 else 128 if width <= 128 else 64))
+        splits = _splits(batch * heads * -(-rows // 64), columns)
+        if splits > 1:
+            q.new_empty((splits, batch, heads, rows, _wide(width) + 1), dtype=torch.float32)
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the group is summed."""
+        inside = [x.contiguous() for x in (do, o)] if self._contiguous else []
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        heads, width = q.shape[-2:]
+        if how.packed is None:
+            sequences, rows = q.shape[0], q.shape[0] * _up(q.shape[1], 128)
+        else:
+            sequences = how.packed.cu_q.shape[0] - 1
+            rows = q.shape[0] + 128 * sequences  # each document has rows of its own
+        # One dq per thread block of a head, where the order of adding must not matter.
+        copies = -(-_multiprocessors() // (sequences * heads)) if how.deterministic else 1
+        inside.append(q.new_empty((rows, heads, copies * _wide(width) + 1), dtype=torch.float32))
+        if heads != k.shape[-2]:
+            inside += [x.new_empty((*x.shape[:-2], heads, width)) for x in (k, v)]
+        return dq, dk, dv
+
+
+class _Count(TorchDispatchMode):
+    """Bytes of the storages made inside the block that still live, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {StorageWeakRef(x.untyped_storage()) for x in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        for x in _tensors(result):
+            ref = StorageWeakRef(x.untyped_storage())
+            if ref not in before:
+                self._live[ref] = x.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self._live.values()) + _inside(func, args))
+        return result
+
+
+def _inside(func: Any, args: Any) -> int:
+    """Bytes an operator takes on CUDA beyond its result: index_put_ sorts its indices with their places.
+
+    Those are index, place, both sorted, and a second buffer of each inside the sort, int64.
+    """
+    return 6 * 8 * int(args[1][0].numel()) if func is torch.ops.aten.index_put_.default else 0
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _measure(request: Request, batch: int, length: int) -> int:
+    """Peak bytes of the slot's own functions on meta tensors, and of making their results contiguous."""
+    geometry, slot = request.geometry, request.slot
+    rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
+    lead = (length,) if request.varlen else (batch, length)
+    keys = (*lead[:-1], rows if slot == "cmp" else length)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, do = (empty((*lead, request.n_heads, width)) for width in (request.head_dim, request.v_head_dim))
+    inputs = [q, *(empty((*keys, request.n_kv_heads, width)) for width in (request.head_dim, request.v_head_dim))]
+    if slot == "sel":
+        inputs.append(empty((*lead, request.n_kv_heads, geometry.num_selected_blocks), torch.int32))
+    cu = empty((2,), torch.int32) if request.varlen else None
+    call = SlotCall(geometry, request.head_dim**-0.5, cu, length, request.deterministic)
+    module = importlib.import_module(f"nsa_backend_fa2.{slot}")
+    count = _Count()
+    with providers.instead(Hollow(providers.first())), count:
+        if rows == 0 and slot == "cmp":  # nsa_core answers without the backend
+            kept = [empty((*lead, request.n_heads, request.v_head_dim)), empty((*lead, request.n_heads), torch.float32)]
+            kept += [torch.empty_like(x) for x in inputs] if request.needs_grad else []
+            return count.peak
+        o, lse = _contiguous(module.forward(*inputs, call=call))
+        if request.needs_grad:
+            _contiguous(module.backward(do, *inputs, o, lse, call=call))
+    return count.peak
+
+
+def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
+    """As nsa_core hands them on."""
+    return [x.contiguous() for x in results]
+
+
+def _sizes(request: Request) -> tuple[int, int]:
+    """Batch and length."""
+    batch = 1 if request.varlen or request.batch is None else request.batch
+    return batch, 1 if request.seq_len is None else request.seq_len
 
 
 def win(request: Request) -> int:
-    """Outputs, padded copies of operands, and the library's own."""
-    s = _Sizes.of(request)
-    fits = s.padded(s.tokens, s.heads, s.Dk) + s.padded(s.tokens, s.groups, s.Dk) + s.padded(s.tokens, s.groups, s.Dv)
-    forward = fits + s.outputs + s.padded(s.tokens, s.heads, s.Dv)
-    if not request.needs_grad:
-        return forward
-    fits += 2 * s.padded(s.tokens, s.heads, s.Dv)
-    inside = _library_backward(s.batch, s.length, s.heads, s.length, s.groups, s.width, request.deterministic)
-    return max(forward, s.outputs + fits + inside)
+    """Bytes of the slot win."""
+    batch, length = _sizes(request)
+    return _measure(request, batch, length) if batch * length else 0
 
 
-def cmp(request: Request) -> int:
-    """As :func:`win` for the folded call, and the folded copies."""
-    s = _Sizes.of(request)
-    geometry = request.geometry
-    runs = geometry.max_compressed(s.length) if request.varlen else geometry.num_compressed(s.length)
-    if runs == 0:
-        return s.outputs + (s.tokens * s.heads * s.Dk * _ITEM if request.needs_grad else 0)
-    if s.batch == 1 and not request.varlen:
-        return _residues(s, runs, request)
-    rows, heads = s.batch * runs, s.heads * geometry.compress_stride
-    stats, unit = rows * heads * _STAT, rows * heads * _ITEM  # a folded lse, and a folded tensor of width 1
-    keys = s.padded(rows, s.groups, s.Dk) + s.padded(rows, s.groups, s.Dv)
-    index = _INDEX * (4 * s.length + 4 * runs * geometry.compress_stride) if request.varlen else 0
-    fold_q, out = unit * s.Dk + s.padded(rows, heads, s.Dk), unit * s.width
-    forward = index + max(keys + fold_q + out + stats, out + 2 * stats + s.outputs)
-    if not request.needs_grad:
-        return forward
-    operands = fold_q + 2 * (unit * s.Dv + s.padded(rows, heads, s.Dv)) + 2 * stats + keys
-    inside = _library_backward(s.batch, runs, heads, runs, s.groups, s.width, request.deterministic)
-    return max(forward, index + s.outputs + operands + inside)
-
-
-def _residues(s: _Sizes, runs: int, request: Request) -> int:
-    """cmp of one sequence, which copies no operand that has the call's width."""
-    places = request.geometry.compress_stride
-    tokens = places * max(0, (s.length - request.geometry.compress_block_size + 1) // places)
-    stats = tokens * s.heads * _STAT
-    keys = s.padded(runs, s.groups, s.Dk) + s.padded(runs, s.groups, s.Dv)
-    fit_q, fit_o = s.padded(tokens, s.heads, s.Dk), s.padded(tokens, s.heads, s.Dv)
-    forward = s.outputs + keys + fit_q + tokens * s.heads * s.width * _ITEM + stats
-    if not request.needs_grad:
-        return forward
-    rows = tokens // places
-    inside = _library_backward(places, rows, s.heads, rows, s.groups, s.width, request.deterministic)
-    own = s.tokens * s.heads * s.Dk * _ITEM + runs * s.groups * (s.Dk + s.Dv) * _STAT
-    return max(forward, s.outputs + own + keys + fit_q + 2 * fit_o + stats + inside)
+cmp = win
 
 
 def sel(request: Request) -> int:
-    """Outputs, the fp32 sums of dk and dv, and one chunk of gathered keys."""
-    s = _Sizes.of(request)
-    keys = keys_per_token(request.geometry, request.geometry.num_selected_blocks, max(1, s.length))
-    tokens = min(s.tokens, tokens_at_once(s.groups, keys))
-    gathered, rows = tokens * s.groups * keys, tokens * s.heads
-    held = gathered * (s.Dk + s.Dv) * _ITEM + s.padded(gathered, 1, s.Dk) + s.padded(gathered, 1, s.Dv)
-    places = 2 * s.tokens * _INDEX
-    stats = s.tokens * s.heads * _STAT
-    forward = s.outputs + stats + places + held + gathered * _INDEX + rows * 2 * s.width * _ITEM
-    if not request.needs_grad:
-        return forward
-    documents = tokens * s.groups
-    # Each document has 128 rows of its own in the library's fp32 dq.
-    spare = documents * 128 * _up(s.width, 32 if s.width <= 128 else 64) * _STAT
-    grads = 2 * gathered * s.width * _ITEM
-    library = held + grads + spare + rows * 4 * s.width * _ITEM
-    adding = grads + gathered * (max(s.Dk, s.Dv) * _STAT + _INDEX)
-    sums = (s.tokens * s.groups + 1) * (s.Dk + s.Dv) * _STAT
-    whole = s.outputs + stats + places + s.tokens * s.heads * s.Dk * _ITEM + sums
-    return max(forward, whole + gathered * _INDEX + max(library, adding))
+    """Bytes of the slot sel: exact for few chunks of tokens, continued in a straight line from there."""
+    batch, length = _sizes(request)
+    if batch * length == 0:
+        return 0
+    keys = keys_per_token(request.geometry, request.geometry.num_selected_blocks, length)
+    chunk = tokens_at_once(request.n_kv_heads, keys)
+    if batch * length <= _EXACT_CHUNKS * chunk:
+        return _measure(request, batch, length)
+    shortest = request.geometry.num_selected_blocks * request.geometry.select_block_size
+    few = _up(max(shortest, _EXACT_CHUNKS // 2 * chunk), chunk)
+    less, more = (_measure(request, 1, few + extra) for extra in (0, 2 * chunk))
+    return more + (more - less) * (batch * length - few - 2 * chunk) // (2 * chunk)

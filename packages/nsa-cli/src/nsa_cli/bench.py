@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nsa_cli import bench_options as options
 from nsa_cli import output
 
 if TYPE_CHECKING:
@@ -22,69 +23,32 @@ combination is judged against the float64 truth before it is timed; one that fai
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
 
-PRESETS: dict[str, dict[str, dict[str, str]]] = {
-    "quick": {
-        "cpu": {"shapes": "tiny", "lengths": "256..1k", "phases": "forward,backward", "dtypes": "float32"},
-        "cuda": {"shapes": "reports", "lengths": "2k..16k", "phases": "forward,backward", "dtypes": "bfloat16"},
-    },
-    "full": {
-        "cpu": {"shapes": "reports", "lengths": "512..8k", "phases": "forward,backward", "dtypes": "float32"},
-        "cuda": {
-            "shapes": "12/2/64,64/4/128,32/8/128",
-            "lengths": "2k..64k",
-            "phases": "forward,backward",
-            "dtypes": "bfloat16",
-        },
-    },
-}
-BUDGET_S = {"quick": 0.1, "full": 0.3}
-TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
-
-_Json = Annotated[Path | None, typer.Option("--json", help="Write the result file.", show_default=False)]
-_Html = Annotated[Path | None, typer.Option("--html", help="Write a report in one file.", show_default=False)]
-_Png = Annotated[Path | None, typer.Option("--png", help="Write the plots as PNG.", show_default=False)]
-_Svg = Annotated[Path | None, typer.Option("--svg", help="Write the plots as SVG.", show_default=False)]
-_Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
-
 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    combo: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="win=sdpa,cmp=fa2 or one name; repeatable. Left out: all that are ready.", show_default=False
-        ),
-    ] = None,
-    preset: Annotated[str, typer.Option(help="quick (under a minute) or full.")] = "quick",
-    shape: Annotated[
-        str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports or paper.", show_default=False)
-    ] = None,
-    length: Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)] = None,
-    phase: Annotated[
-        str | None, typer.Option(help="Comma-separated: forward, backward, both.", show_default=False)
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Comma-separated.", show_default=False)] = None,
-    blocks: Annotated[str, typer.Option(help="l,d,l',n,w.")] = "32,16,64,16,512",
+    combo: options.Combos = None,
+    preset: options.Preset = "quick",
+    shape: options.Shapes = None,
+    length: options.Lengths = None,
+    phase: options.Phases = None,
+    dtype: options.Dtypes = None,
+    blocks: options.Blocks = "32,16,64,16,512",
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    inputs: Annotated[str, typer.Option(help="Comma-separated: random, real (from --text).")] = "random",
-    text: Annotated[
-        Path | None, typer.Option(help="Text behind real inputs; by default a README.", show_default=False)
-    ] = None,
+    inputs: options.Inputs = "random",
+    text: options.Text = None,
+    checkpoint: options.Checkpoints = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
-    budget: Annotated[
-        float | None, typer.Option(help="Seconds per figure; 3 to 20 samples.", min=0.001, show_default=False)
-    ] = None,
-    max_call: Annotated[float, typer.Option(help="Skip lengths whose call is expected to take longer (s).")] = 5.0,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Seconds after which nothing new is measured.", min=1, show_default=False)
-    ] = None,
-    json_file: _Json = None,
-    html: _Html = None,
-    png: _Png = None,
-    svg: _Svg = None,
-    force: _Force = False,
+    budget: options.Budget = None,
+    max_call: options.MaxCall = 5.0,
+    cell_limit: options.CellLimit = 60.0,
+    time_limit: options.TimeLimit = None,
+    json_file: options.Json = None,
+    html: options.Html = None,
+    png: options.Png = None,
+    svg: options.Svg = None,
+    force: options.Force = False,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
 ) -> None:
     """Run the bench; the options that are left out are the preset's for this device."""
@@ -93,13 +57,13 @@ def bench(
     given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     with output.exit_codes():
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
-        quick = {"budget_s": BUDGET_S.get(preset), "time_limit_s": TIME_LIMIT_S.get(preset)}
+        quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
         limits = {"budget_s": budget, "time_limit_s": time_limit}
         settings = _settings(
             preset, given, combo or [], integers(blocks), device,
-            {"batch": batch, "seed": seed, "max_call_s": max_call}
+            {"batch": batch, "seed": seed, "max_call_s": max_call, "cell_limit_s": cell_limit}
             | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
-            inputs, text, threads,
+            inputs, text, checkpoint or [], threads,
         )  # fmt: skip
         result = _run(settings)
         _write(result, json_file, html, png, svg, force)
@@ -133,10 +97,10 @@ def compare_files(
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="Result file of nsa bench --json.")],
-    html: _Html = None,
-    png: _Png = None,
-    svg: _Svg = None,
-    force: _Force = False,
+    html: options.Html = None,
+    png: options.Png = None,
+    svg: options.Svg = None,
+    force: options.Force = False,
 ) -> None:
     """Print a result file, and write its report or plots. Exit code 1 where a combination had failed."""
     with output.exit_codes():
@@ -206,34 +170,49 @@ def check_dtypes(names: Sequence[str]) -> None:
 
 def _settings(
     preset: str, given: dict[str, str | None], combos: Sequence[str], blocks: tuple[int, ...], device: str,
-    numbers: dict[str, Any], inputs: str, text: Path | None, threads: int,
+    numbers: dict[str, Any], inputs: str, text: Path | None, checkpoints: Sequence[Path], threads: int,
 ) -> Settings:  # fmt: skip
     from nsa_core.errors import InvalidInput
 
-    if preset not in PRESETS:
-        raise InvalidInput(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset not in options.PRESETS:
+        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
-    of = PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
-    from nsa_cli.verify import _read_text
+    of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
     from nsa_core.bench.combos import parse_combo
     from nsa_core.bench.run import Settings
     from nsa_core.bench.shapes import parse_lengths, parse_shape
 
-    kinds = _words(inputs)
+    kinds, lengths = _words(inputs), parse_lengths(of["lengths"])
+    name, content = _text(text, numbers["batch"] * max(lengths)) if "real" in kinds else ("", b"")
     check_dtypes(_words(of["dtypes"]))
     return Settings(
         shapes=[parse_shape(word) for word in _words(of["shapes"])],
-        lengths=parse_lengths(of["lengths"]),
+        lengths=lengths,
         phases=_words(of["phases"]),
         dtypes=_words(of["dtypes"]),
         inputs=kinds,
         combos=[parse_combo(word) for word in combos],
         blocks=blocks,
         device=place,
-        text=_read_text(text)[1] if "real" in kinds else b"",
+        text=content,
+        text_name=name,
+        checkpoints=checkpoints,
         **numbers,
     )
+
+
+def _text(path: Path | None, at_least: int) -> tuple[str, bytes]:
+    """(name, bytes) behind real inputs: the given file, or the documentation inside this Python."""
+    from nsa_cli.verify import read_text
+
+    if path is not None:
+        return read_text(path)
+    import platform
+
+    from nsa_core.bench.corpus import library_text
+
+    return f"documentation of Python {platform.python_version()}", library_text(at_least)
 
 
 def _run(settings: Settings) -> Result:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from nsa_core.bench.compare import Change
     from nsa_core.bench.result import Measurement, Result
+    from nsa_core.bench.roofline import Peaks
     from nsa_core.bench.timing import Performance
 
 Rows = tuple[str, list[str], list[list[str]]]  # title, columns, cells
@@ -45,15 +46,17 @@ def rows_of(result: Result) -> Iterator[Rows]:
         title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all samples)"
         columns = ["tokens", "subject", "total", "q1..q3", *_PARTS, "x dense", "of floor", "MiB"]
         found = [m for m in result.measurements if m.problem == problem]
-        yield title, columns, [_row(m) for m in sorted(found, key=lambda m: (m.length, m.kind, m.subject))]
+        peaks = result.peaks[dtype]
+        yield title, columns, [_row(m, peaks) for m in sorted(found, key=lambda m: (m.length, m.kind, m.subject))]
 
 
-def _row(m: Measurement) -> list[str]:
+def _row(m: Measurement, peaks: Peaks) -> list[str]:
     if m.performance is None:
         return [str(m.length), m.subject, m.reason, *[""] * (len(_PARTS) + 4)]
     p = m.performance
     parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
-    share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%}"
+    bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
+    share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
     return [
         str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *parts,
         number(m.ratio_to_dense), share, size(m.peak_memory_bytes),
@@ -102,15 +105,19 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
             )
     for name, reason in result.skipped.items():
         yield "", f"{name}: not available: {output.one_line(reason)}"
+    yield from _left_out(result)
     for found in result.crossovers:
         yield "", f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}: {found.sentence}"
-    peaks, where = result.peaks, result.environment.get("device", "?")
+    where = result.environment.get("device", "?")
+    rates = "; ".join(
+        f"{dtype} {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s"
+        for dtype, peaks in result.peaks.items()
+    )
+    yield "", f"peak rates measured: {rates}"
     yield (
         "",
-        (
-            f"peak rates measured: {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s; "
-            "of floor: the arithmetic or byte floor over the time; x dense: fastest dense time over this one"
-        ),
+        "of floor: the least time for the counted operations (ops) or bytes, whichever is longer, over the time; "
+        "x dense: fastest dense time over this one",
     )
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
     known = result.settings.get("methods", {})
@@ -121,6 +128,19 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         yield "bold red", f"FAILED ({failed} gate(s) red): {line}"
     else:
         yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"
+
+
+def _left_out(result: Result) -> Iterator[tuple[str, str]]:
+    """A line per reason for which figures are missing, with what it cost; none is missing without one."""
+    missing: dict[tuple[str, ...], list[int]] = {}
+    for m in result.measurements:
+        reasons = [(m.subject, m.reason)] if m.reason else []
+        reasons += [(f"{m.subject}, {name} alone", part.reason) for name, part in m.parts.items() if part.reason]
+        for subject, reason in reasons:
+            missing.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(m.length)
+    for (subject, shape, dtype, inputs, phase, reason), lengths in missing.items():
+        tokens = ", ".join(map(str, lengths))
+        yield "yellow", f"no figure: {subject}, {shape} {dtype} {inputs}, {phase}, {tokens} tokens: {reason}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:

@@ -61,6 +61,8 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     # Nothing of the caller's own pytest settings, conftest files or cache.
     arguments = [str(home / "suite.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
     arguments += ["-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "--no-header"]
+    # The suite asserts nothing by itself: pytest need not rewrite what is loaded already.
+    arguments += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     arguments += ["-rs", "-v"] if verbose else ["-q"]
     arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
     status = int(pytest.main(arguments, plugins=[run]))

@@ -19,7 +19,8 @@ from nsa_cli import output
 if TYPE_CHECKING:
     import torch
 
-    from nsa_core.verify.subject import Finding
+    from nsa_core.plan import Plan
+    from nsa_core.verify.subject import Finding, Subject
 
 SCHEMA_VERSION = 1
 
@@ -61,6 +62,9 @@ def verify(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+    every: Annotated[
+        bool, typer.Option("--every-combination", help="All ready backends over cmp, sel and win; a slot named stays.")
+    ] = False,
 ) -> None:
     """Check a combination of backends, branch by branch, against an independent float64 truth.
 
@@ -72,11 +76,48 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        report = _run(named, device.value, _dtypes(dtype), preset.value, _read_text(text), seed)
+        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed)
+        if every:
+            reports = [_run(combination, *given) for combination in _every(named, device.value, given[1])]
+            report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
+        else:
+            report = _run(named, *given)
         if json_file is not None:
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
-        code = _print_report(report)
+        code = _print_combinations(report["combinations"]) if every else _print_report(report)
     raise typer.Exit(code)
+
+
+def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype]) -> list[dict[str, str]]:
+    from nsa_core.verify.combinations import every_combination
+
+    return every_combination(output.find_backends(), _where(device), dtypes, named)
+
+
+def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
+    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+
+    Raises:
+        Unsupported: the combination takes none of them; the reasons are those against the first.
+    """
+    from nsa_core.errors import Unsupported
+    from nsa_core.verify import cases
+
+    config, refusals = cases.PRESETS[preset]()[0].config, []
+    for dtype in dtypes:
+        try:
+            return subject.plan(config, dtype)
+        except Unsupported as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _where(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _dtypes(text: str) -> list[torch.dtype]:
@@ -92,7 +133,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
-def _read_text(path: Path | None) -> tuple[str, bytes]:
+def read_text(path: Path | None) -> tuple[str, bytes]:
     """(name, bytes) of the real case: the given file, the nearest README.md, or the one this package carries."""
     from nsa_core.errors import InvalidInput
 
@@ -121,19 +162,17 @@ def _run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from nsa_core.verify import cases, interpreter, suite
+    from nsa_core.verify import interpreter, suite
     from nsa_core.verify.subject import Subject
 
     if device == "cpu" or not torch.cuda.is_available():
         torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _where(device)
     subject = Subject(named, device, output.find_backends())
     interpreted = device == "cpu" and interpreter.interpreted()
     if interpreted:
         preset, text = "interpreter", ("none", b"")
-    # Refuses unknown and unavailable names before any work.
-    plan = subject.plan(cases.PRESETS[preset]()[0].config, dtypes[0])
+    plan = _plan(subject, dtypes, preset)
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []
@@ -160,13 +199,26 @@ def _run(
 
 
 def _print_report(report: dict[str, Any]) -> int:
-    from nsa_cli.verify_report import summary, table
+    from nsa_cli.verify_report import failures, summary, table
 
     console = output.console()
     console.print(table(report["findings"]))
-    for failure in [f for f in report["findings"] if f["ok"] is False][:20]:
-        where = ", ".join(failure[k] for k in ("check", "slot", "case", "dtype", "quantity"))
-        console.print(f"FAILED {where}: {failure['detail']}", style="red", markup=False)
+    for line in failures(report):
+        console.print(line, style="red", markup=False)
     line, code = summary(report)
+    console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
+    return code
+
+
+def _print_combinations(reports: list[dict[str, Any]]) -> int:
+    from nsa_cli.verify_report import combinations, failures, summary
+
+    console = output.console()
+    console.print(combinations(reports))
+    for line in [line for report in reports for line in failures(report)][:20]:
+        console.print(line, style="red", markup=False)
+    codes = [summary(report)[1] for report in reports]
+    passed, code = codes.count(0), 1 if 1 in codes else max(codes)
+    line = f"{passed} of {len(reports)} combinations passed in {sum(r['seconds'] for r in reports):.0f} s"
     console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
     return code

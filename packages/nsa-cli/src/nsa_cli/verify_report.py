@@ -57,3 +57,26 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     if not passed and not failed:
         return f"nothing could be checked: {who} ({where})", 3
     return line, 1 if failed else 0
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """A line for each of the first 20 red findings."""
+    return [
+        f"FAILED {', '.join(f[k] for k in ('check', 'slot', 'case', 'dtype', 'quantity'))}: {f['detail']}"
+        for f in report["findings"]
+        if f["ok"] is False
+    ][:20]
+
+
+def combinations(reports: list[dict[str, Any]]) -> Table:
+    """A row per combination: who served each slot, how many checks passed and failed, and the worst error."""
+    from rich.table import Table
+
+    slots = list(reports[0]["backends"])
+    made = Table(*slots, "passed", "failed", "worst row", "seconds")
+    for report in reports:
+        findings = report["findings"]
+        counts = [str(sum(f["ok"] is ok for f in findings)) for ok in (True, False)]
+        names = [report["backends"][slot].split()[0] for slot in slots]
+        made.add_row(*names, *counts, _worst(findings, "row"), f"{report['seconds']:.1f}")
+    return made

@@ -40,14 +40,19 @@ def part_key(slot: str, plan: Plan) -> str:
 
 
 def works_of(
-    x: Inputs, config: NSAConfig, phase: str, plans: Mapping[str, Plan], rivals: Sequence[Dense]
+    x: Inputs, config: NSAConfig, phase: str, plans: Mapping[str, Plan], rivals: Sequence[Dense], parts: bool = True
 ) -> list[Work]:
-    """Everything to time on ``x``: "total <combo>", "<slot> <backend>", "compress", and the rivals by name."""
+    """Everything to time on ``x``: the rivals by name, "total <combo>", "<slot> <backend>" and "compress" (``parts``).
+
+    In this order, which is that of importance: a time limit cuts from the end.
+    """
     works: list[Work] = []
-    for rival in rivals:  # first: a combination without a rival beside it says little
+    for rival in rivals:
         works.append(Work(rival.name, _phased(_dense(rival, x), [x.q, x.k, x.v], x.do, phase), True))
     for name, plan in plans.items():
         works.append(Work(TOTAL + name, _phased(_core(x, config, plan), [x.q, x.k, x.v, x.gates], x.do, phase), True))
+    if not parts:
+        return works
     seen: set[str] = set()
     for plan in plans.values():
         for slot in SLOTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nsa_core.bench.result import Measurement, Result
-from nsa_core.bench.timing import Performance
+from nsa_core.bench.timing import NOT_MEASURED, Performance
 from nsa_core.errors import InvalidInput
 
 Key = tuple[str, ...]
@@ -29,11 +29,13 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
     lost: a figure became null (its gate failed, out of memory). missing: ``new`` did not measure it.
 
     Raises:
-        InvalidInput: other devices, threads or blocks (unless ``force``), or nothing in common.
+        InvalidInput: other devices, threads, blocks, or what real inputs are made of (unless ``force``), or nothing in
+            common.
     """
+    both_real = all("real" in result.settings.get("inputs", []) for result in (old, new))
     differ = [
         f"{name} {_said(old, name)!r} and {_said(new, name)!r}"
-        for name in ("device", "threads", "blocks")
+        for name in ("device", "threads", "blocks", *(("text_name", "text_bytes", "checkpoints") * both_real))
         if _said(old, name) != _said(new, name)
     ]
     if differ and not force:
@@ -56,9 +58,10 @@ def _said(result: Result, name: str) -> object:
 def _figures(result: Result) -> dict[Key, Performance | None]:
     found: dict[Key, Performance | None] = {}
     for m in result.measurements:
-        if not m.reason.startswith("not measured"):
+        if not m.reason.startswith(NOT_MEASURED):
             found[_key(m, "total")] = m.performance
-            found |= {_key(m, name): part.performance for name, part in m.parts.items()}
+            measured = {n: part for n, part in m.parts.items() if not part.reason.startswith(NOT_MEASURED)}
+            found |= {_key(m, name): part.performance for name, part in measured.items()}
     return found
 
 

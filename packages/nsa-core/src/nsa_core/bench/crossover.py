@@ -49,7 +49,7 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
         return None, "not known: no length where both were measured"
     last, ratio = pairs[-1]
     if ratio >= 1:
-        return None, f"dense is faster up to {last} tokens ({ratio:.2g} times as fast at {last})"
+        return None, f"dense is faster up to {last} tokens ({_times(ratio)} times as fast at {last})"
     slower = [index for index, (_, r) in enumerate(pairs) if r >= 1]
     if not slower:
         return pairs[0][0], f"faster than dense at every measured length, from {pairs[0][0]} tokens"
@@ -57,3 +57,7 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     share = math.log(above) / (math.log(above) - math.log(below))
     length = round(low * (high / low) ** share)
     return length, f"faster than dense from about {length} tokens (between {low} and {high})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"

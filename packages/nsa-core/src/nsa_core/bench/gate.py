@@ -82,7 +82,7 @@ def pass_gate(combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: st
     started = time.perf_counter()
     try:
         wrong = judge_plan(plan, case, dtype, device, gradients)
-    except NSAError as error:
+    except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
     name = str(dtype).removeprefix("torch.")

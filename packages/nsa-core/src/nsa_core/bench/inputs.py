@@ -1,18 +1,25 @@
-"""What is timed on: random tensors, or the activations that a layer makes of a text. Block locality changes speed."""
+"""What is timed on: random tensors, or the activations that a layer, trained or not, makes of a text.
+
+Block locality changes speed: neighbours of a trained layer choose alike, those of random tensors do not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from nsa_core.bench.bytemodel import ByteModel, load, shape_of, tokens_of, untrained
+from nsa_core.bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.module import NSAttention
 from nsa_core.ops import stats_dtype
 
 KINDS = ("random", "real")
-REAL_DIM = 256  # model width behind "real" activations: it sets no shape that is timed
+REAL_DIM = 256  # width of the untrained model: it sets no shape that is timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +43,12 @@ def make_inputs(
     device: str,
     seed: int,
     text: bytes = b"",
+    model: ByteModel | None = None,
 ) -> Inputs:
     """The tensors of a problem, made on ``device`` from ``seed``; q, k, v and gates require a gradient.
 
-    "real": q, k, v and gates of an untrained NSAttention (width 256, rotary on) over the bytes of ``text``, repeated
-    where it is shorter than ``length``.
+    "real": q, k, v and gates of ``model``, or of an untrained one of width 256, over the bytes of ``text``, repeated
+    where it is shorter than batch * length.
 
     Raises:
         InvalidInput: unknown kind, or "real" without text.
@@ -52,7 +60,10 @@ def make_inputs(
 
     do = normal(config.n_heads, config.v_dim).to(dtype)
     if kind == "real":
-        q, k, v, gates = _real(config, batch, length, device, seed, text)
+        model = model or untrained(dataclasses.replace(config, dim=REAL_DIM), seed)
+        with torch.no_grad():
+            made = model.to(device).activations(tokens_of(text, batch, length, device))
+        q, k, v, gates = made.q, made.k[1], made.v[1], made.gates
     elif kind == "random":
         q, k, v = (
             normal(config.n_heads, config.qk_dim),
@@ -66,17 +77,30 @@ def make_inputs(
     return Inputs(q, k, v, gates.to(stats_dtype(dtype)).contiguous().requires_grad_(), do)
 
 
-def _real(
-    config: NSAConfig, batch: int, length: int, device: str, seed: int, text: bytes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if not text:
-        raise InvalidInput("real inputs need a text, got 0 bytes")
-    wanted = batch * length
-    data = (text * -(-wanted // len(text)))[:wanted]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        attn = NSAttention(dataclasses.replace(config, dim=REAL_DIM)).to(device)
-        table = torch.randn(256, REAL_DIM).to(device)
-        x = table[torch.frombuffer(bytearray(data), dtype=torch.uint8).long().to(device)].view(batch, length, -1)
-        made = attn.project(x)
-        return made.q, made.k[1], made.v[1], attn.gate(x)
+class Checkpoint(NamedTuple):
+    """A trained model, and what a result file says about it."""
+
+    model: ByteModel
+    facts: dict[str, Any]
+
+
+def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]) -> dict[str, Checkpoint]:
+    """Shape name -> the trained model behind its real inputs; empty without checkpoints.
+
+    Raises:
+        InvalidInput: a checkpoint cannot be read, or none is asked for; a shape has none, or two.
+        BackendUnavailable: safetensors is not installed.
+    """
+    if checkpoints and "real" not in kinds:
+        raise InvalidInput(f"a checkpoint makes real inputs, and inputs are {', '.join(kinds)}")
+    found: dict[str, Checkpoint] = {}
+    for path in checkpoints:
+        model, facts = load(path)
+        name = shape_of(model.config).name
+        if name in found:
+            raise InvalidInput(f"{path} is a second checkpoint of shape {name}")
+        found[name] = Checkpoint(model, {"file": path.name, **facts})
+    wanted = {shape.name for shape in shapes}
+    if found and found.keys() != wanted:
+        raise InvalidInput(f"checkpoints are of shapes {', '.join(found)}; needed: one each of {', '.join(wanted)}")
+    return found

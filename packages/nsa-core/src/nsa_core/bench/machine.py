@@ -27,6 +27,7 @@ def machine(device: str) -> dict[str, Any]:
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
+            "cudnn": torch.backends.cudnn.version(),
             "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,

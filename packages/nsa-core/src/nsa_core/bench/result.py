@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from nsa_core.bench.gate import Gate
 from nsa_core.bench.roofline import Peaks
-from nsa_core.bench.timing import Performance
+from nsa_core.bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
 
 SCHEMA_VERSION = 1
@@ -87,7 +87,7 @@ class Result:
     environment: dict[str, Any]  # device, driver, clocks, versions, git commit
     combos: dict[str, dict[str, str]]  # name -> slot -> "backend version"
     skipped: dict[str, str]  # dense kernel -> why it cannot run
-    peaks: Peaks
+    peaks: dict[str, Peaks]  # per dtype
     gates: list[Gate]
     measurements: list[Measurement]
     crossovers: list[Crossover]
@@ -98,8 +98,8 @@ class Result:
     @property
     def failed(self) -> bool:
         """Some combination is not correct, or broke while it was timed."""
-        broke = any(m.kind == "combo" and m.reason.startswith("failed") for m in self.measurements)
-        return broke or any(not gate.ok for gate in self.gates)
+        reasons = [r for m in self.measurements if m.kind == "combo" for r in (m.reason, *_reasons(m.parts))]
+        return any(reason.startswith(FAILED) for reason in reasons) or any(not gate.ok for gate in self.gates)
 
     def to_json(self) -> str:
         """The result file's text."""
@@ -111,6 +111,10 @@ class Result:
             else:
                 fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
         return "{\n " + ",\n ".join(fields) + "\n}\n"
+
+
+def _reasons(parts: dict[str, Part]) -> list[str]:
+    return [part.reason for part in parts.values()]
 
 
 def read_result(path: Path) -> Result:
@@ -135,6 +139,9 @@ def read_result(path: Path) -> Result:
     except _WrongError as error:
         raise InvalidInput(f"{path}: {error}") from error
     assert isinstance(result, Result)  # _value makes what it is asked for
+    unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
+    if unknown:
+        raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
     return result
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +19,18 @@ from nsa_core.bench.cells import Problem
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.crossover import crossovers, fastest_dense
 from nsa_core.bench.gate import Gate, gate_case, pass_gate
-from nsa_core.bench.inputs import make_inputs
+from nsa_core.bench.inputs import load_models, make_inputs
 from nsa_core.bench.machine import machine
 from nsa_core.bench.result import Measurement, Part, Result
 from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
-from nsa_core.bench.timing import METHODS, Outcome, clock_for, measure
+from nsa_core.bench.timing import FAILED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
+from nsa_core.text import describe_error
 
 NOT_CORRECT = "not correct: its gate failed"
 
@@ -46,8 +50,11 @@ class Settings:
     device: str = "cpu"
     seed: int = 0
     text: bytes = b""
+    text_name: str = ""
+    checkpoints: Sequence[Path] = ()  # empty: an untrained layer makes the real inputs; else one for every shape
     budget_s: float = 0.3
     max_call_s: float = 5.0
+    cell_limit_s: float = 60.0
     time_limit_s: float = 420.0
 
     def as_json(self) -> dict[str, Any]:
@@ -55,6 +62,7 @@ class Settings:
         kept = dataclasses.asdict(self)
         kept["shapes"] = [shape.name for shape in self.shapes]
         kept["combos"] = [combo.name for combo in self.combos]
+        kept.pop("checkpoints")
         kept |= {"text_bytes": len(kept.pop("text")), "threads": torch.get_num_threads(), "methods": METHODS}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
 
@@ -77,9 +85,10 @@ class Bench:
         self._gates: list[Gate] = []
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
-        self._last_ms: dict[tuple[Any, ...], tuple[int, float]] = {}
+        self._known_ms: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
         self._combos: dict[str, dict[str, str]] = {}
         self._dense: dict[str, list[Dense]] = {}
+        self._models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
 
     def problems(self) -> list[Problem]:
         """The cells, shortest first: a time limit then costs the longest lengths of every shape."""
@@ -111,11 +120,11 @@ class Bench:
             self._cell(problem, peaks[problem.dtype])
             advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
         return Result(
-            settings=s.as_json(),
+            settings=s.as_json() | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
             environment=self._versions | machine(s.device),
             combos=self._combos,
             skipped=self._skipped,
-            peaks=peaks[s.dtypes[0]],
+            peaks=peaks,
             gates=self._gates,
             measurements=self._measurements,
             crossovers=crossovers(self._measurements),
@@ -131,7 +140,9 @@ class Bench:
         for combo in combos:
             plan, small = self._plan(config, dtype, combo), self._plan(case.config, dtype, combo)
             plans[combo.name] = plan
-            self._combos[combo.name] = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
+            who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
+            elsewhere = self._combos.setdefault(combo.name, who) != who  # auto may differ between shapes
+            self._combos |= {f"{combo.name}, {shape.name} {dtype_name}": who} if elsewhere else {}
             gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
             self._gates.append(gate)
 
@@ -162,28 +173,42 @@ class Bench:
         outcomes: dict[str, Outcome] = {}
         if time.monotonic() < self._deadline and (timed or wanted):
             try:
-                x = make_inputs(
-                    problem.inputs, problem.config, batch=problem.batch, length=problem.length,
-                    dtype=getattr(torch, problem.dtype), device=s.device, seed=s.seed, text=s.text,
-                )  # fmt: skip
-                works = cells.works_of(x, problem.config, problem.phase, timed, wanted)
-                outcomes = measure(works, self._clock, budget_s=s.budget_s, deadline=self._deadline)
-                del x, works
+                outcomes = self._measured(problem, timed, wanted)
             except torch.OutOfMemoryError:
                 why |= dict.fromkeys([*timed, *rivals], "out of memory")
+            except RuntimeError as error:  # a kernel that broke the device takes what follows with it
+                why |= dict.fromkeys([*timed, *rivals], f"{FAILED}: {describe_error(error)}")
         self._record(problem, peaks, outcomes, why, [*plans], [*rivals])
         gc.collect()  # retained graphs hold most of the memory
         if s.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+
+    def _measured(self, problem: Problem, timed: dict[str, Plan], wanted: list[Dense]) -> dict[str, Outcome]:
+        s = self.settings
+        x = make_inputs(
+            problem.inputs, problem.config, batch=problem.batch, length=problem.length,
+            dtype=getattr(torch, problem.dtype), device=s.device, seed=s.seed, text=s.text,
+            model=self._models[problem.shape].model if self._models else None,
+        )  # fmt: skip
+        # What "both" spends where is what forward and backward tell: timed alone only where they are not.
+        parts = problem.phase != "both" or not {"forward", "backward"} <= {*s.phases}
+        works = cells.works_of(x, problem.config, problem.phase, timed, wanted, parts)
+        return measure(works, self._clock, budget_s=s.budget_s, deadline=self._deadline, limit_s=s.cell_limit_s)
 
     def _too_long(self, problem: Problem, subject: str) -> str:
-        """Why a call is not even tried: its time, extrapolated as S^2 from the last length, is over the limit."""
-        known = self._last_ms.get((subject, problem.shape, problem.dtype, problem.inputs, problem.phase))
+        """Why a call is not even tried: its time, as it grew over the last two lengths (S^2 after one), is too long."""
+        known = self._known_ms.get(_curve(problem, subject))
         if known is None:
             return ""
-        expected = known[1] * (problem.length / known[0]) ** 2 / 1e3
-        limit = self.settings.max_call_s
-        return f"not measured: a call would take up to {expected:.0f} s, over {limit:g} s" if expected > limit else ""
+        (length, time_ms), power = known[-1], 2.0
+        if len(known) > 1:
+            before, earlier_ms = known[-2]
+            power = min(2.0, max(1.0, math.log(time_ms / earlier_ms) / math.log(length / before)))
+        expected, limit = time_ms * (problem.length / length) ** power / 1e3, self.settings.max_call_s
+        if expected <= limit:
+            return ""
+        return f"{NOT_MEASURED}: a call would take about {expected:.2g} s, over --max-call {limit:g}"
 
     def _record(
         self, problem: Problem, peaks: Peaks, outcomes: dict[str, Outcome], why: dict[str, str],
@@ -191,7 +216,7 @@ class Bench:
     ) -> None:  # fmt: skip
         element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
         costs = roofline.part_costs(problem.config, problem.batch, problem.length, element, problem.phase)
-        late = Outcome(reason="not measured: the time limit was reached")
+        late = Outcome(reason=LATE)
         made = []
         for name in [*plans, *rivals]:
             combo = name in plans
@@ -200,8 +225,7 @@ class Bench:
             cost = costs["total" if combo else "dense"]
             time_ms = outcome.performance.median_ms if outcome.performance else None
             if time_ms is not None:
-                key = (name, problem.shape, problem.dtype, problem.inputs, problem.phase)
-                self._last_ms[key] = (problem.length, time_ms)
+                self._known_ms.setdefault(_curve(problem, name), []).append((problem.length, time_ms))
             made.append(_measurement(problem, name, combo, outcome, cost, peaks.floor_ms(cost), parts))
         best = next(iter(fastest_dense(made).values()), None)
         if best is not None and best.performance is not None:
@@ -227,6 +251,10 @@ class Bench:
                 share = peaks.floor_ms(cost) / time_ms if time_ms else None
                 parts[name] = Part(backend, outcome.performance, outcome.reason, cost.flops, cost.bytes, share)
         return parts
+
+
+def _curve(problem: Problem, subject: str) -> tuple[str, ...]:
+    return (subject, problem.shape, problem.dtype, problem.inputs, problem.phase)
 
 
 def _measurement(

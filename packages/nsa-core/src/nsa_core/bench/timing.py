@@ -2,29 +2,38 @@
 
 CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
 triton.testing.do_bench does); a call under 1 ms is captured into a CUDA graph and replayed, so that the host's launch
-time does not hide the kernels. CPU: perf_counter around as many calls as fill 5 ms, at a stated thread count; caches
-are as the previous work left them.
+time does not hide the kernels. CPU: torch.utils.benchmark over as many calls as fill 5 ms, at a stated thread count;
+a call that takes longer by itself is timed by perf_counter, because Timer would make it three times for one sample.
+Caches are as the previous work left them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from nsa_core.errors import NSAError
 from nsa_core.text import describe_error
 
 GRAPH_BELOW_MS = 1.0
+SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already
 SAMPLE_MS = 5.0  # shortest CPU sample
+HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
+NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin
+LATE = f"{NOT_MEASURED}: the time limit was reached"
+CELL_LATE = NOT_MEASURED + ": the cell's time limit of {:g} s was reached"
 METHODS = {
     "events": "CUDA events, cold L2",
     "graph": "CUDA graph replay, CUDA events, cold L2",
+    "benchmark": "torch.utils.benchmark, caches as left by the previous work",
     "perf_counter": "perf_counter, caches as left by the previous work",
 }
 
@@ -65,29 +74,40 @@ class _Prepared:
     method: str
     calls: int
     estimate_ms: float
-    eager: Callable[[], Any] | None = None  # the call that allocates, where ``call`` is a graph's replay
+    peak_bytes: int  # most bytes that one call holds beyond what was held before it
     samples: list[float] = dataclasses.field(default_factory=list)
 
 
 class CpuClock:
-    """Wall time on the CPU."""
+    """Wall time on the CPU.
+
+    glibc returns freed memory above a threshold to the system, and faults it in again at the next call, until a larger
+    block has been freed once: the first cells would be up to four times slower than the same cells later on. So a
+    block of about the highest threshold is freed first.
+    """
+
+    def __init__(self) -> None:
+        torch.empty(HIGHEST_THRESHOLD - (1 << 16), dtype=torch.uint8)
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
         """Milliseconds per call over ``calls`` calls."""
+        if calls > 1:
+            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+            return float(timer.timeit(calls).mean) * 1e3
         start = time.perf_counter_ns()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter_ns() - start) / 1e6 / calls
+        call()
+        return (time.perf_counter_ns() - start) / 1e6
 
     def prepare(self, work: Work) -> _Prepared:
-        """Set up and warm up."""
+        """Set up and warm up: what is allocated once and kept is not the call's."""
         call = work.make()
         first = self.sample(call, 1)
         estimate = self.sample(call, 1) if first < 200 else first
-        return _Prepared(call, "perf_counter", max(1, round(SAMPLE_MS / max(estimate, 1e-3))), estimate)
+        peak = self._peak_bytes(call) if work.measure_memory else 0
+        calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
+        return _Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
 
-    def peak_bytes(self, call: Callable[[], Any]) -> int:
-        """Most bytes that one call holds beyond what it was given."""
+    def _peak_bytes(self, call: Callable[[], Any]) -> int:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -120,15 +140,22 @@ class CudaClock:
         return float(start.elapsed_time(end))
 
     def prepare(self, work: Work) -> _Prepared:
-        """Set up, warm up, and capture what is short."""
+        """Set up, warm up, and capture what is short. The first call compiles: later ones tell how long it takes."""
         call = work.make()
-        first = self.sample(call, 1)
-        estimate = first if first > 2000 else min(self.sample(call, 1) for _ in range(2))
+        self.sample(call, 1)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        estimate = self.sample(call, 1)
+        peak = torch.cuda.max_memory_allocated() - before
+        if estimate > SLOW_MS:
+            return _Prepared(call, "events", 1, estimate, peak, [estimate])
+        estimate = min(estimate, self.sample(call, 1))
         if estimate < GRAPH_BELOW_MS:
             replay = self._captured(work.make)
             if replay is not None:
-                return _Prepared(replay, "graph", 1, self.sample(replay, 1), eager=call)
-        return _Prepared(call, "events", 1, estimate)
+                return _Prepared(replay, "graph", 1, self.sample(replay, 1), peak)
+        return _Prepared(call, "events", 1, estimate, peak)
 
     def _captured(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any] | None:
         """The call as a graph, or None where it cannot be captured (it synchronises, say)."""
@@ -155,15 +182,6 @@ class CudaClock:
 
         return replay
 
-    def peak_bytes(self, call: Callable[[], Any]) -> int:
-        """Most bytes that one call holds beyond what was held before it."""
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
 
 def clock_for(device: str) -> CpuClock | CudaClock:
     """The timer of a device."""
@@ -171,40 +189,57 @@ def clock_for(device: str) -> CpuClock | CudaClock:
 
 
 def measure(
-    works: Sequence[Work], clock: CpuClock | CudaClock, *, budget_s: float, deadline: float = float("inf")
+    works: Sequence[Work],
+    clock: CpuClock | CudaClock,
+    *,
+    budget_s: float,
+    deadline: float = float("inf"),
+    limit_s: float = float("inf"),
 ) -> dict[str, Outcome]:
     """Time all works, interleaved: 3 to 20 rounds each, about ``budget_s`` seconds each where that allows more than 3.
 
-    Past ``deadline`` (time.monotonic) no further round is begun, and no further work prepared.
-    A work that runs out of memory or whose kernel refuses has a reason instead of times.
+    Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is prepared, and what is
+    prepared is timed once. A work that is left out, runs out of memory or whose kernel refuses has a reason instead of
+    times.
     """
+    limits = {LATE: deadline, CELL_LATE.format(limit_s): time.monotonic() + limit_s}
+
+    def late() -> str:
+        return next((reason for reason, end in limits.items() if time.monotonic() > end), "")
+
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, _Prepared] = {}
     for work in works:
-        if time.monotonic() > deadline:
-            outcomes[work.key] = Outcome(reason="not measured: the time limit was reached")
+        if reason := late():
+            outcomes[work.key] = Outcome(reason=reason)
             continue
         outcomes[work.key] = outcome = Outcome()
-        try:
-            prepared = clock.prepare(work)  # warms up: what is allocated once and kept is not the call's
-            if work.measure_memory:
-                outcome.peak_bytes = clock.peak_bytes(prepared.eager or prepared.call)
-            prepared.eager = None
-            ready[work.key] = prepared
-        except torch.OutOfMemoryError:
-            outcome.reason = "out of memory"
-            gc.collect()
-        except (NSAError, RuntimeError) as error:
-            outcome.reason = f"failed: {describe_error(error)}"
-    for number in range(MAX_ROUNDS):
-        for prepared in ready.values():
+        with _reasons(outcome):
+            ready[work.key] = clock.prepare(work)
+            outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
+    for _ in range(MAX_ROUNDS):
+        for key, prepared in ready.items():
             rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
-            late = time.monotonic() > deadline and prepared.samples
-            if number < rounds and not late:
+            if len(prepared.samples) >= rounds or outcomes[key].reason or (prepared.samples and late()):
+                continue
+            with _reasons(outcomes[key]):
                 prepared.samples.append(clock.sample(prepared.call, prepared.calls))
     for key, prepared in ready.items():
-        outcomes[key].performance = summarise(prepared.samples, prepared.method, prepared.calls)
+        if not outcomes[key].reason:
+            outcomes[key].performance = summarise(prepared.samples, prepared.method, prepared.calls)
     return outcomes
+
+
+@contextlib.contextmanager
+def _reasons(outcome: Outcome) -> Iterator[None]:
+    """Turn what a kernel raises into the outcome's reason."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        outcome.reason = "out of memory"
+        gc.collect()
+    except (NSAError, RuntimeError) as error:
+        outcome.reason = f"{FAILED}: {describe_error(error)}"
 
 
 def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:

@@ -1,0 +1,187 @@
+"""Real inputs: checkpoints in and out, and the recipe in benchmarks/ that makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import pickle
+import sys
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig
+from nsa_core.bench import bytemodel
+from nsa_core.bench.corpus import library_text
+from nsa_core.bench.inputs import make_inputs
+from nsa_core.bench.shapes import parse_shape
+from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.layout import BlockGeometry
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = dataclasses.replace(parse_shape("2/1/8").config((8, 4, 16, 3, 24)), dim=16)
+TEXT = b"the quick brown fox jumps over the lazy dog and the quick brown fox jumps again over the dog"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
+    pytest.importorskip("safetensors")
+    file = tmp_path / "layer.safetensors"
+    bytemodel.save(bytemodel.untrained(CONFIG, 3), file, {"steps": 7})
+    return file
+
+
+def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypatch):
+    model, facts = bytemodel.load(checkpoint)
+    assert facts == {"steps": 7}
+    assert model.config == CONFIG
+    for name, tensor in bytemodel.untrained(CONFIG, 3).state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0)
+    given = {"batch": 1, "length": 64, "dtype": torch.float32, "device": "cpu", "seed": 0, "text": TEXT}
+    trained, untrained = (make_inputs("real", CONFIG, model=m, **given) for m in (model, None))
+    tokens = bytemodel.tokens_of(TEXT, 1, 64)
+    made = model.activations(tokens)
+    for name, want in (("q", made.q), ("k", made.k[1]), ("v", made.v[1]), ("gates", made.gates)):
+        assert torch.equal(getattr(trained, name), want)
+        assert not torch.equal(getattr(trained, name), getattr(untrained, name))
+    seen = []
+
+    def watched(*arguments, model, **options):
+        seen.append(model)
+        return make_inputs(*arguments, model=model, **options)
+
+    monkeypatch.setattr("nsa_core.bench.run.make_inputs", watched)
+    result = run(lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint])
+    assert all(m.performance for m in result.measurements)
+    assert result.settings["checkpoints"] == {"2/1/8": {"file": checkpoint.name, "steps": 7}}
+    assert torch.equal(seen[0].head.weight, model.head.weight)
+
+
+def test_checkpoints_that_do_not_fit_are_refused(checkpoint, run, tmp_path):
+    def refused(match: str, **changes) -> None:
+        with pytest.raises(InvalidInput, match=match):
+            run(**{"inputs": ["real"], "text": TEXT, "checkpoints": [checkpoint], **changes})
+
+    refused("needed: one each of 4/2/8", shapes=[parse_shape("4/2/8")])
+    refused("second checkpoint of shape 2/1/8", checkpoints=[checkpoint, checkpoint])
+    refused("inputs are random", inputs=["random"])
+    for name, content in (
+        ("none", None),
+        ("empty", b""),
+        ("pickle", pickle.dumps({"a": 1})),
+        ("cut", b"\x10" + b"\0" * 7),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        refused("cannot be read as a checkpoint", checkpoints=[tmp_path / name])
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, checkpoint):
+    import safetensors.torch
+
+    safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / "other")
+    with pytest.raises(InvalidInput, match="its header says None"):
+        bytemodel.load(tmp_path / "other")
+    tensors = safetensors.torch.load_file(checkpoint)
+    with safetensors.safe_open(checkpoint, framework="pt") as file:
+        header = file.metadata()
+    for change in ({"config": "{}"}, {"config": json.dumps({"dim": 0})}, {"facts": "[["}):
+        safetensors.torch.save_file(tensors, tmp_path / "other", {**header, **change})
+        with pytest.raises(InvalidInput):
+            bytemodel.load(tmp_path / "other")
+    tensors.pop("head.weight")
+    safetensors.torch.save_file(tensors, tmp_path / "other", header)
+    with pytest.raises(InvalidInput, match=r"head\.weight"):
+        bytemodel.load(tmp_path / "other")
+
+
+def test_without_safetensors_it_says_what_to_type(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'nsa-core\[checkpoint\]'"):
+        bytemodel.load(tmp_path / "x")
+    with pytest.raises(BackendUnavailable, match="safetensors"):
+        bytemodel.save(bytemodel.untrained(CONFIG, 0), tmp_path / "x", {})
+
+
+def test_the_layer_behind_a_token_knows_what_precedes_and_nothing_else():
+    model = bytemodel.untrained(CONFIG, 0)
+    tokens = bytemodel.tokens_of(TEXT, 1, 90)
+    changed = tokens.clone()
+    changed[0, 80] += 1
+    before, after = (model.activations(t).q[0] for t in (tokens, changed))
+    assert torch.equal(before[:80], after[:80])
+    assert not torch.equal(before[80:], after[80:])
+    assert torch.equal(model(tokens)[0, :80], model(changed)[0, :80])
+
+
+def test_the_text_inside_python_is_long_and_the_same_every_time():
+    text = library_text(65536)
+    assert len(text) >= 65536
+    assert text == library_text(65536)
+    assert len(library_text(len(text) + 1)) > len(text)
+
+
+@pytest.fixture(scope="module")
+def real_blocks():
+    spec = importlib.util.spec_from_file_location("real_blocks", ROOT / "benchmarks" / "real_blocks.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
+    options = {"device": "cpu", "shapes": "2/1/8", "dim": 16, "steps": 8, "length": 192, "lengths": 256}
+    options |= {"learning-rate": 0.01, "json": tmp_path / "r", "checkpoints": tmp_path}
+    monkeypatch.setattr(sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())])
+    real_blocks.main()
+    assert "2/1/8: 8 steps" in capsys.readouterr().out
+    found = json.loads((tmp_path / "r").read_text())
+    facts = found["shapes"]["2/1/8"]
+    assert facts["loss_after"] < facts["loss_before"] - 0.1
+    for name in ("untrained", "trained", "random"):
+        assert set(facts[name]["256"]["union_over_n"]) == {"2", "4", "8", "16", "32"}
+    assert 0 < facts["trained"]["256"]["entropy_over_log_visible"] <= 1
+    assert facts["untrained"] != facts["trained"]
+    real = real_blocks.real_inputs("2/1/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
+    assert [list(t.shape) for t in (real.q, *real.k, real.gates, real.blocks)] == [
+        [1, 200, 2, 8], [1, 11, 1, 8], [1, 200, 1, 8], [1, 200, 1, 8], [1, 200, 2, 3], [1, 200, 1, 16],
+    ]  # fmt: skip
+    with pytest.raises(InvalidInput, match="not 4/2/8"):
+        real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
+
+
+@pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
+def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
+    geometry = NSAConfig(
+        dim=8, n_heads=1, n_kv_heads=1, compress_block_size=8, compress_stride=4, select_block_size=16,
+        num_selected_blocks=n, init_blocks=init, local_blocks=local,
+    ).geometry  # fmt: skip
+    blocks = real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    assert blocks.shape == (2, 250, 2, n)
+    for t in range(250):
+        current = t // 16
+        forced = {*range(min(init, current + 1)), *range(max(0, current + 1 - local), current + 1)}
+        for row in blocks[:, t].flatten(0, 1).tolist():
+            chosen = [b for b in row if b >= 0]
+            assert row == sorted(set(chosen)) + [-1] * (n - len(chosen))
+            assert len(chosen) == min(n, current + 1)
+            assert forced <= set(chosen) <= set(range(current + 1))
+    assert not torch.equal(blocks[0], blocks[1])
+    assert torch.equal(blocks, real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1))
+
+
+def test_locality_is_1_where_all_agree_and_the_tile_where_none_do(real_blocks):
+    geometry = BlockGeometry(8, 4, 16, num_selected_blocks=2, init_blocks=0, local_blocks=1)
+    same = torch.tensor([0, 1]).expand(1, 1024, 1, 2)
+    assert set(real_blocks.locality(same, geometry).values()) == {1.0}
+    none = (torch.arange(1024)[:, None] * 2 + torch.arange(2)).remainder(64).view(1, 1024, 1, 2)
+    assert real_blocks.locality(none, geometry) == {"2": 2.0, "4": 4.0, "8": 8.0, "16": 16.0, "32": 32.0}
+    half = torch.where(torch.arange(1024)[:, None] < 512, torch.tensor([1, 2]), torch.tensor([1, -1]))
+    assert real_blocks.locality(half.view(1, 1024, 1, 2), geometry)["8"] == 0.75

@@ -1,0 +1,91 @@
+"""`nsa verify --every-combination`, and the dtype in which a combination is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nsa_backend_fa2 import probe as fa2_probe
+from nsa_backend_fa2 import providers
+from nsa_backend_fa2.plugin import nsa_register_backends as fa2
+from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
+from nsa_cli import verify
+from nsa_cli.app import app
+from nsa_core.contract import Reason, Request
+from nsa_core.errors import Unsupported
+from nsa_core.registry import Registry
+from nsa_core.verify.combinations import every_combination
+from nsa_core.verify.subject import Subject
+
+
+def half_only(request: Request) -> list[Reason]:
+    return [] if request.dtype == "bfloat16" else [Reason("dtype", f"needs bfloat16, got {request.dtype}", "use sdpa")]
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """sdpa; a twin of it that takes bfloat16 only and no win."""
+    slots = {slot: spec for slot, spec in sdpa().slots.items() if slot != "win"}
+    twin = dataclasses.replace(sdpa(), name="twin", probe=f"{__name__}:half_only", slots=slots)
+    return Registry(()).with_backend(sdpa()).with_backend(twin)
+
+
+def test_every_combination_of_what_takes_each_branch(registry: Registry) -> None:
+    found = every_combination(registry, "cpu", [torch.float32, torch.bfloat16], {})
+    assert {(c["cmp"], c["sel"], c["win"]) for c in found} == {
+        (cmp, sel, "sdpa") for cmp in ("sdpa", "twin") for sel in ("sdpa", "twin")
+    }
+    assert len(found) == 4
+    assert len(every_combination(registry, "cpu", [torch.float32], {})) == 1
+    kept = every_combination(registry, "cpu", [torch.bfloat16], {"cmp": "twin", "combine": "sdpa"})
+    assert [(c["cmp"], c["combine"]) for c in kept] == [("twin", "sdpa")] * 2
+
+
+def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
+    assert every_combination(Registry(()), "cpu", [torch.float32], {"win": "sdpa"}) == [{"win": "sdpa"}]
+
+
+def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
+    subject = Subject({"cmp": "twin"}, "cpu", registry)
+    plan = verify._plan(subject, [torch.float32, torch.bfloat16])
+    assert plan.choices["cmp"].backend == "twin"
+    with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
+        verify._plan(subject, [torch.float32, torch.float16])
+
+
+@pytest.mark.parametrize(("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)])
+def test_the_command_runs_each_and_sums_up(
+    verdicts: tuple[Any, ...], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, registry: Registry
+) -> None:
+    monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
+    left = list(verdicts)
+
+    def run(named: dict[str, str], device: str, dtypes: Any, preset: str, text: Any, seed: int) -> dict[str, Any]:
+        finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
+        return {
+            "backends": {slot: f"{name} 1.0" for slot, name in named.items()}, "seconds": 1.0, "device": "cpu",
+            "dtypes": ["bfloat16"], "text": {"name": "t"}, "findings": [{**finding, "row": 1, "ok": left.pop(0)}],
+        }  # fmt: skip
+
+    monkeypatch.setattr(verify, "_run", run)
+    path = tmp_path / "r.json"
+    arguments = ["verify", "--every-combination", "--sel", "sdpa", "--dtype", "bfloat16", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert done.exit_code == code, done.output
+    assert f"{sum(v is True for v in verdicts)} of 2 combinations passed" in done.output
+    assert [r["backends"]["cmp"] for r in json.loads(path.read_text())["combinations"]] == ["sdpa 1.0", "twin 1.0"]
+    assert ("FAILED parity, cmp, c, d, o: why" in done.output) == (False in verdicts)
+
+
+def test_fa2_and_sdpa_make_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: fa2 accepts, whatever this machine has."""
+    monkeypatch.setattr(fa2_probe, "probe", lambda request: half_only(request))
+    monkeypatch.setattr(providers, "found", lambda: ())
+    both = Registry(()).with_backend(sdpa()).with_backend(fa2())
+    assert len(every_combination(both, "cpu", [torch.float32, torch.bfloat16], {})) == 8

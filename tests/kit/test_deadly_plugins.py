@@ -1,0 +1,51 @@
+"""A plugin that segfaults and one that hangs while they load leave the commands working (fault row 57)."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+DEADLY = {
+    "segfaults": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
+    "hangs": ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n", "within 3 s"),
+}
+LIMIT = ("--plugin-limit", "3")
+
+
+@pytest.fixture
+def site(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A directory with both installed."""
+    for name, (source, _) in DEADLY.items():
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (tmp_path / f"{name}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {name}\n")
+    return tmp_path
+
+
+def test_row_57_doctor_list_and_verify_go_on(nsa, site) -> None:
+    done = nsa(*LIMIT, "doctor", "--json", path=site)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["works"] is True
+    said = {trouble["what"]: trouble for trouble in document["troubles"]}
+    for name, (_, words) in DEADLY.items():
+        trouble = said[f"backend {name} 1.0 ({name})"]
+        assert words in trouble["message"]
+        assert trouble["hint"]
+    done = nsa(*LIMIT, "backends", "list", path=site)
+    assert done.returncode == 0, done.stderr
+    assert all(words in done.stdout for _, words in DEADLY.values())
+    assert "sdpa" in done.stdout
+    done = nsa(*LIMIT, "verify", "--win", "hangs", path=site)
+    assert (done.returncode, DEADLY["hangs"][1] in done.stderr, "Traceback" in done.stderr) == (3, True, False)
+
+
+@pytest.mark.slow
+def test_row_57_verify_judges_the_others(nsa, site) -> None:
+    done = nsa(*LIMIT, "verify", "--dtype", "float32", path=site)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr
+    assert "0 failed" in done.stdout
