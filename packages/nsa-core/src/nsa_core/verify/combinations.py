@@ -9,7 +9,7 @@ import torch
 
 from nsa_core.registry import Registry
 from nsa_core.survey import survey
-from nsa_core.verify import layer
+from nsa_core.verify import cases
 
 BRANCHES = ("cmp", "sel", "win")
 
@@ -24,7 +24,7 @@ def every_combination(
     """
     accepted: dict[str, dict[str, None]] = {slot: {} for slot in BRANCHES}
     for dtype in dtypes:
-        answers = survey(layer.CONFIG, device=device, dtype=dtype, needs_grad=True, registry=registry)
+        answers = survey(cases.quick_cases()[0].config, device=device, dtype=dtype, needs_grad=True, registry=registry)
         for slot in BRANCHES:
             accepted[slot].update(dict.fromkeys(c.backend for c in answers.candidates[slot] if c.accepted))
     choices = [[named[slot]] if slot in named else list(accepted[slot]) for slot in BRANCHES]
