@@ -165,6 +165,7 @@ class Problem:
         with _calls(self.ran):
             self.expected = self.run()
         self.seconds = time.process_time() - started
+        self.ran |= _named_by(self.ran)
 
     def run(self) -> dict[str, torch.Tensor]:
         """Outputs and gradients."""
@@ -201,6 +202,18 @@ def _calls(names: set[str]) -> Iterator[None]:
     kinds = {"run": noted(InterpretedFunction.run), "__call__": noted(InterpretedFunction.__call__)}
     with mock.patch.multiple(InterpretedFunction, **kinds):
         yield
+
+
+def _named_by(ran: set[str]) -> set[str]:
+    """Functions that one of ``ran`` hands on, as to a scan, which calls them without its telling."""
+    found = set()
+    for name, (module, node) in functions().items():
+        if name in ran:
+            used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            values = [vars(module).get(n) for n in used]
+            kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
+            found |= {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in kernels}
+    return {name for name in found if name in functions()}
 
 
 def problems() -> list[Problem]:
