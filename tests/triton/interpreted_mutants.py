@@ -9,8 +9,9 @@ import json
 import zlib
 from pathlib import Path
 
-import mutation
 import pytest
+
+import mutation
 
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
 FUNCTIONS = sorted(mutation.functions())

@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kernel_cases import BASE, SLOTS, point, under_test
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa_backend_triton
+from kernel_cases import BASE, SLOTS, point, under_test
 from nsa_core.verify.cases import Case
 from nsa_core.verify.interpreter import strict
 
@@ -106,7 +106,11 @@ def _without_logic(node: ast.AST) -> list[ast.AST]:
         return [node]
     if isinstance(node, ast.AnnAssign):
         return [node.annotation]
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("static_assert", "device_assert", "multiple_of"):
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+        "static_assert",
+        "device_assert",
+        "multiple_of",
+    ):
         return [node]
     return []
 
