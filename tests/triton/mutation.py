@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import dataclasses
+import functools
 import importlib
 import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +56,7 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"nsa_backend_triton.{name}") for name in names]
 
 
+@functools.cache
 def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
     """ "module.function" -> where it is and its syntax tree, for every jit function of the package."""
     found = {}
@@ -71,21 +72,22 @@ def mutants(name: str) -> list[Mutant]:
     module, function = functions()[name]
     made: list[Mutant] = []
     seen: dict[str, int] = {}
-    count = sum(1 for _ in _sites(function))
-    for index in range(count):
-        tree = copy.deepcopy(function)
-        node, change = next(site for i, site in enumerate(_sites(tree)) if i == index)
-        before = ast.unparse(node)
-        change()
+    for node, target, field, value in list(_sites(function)):
+        before, healthy = ast.unparse(node), getattr(target, field)
+        setattr(target, field, value)
         text = f"{name}: {before} -> {ast.unparse(node)}"
         seen[text] = seen.get(text, 0) + 1
         key = text + (f" #{seen[text]}" if seen[text] > 1 else "")
-        made.append(Mutant(key, module.__name__, function.name, ast.unparse(tree)))
+        made.append(Mutant(key, module.__name__, function.name, ast.unparse(function)))
+        setattr(target, field, healthy)
     return made
 
 
-def _sites(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
-    """(node, what changes it) of every mutation of ``function``, in the order of its text."""
+Site = tuple[ast.AST, Any, str, Any]  # what is mutated, and by setting which field of which node to what
+
+
+def _sites(function: ast.FunctionDef) -> Iterator[Site]:
+    """Every mutation of ``function``, in the order of its text."""
     body = [n for n in function.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
     ignored = {
         id(inner)
@@ -115,25 +117,22 @@ def _without_logic(node: ast.AST) -> list[ast.AST]:
     return []
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
-    def setter(target: Any, name: str, value: Any) -> Callable[[], None]:
-        return lambda: setattr(target, name, value)
-
+def _changes(node: ast.AST) -> Iterator[Site]:
     if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _SWAPS:
-        yield node, setter(node, "op", _SWAPS[type(node.op)]())
+        yield node, node, "op", _SWAPS[type(node.op)]()
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPS:
-        yield node, setter(node, "ops", [_SWAPS[type(node.ops[0])](), *node.ops[1:]])
+        yield node, node, "ops", [_SWAPS[type(node.ops[0])](), *node.ops[1:]]
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        yield node, setter(node, "value", node.value + 1)
+        yield node, node, "value", node.value + 1
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        yield node, setter(node, "op", ast.UAdd())
+        yield node, node, "op", ast.UAdd()
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr in _RENAMES:
-            yield node, setter(node.func, "attr", _RENAMES[node.func.attr])
+            yield node, node.func, "attr", _RENAMES[node.func.attr]
         if node.func.attr == "where":
-            yield node, setter(node, "args", [node.args[0], node.args[2], node.args[1]])
-        for keyword in [k for k in node.keywords if k.arg == "mask"]:
-            yield node, setter(node, "keywords", [k for k in node.keywords if k is not keyword])
+            yield node, node, "args", [node.args[0], node.args[2], node.args[1]]
+        if any(keyword.arg == "mask" for keyword in node.keywords):
+            yield node, node, "keywords", [keyword for keyword in node.keywords if keyword.arg != "mask"]
 
 
 _TINY = {"head_dim": 4, "v_head_dim": 3, "compress_block_size": 4, "compress_stride": 2, "window_size": 5}
