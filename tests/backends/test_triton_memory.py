@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import pytest
+
 from nsa_core import BlockGeometry, Request
 
 pytest.importorskip("triton")

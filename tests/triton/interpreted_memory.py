@@ -7,8 +7,8 @@ import importlib
 
 import pytest
 import torch
-from kernel_cases import CASES, SLOTS, point, under_test
 
+from kernel_cases import CASES, SLOTS, point, under_test
 from nsa_backend_triton import workspace
 from nsa_core.contract import SlotCall
 from nsa_core.verify.cases import Case

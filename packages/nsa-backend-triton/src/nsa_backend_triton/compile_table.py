@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import triton
 
@@ -20,23 +20,28 @@ from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
 ARCHITECTURES = (80, 90)
-WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-DTYPES = ("bfloat16", "float32")  # float16 compiles to what bfloat16 does
-MOST_SPILLS = 512  # bytes a thread, stores and loads together
+# (Dk, Dv) per dtype; float16 compiles to what bfloat16 does.
+SHAPES = {
+    "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    "float32": ((64, 64), (256, 256)),
+}
+MOST_SPILLS = {"bfloat16": 2304, "float32": 71680}  # bytes a thread, stores and loads together
 _BASE = Request(
     slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
     device="cuda", needs_grad=True, batch=1, seq_len=8192,
 )  # fmt: skip
 _HEAD = """# What the Triton kernels take
 
-Written by `nsa_backend_triton.compile_table`, with triton {version}, on a machine without a GPU: each kernel is compiled
-for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90 (H100, H200: {s90} KiB) with the tile shapes that ship, from the
-launches that a call of its slot makes: 64 query heads over 4 groups, 8192 tokens, l=32, d=16, l'=64, n=16, w=512, forward
-and backward. A test compiles a part of this table again in every ordinary run, and all of it in `nox -s full`: shared
-memory within the limit, at most {spills} bytes spilled, the figures as printed here where triton's version is the same.
+Written by `nsa_backend_triton.compile_table`, with triton {version}, on a machine without a GPU: each kernel is
+compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90 (H100, H200: {s90} KiB) with the tile shapes
+that ship, from the launches that a call of its slot makes: 64 query heads over 4 groups, 8192 tokens, l=32, d=16,
+l'=64, n=16, w=512, forward and backward. A test compiles a part of this table again in every ordinary run, and all
+of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
+{wide} in float32 (which is there to verify the compiled logic, not to be fast), the figures as printed here where
+triton's version is the same.
 
-sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares that of sm_80, sm_100 and
-sm_103 that of sm_90. Kernels have been measured on sm_90 only.
+sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares that of sm_80,
+sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.
 """
 
 
@@ -57,6 +62,7 @@ class Row:
 
     launch: offline.Launch
     title: str  # "span_forward | sm_90 | cmp | 128/128 bfloat16"
+    dtype: str
 
     def line(self) -> str:
         """The row of the table; compiles the kernel."""
@@ -65,13 +71,11 @@ class Row:
         return f"| {self.title} | {kib} | {cost.registers} | {cost.spills} | {', '.join(cost.instructions) or '-'} |"
 
 
-def rows(
-    widths: tuple[tuple[int, int], ...] = WIDTHS, dtypes: tuple[str, ...] = DTYPES, slots: tuple[str, ...] = SLOTS
-) -> Iterator[Row]:
-    """Every kernel of ``slots``, for each architecture, width and dtype whose tiles have a configuration."""
+def rows(shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = SLOTS) -> Iterator[Row]:
+    """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a configuration."""
     for slot in slots:
         for architecture in ARCHITECTURES:
-            for dtype in dtypes:
+            for dtype, widths in shapes.items():
                 for dk, dv in widths:
                     asked = dataclasses.replace(_BASE, slot=slot, dtype=dtype, head_dim=dk, v_head_dim=dv)
                     yield from _rows_of(asked, architecture)
@@ -87,13 +91,15 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
             if launch.binary not in seen:
                 seen.add(launch.binary)
                 width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-                yield Row(launch, f"{launch.name} | sm_{architecture} | {asked.slot} | {width}")
+                mode = f"{asked.slot}, deterministic" if deterministic else asked.slot
+                yield Row(launch, f"{launch.name} | sm_{architecture} | {mode} | {width}", asked.dtype)
 
 
 def page() -> Iterator[str]:
     """The page as Markdown, line by line."""
     limits = {f"s{a}": offline.SHARED[a] // 1024 for a in ARCHITECTURES}
-    yield _HEAD.format(version=triton.__version__, spills=MOST_SPILLS, **limits)
+    narrow, wide = MOST_SPILLS["bfloat16"], MOST_SPILLS["float32"]
+    yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, **limits)
     yield "| kernel | GPU | slot | Dk/Dv | shared KiB | registers | spilled bytes | instructions |"
     yield "|---" * 8 + "|"
     for row in rows():

@@ -27,12 +27,12 @@ def nsa_register_backends() -> BackendSpec:
         name="triton",
         api_version=(1, 0),
         slots={
-            "cmp": _slot("cmp", "span_"),
-            "select": _slot("select", "select_", backward=False),
+            "cmp": _slot("cmp", "span_forward"),
+            "select": _slot("select", "select_forward", backward=False),
             # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
-            "sel": _slot("sel", "sel_", deterministic=False, warmup_tokens=1 << 14),
-            "win": _slot("win", "span_"),
-            "combine": _slot("combine", "combine_"),
+            "sel": _slot("sel", "sel_forward_kernel", deterministic=False, warmup_tokens=1 << 14),
+            "win": _slot("win", "span_forward"),
+            "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",
         detail=f"{_HOME}.probe:detail",

@@ -280,4 +280,4 @@ def forward(
 def scratch_row(blocks: int, tile: int, slots: int, window: int) -> int:
     """Numbers in a token's scratch row: a pair per survivor and per block, in whole tiles and windows; a multiple of 16."""
     fresh = window - slots
-    return triton.cdiv(slots + max(triton.cdiv(blocks, tile) * tile + 1, triton.cdiv(blocks, fresh) * fresh), 8) * 16
+    return -(-(slots + max(-(-blocks // tile) * tile + 1, -(-blocks // fresh) * fresh)) // 8) * 16

@@ -19,7 +19,6 @@ from nsa_cli import output
 if TYPE_CHECKING:
     import torch
 
-    from nsa_core.config import NSAConfig
     from nsa_core.plan import Plan
     from nsa_core.verify.subject import Finding, Subject
 
@@ -95,15 +94,16 @@ def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype]) ->
     return every_combination(output.find_backends(), _where(device), dtypes, named)
 
 
-def _plan(subject: Subject, config: NSAConfig, dtypes: Sequence[torch.dtype]) -> Plan:
-    """The plan of ``config`` in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
+    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
 
     Raises:
         Unsupported: the combination takes none of them; the reasons are those against the first.
     """
     from nsa_core.errors import Unsupported
+    from nsa_core.verify import cases
 
-    refusals = []
+    config, refusals = cases.PRESETS[preset]()[0].config, []
     for dtype in dtypes:
         try:
             return subject.plan(config, dtype)
@@ -162,7 +162,7 @@ def _run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from nsa_core.verify import cases, interpreter, suite
+    from nsa_core.verify import interpreter, suite
     from nsa_core.verify.subject import Subject
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def _run(
     interpreted = device == "cpu" and interpreter.interpreted()
     if interpreted:
         preset, text = "interpreter", ("none", b"")
-    plan = _plan(subject, cases.PRESETS[preset]()[0].config, dtypes)
+    plan = _plan(subject, dtypes, preset)
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
     started = time.perf_counter()
     findings: list[Finding] = []

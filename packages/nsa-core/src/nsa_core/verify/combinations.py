@@ -23,9 +23,8 @@ def every_combination(
     one entry is ``named``, so that planning it gives every reason.
     """
     accepted: dict[str, dict[str, None]] = {slot: {} for slot in BRANCHES}
-    config = cases.PRESETS["quick"]()[0].config
     for dtype in dtypes:
-        answers = survey(config, device=device, dtype=dtype, needs_grad=True, registry=registry)
+        answers = survey(cases.quick_cases()[0].config, device=device, dtype=dtype, needs_grad=True, registry=registry)
         for slot in BRANCHES:
             accepted[slot].update(dict.fromkeys(c.backend for c in answers.candidates[slot] if c.accepted))
     choices = [[named[slot]] if slot in named else list(accepted[slot]) for slot in BRANCHES]
