@@ -27,6 +27,19 @@ def test_auto_takes_the_highest_priority_and_ties_go_by_name(toy):
     assert all(getattr(plan, slot).backend == plan.choices[slot].backend for slot in SLOTS)
 
 
+def test_a_rank_answers_for_the_request_and_a_failing_one_is_a_reason(toy):
+    toy.rank = lambda request: 5 if request.slot == "win" else -1
+    toy.broken = lambda request: 1 / 0
+    toy.text = lambda request: "high"
+    ranked, fixed = spec("ranked", priority=3, rank="planned:rank"), spec("fixed", priority=1)
+    registry = registry_of(ranked, fixed, spec("bad", rank="planned:broken"), spec("odd", rank="planned:text"))
+    plan = resolve(CONFIG, registry=registry)
+    assert backends(plan) == {**dict.fromkeys(SLOTS, "fixed"), "win": "ranked"}
+    said = {c.backend: [str(r) for r in c.reasons] for c in plan.choices["win"].candidates}
+    assert "its rank raised ZeroDivisionError" in said["bad"][0]
+    assert "its rank returned str, not an integer" in said["odd"][0]
+
+
 def test_mapping_chooses_slots_and_leaves_the_others_to_auto(toy):
     registry = registry_of(spec("strong", priority=9), spec("weak"))
     plan = resolve(CONFIG, backends={"win": "weak", "cmp": "auto", "sel": None}, registry=registry)

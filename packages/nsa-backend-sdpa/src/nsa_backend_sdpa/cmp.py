@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nsa_backend_sdpa import aten
+from nsa_backend_sdpa import aten, cudnn
 from nsa_backend_sdpa.engine import ieee_products, stats_dtype
 from nsa_core.contract import SlotCall
 
@@ -67,6 +67,9 @@ def _keys(x: Tensor) -> Tensor:
 
 
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall) -> None:
+    if cudnn.serves(q, v, call):
+        cudnn.forward(q, k, v, o, lse, call)
+        return
     folded_o, folded_lse = aten.causal(_fold(q, k.shape[2], call), _keys(k), _keys(v), call.scale)
     _unfold(folded_o, o, call)
     _unfold(folded_lse.unsqueeze(-1), lse.transpose(1, 2).unsqueeze(-1), call)
@@ -97,6 +100,9 @@ def forward(
 
 def _backward_dense(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) -> None:
     do, q, k, v, o, lse = tensors
+    if cudnn.serves(q, v, call):
+        cudnn.backward(tensors, grads, call)
+        return
     groups = k.shape[2]
     folded_lse = _fold(lse.transpose(1, 2).unsqueeze(-1), groups, call).squeeze(-1)
     dq, dk, dv = aten.causal_backward(

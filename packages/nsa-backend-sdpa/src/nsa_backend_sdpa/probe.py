@@ -8,6 +8,7 @@ from nsa_core.contract import Reason, Request
 
 # Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for reference.
 FP64_CUDA_MAX_SEQ_LEN = 16384
+CUDNN_RANK = 40
 
 
 def probe(request: Request) -> Sequence[Reason]:
@@ -29,3 +30,19 @@ def probe(request: Request) -> Sequence[Reason]:
             )
         )
     return reasons
+
+
+def rank(request: Request) -> int:
+    """Priority: 0, but above the kernels of other backends where cmp runs on cuDNN, the fastest there is on Hopper."""
+    if request.slot != "cmp" or request.varlen:  # packed documents are called one by one
+        return 0
+    import torch
+
+    from nsa_backend_sdpa import cudnn
+
+    widths, tokens = (request.head_dim, request.v_head_dim), request.seq_len
+    here = cudnn.takes(
+        getattr(torch, request.dtype), request.device, request.capability, widths,
+        cudnn.LEAST_TOKENS if tokens is None else tokens, request.batch or 1, 1.0, request.deterministic,
+    )  # fmt: skip
+    return CUDNN_RANK if here else 0

@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from nsa_backend_sdpa import aten, engine
+from nsa_backend_sdpa import aten, cudnn, engine
 from nsa_backend_sdpa.sel import queries_per_run as sel_queries
 from nsa_backend_sdpa.select import Cut as SelectCut
 from nsa_backend_sdpa.select import columns as select_columns
@@ -216,6 +216,11 @@ def cmp(request: Request) -> int:
     rows = size.documents if not request.varlen else 1
     if not runs:
         return 0 if not size.tokens else _peak(size, size.outputs, 0)
+    if cudnn.takes(
+        size.dtype, request.device, request.capability, (request.head_dim, request.v_head_dim), size.longest, rows, 1.0,
+        request.deterministic,
+    ):  # fmt: skip
+        return _cudnn(size, runs)
     folded = rows * runs * geometry.compress_stride * request.n_heads
     heads = geometry.compress_stride * size.heads
     compressed = geometry.max_compressed(size.tokens) if request.varlen else rows * runs
@@ -226,6 +231,18 @@ def cmp(request: Request) -> int:
     d_rows = size.tokens * request.n_heads * request.head_dim * size.item
     held = d_rows + keys + copies + folded * ((size.width + request.v_head_dim) * size.item + size.stat)
     return _peak(size, before + forward[0], held + backward[0])
+
+
+def _cudnn(size: _Sizes, runs: int) -> int:
+    """A sequence's o or gradients per residue beside the results, from the larger of its two calls."""
+    request, d_k, d_v, stat = size.request, size.request.head_dim, size.request.v_head_dim, size.stat
+    parts = cudnn.parts(size.longest, request.geometry)
+    rows = max((part.stop - part.start) * count * request.n_heads for part, count in parts)
+    keys = max((part.stop - part.start) * count * request.n_kv_heads for part, count in parts)
+    total = size.documents * (size.longest * request.n_heads * d_k + runs * request.n_kv_heads * size.width) * size.item
+    sums = 2 * runs * request.n_kv_heads * size.width * stat
+    backward = total + sums + rows * (d_k * size.item + stat) + keys * size.width * size.item
+    return _peak(size, size.outputs + rows * (d_v * size.item + stat), backward + rows * (d_k + 1) * stat)
 
 
 def _causal(

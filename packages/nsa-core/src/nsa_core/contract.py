@@ -140,7 +140,8 @@ class BackendSpec:
 
     ``probe`` names a function Request -> Sequence[Reason]: cheap, without side effects, returning ALL reasons against
     the request (empty: the backend takes it). It is called only for slots listed in ``slots``.
-    ``priority`` orders `auto` among the accepting backends, highest first; a slot may override it.
+    ``priority`` orders `auto` among the accepting backends, highest first; a slot may override it, and ``rank``, where
+    given, a request: it names a function Request -> int, as cheap as the probe, asked about requests that it accepts.
     """
 
     name: str
@@ -150,10 +151,11 @@ class BackendSpec:
     priority: int = 0
     slot_priority: Mapping[str, int] = dataclasses.field(default_factory=dict)
     summary: str = ""
+    rank: str | None = None
     detail: str | None = None  # "module:function" of () -> lines of text on this machine, for `nsa backends show`
 
     def priority_of(self, slot: str) -> int:
-        """Priority of this backend for ``slot``."""
+        """Priority of this backend for ``slot``, whatever the request."""
         return self.slot_priority.get(slot, self.priority)
 
 

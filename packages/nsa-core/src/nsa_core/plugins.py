@@ -223,8 +223,10 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
         faults.append(f"api_version must be (major, minor), got {spec.api_version!r}")
     if not _is_function(spec.probe):
         faults.append(f"probe must be 'module:function', got {spec.probe!r}")
-    if spec.detail is not None and not _is_function(spec.detail):
-        faults.append(f"detail must be None or 'module:function', got {spec.detail!r}")
+    for field in ("detail", "rank"):
+        value = getattr(spec, field)
+        if value is not None and not _is_function(value):
+            faults.append(f"{field} must be None or 'module:function', got {value!r}")
     if type(spec.priority) is not int:
         faults.append(f"priority must be an integer, got {spec.priority!r}")
     if not isinstance(spec.summary, str):

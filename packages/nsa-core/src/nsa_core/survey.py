@@ -109,9 +109,9 @@ def survey(
         for slot, request in requests.items():
             reasons = _reasons(entry, request, given_up)
             given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
-            priority = entry.spec.priority_of(slot) if entry.spec else 0
+            rank, reasons = _rank(entry, request, reasons)
             candidate = Candidate(entry.name, entry.version, entry.status, reasons)
-            candidates[slot].append(((entry.spec is None, -priority, entry.name), candidate))
+            candidates[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
     said = _tune(ranked, requests, device)
     frozen = (MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked))
@@ -194,6 +194,24 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
     if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
         reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
     return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
+
+
+def _rank(entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]) -> tuple[int, tuple[Reason, ...]]:
+    """Where ``entry`` stands for ``request``, highest first, and ``reasons``, with one more where its rank fails."""
+    if entry.spec is None:
+        return 0, reasons
+    stated = entry.spec.priority_of(request.slot)
+    if reasons or entry.spec.rank is None:
+        return stated, reasons
+    try:
+        rank = _call_limited(import_named(entry.spec.rank), request)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+        text = f"its rank raised {describe_error(error)}"
+        return stated, (Reason("rank_raised", text, "report it to the plugin's author"),)
+    if type(rank) is not int:
+        text = f"its rank returned {type(rank).__name__}, not an integer"
+        return stated, (Reason("rank_nonsense", text, "report it to the plugin's author"),)
+    return rank, reasons
 
 
 def details(entry: BackendEntry) -> list[str]:

@@ -86,7 +86,8 @@ def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed
         for case in sorted(cases, key=_size)
         for dtype in dtypes
         for worth in _CHECKS
-        if _size(case) <= getattr(worth, preset) and (worth.name in _FIRST) == against_oracle
+        if _size(case) <= getattr(worth, preset)
+        and (worth.name in _FIRST) == against_oracle
         # Where time is short, bits that must be equal are compared in the first dtype only.
         and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
     ]

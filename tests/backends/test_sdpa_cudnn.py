@@ -1,0 +1,103 @@
+"""cmp on cuDNN: its views and sums over a stand-in for the library on the CPU; the library itself on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from nsa_backend_sdpa import cudnn
+from nsa_core import NSAConfig, resolve
+from nsa_core.verify.cases import Case
+from nsa_core.verify.parity import judge_slot
+from nsa_core.verify.subject import run_slot
+
+CONFIG = NSAConfig(
+    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, v_head_dim=24, compress_block_size=8, compress_stride=4,
+    select_block_size=16, num_selected_blocks=4, window_size=20,
+)  # fmt: skip
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class Library:
+    """Dense causal attention with cuDNN's signatures; counts calls, and refuses what is not square."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def _attend(self, q, k, v, scale):
+        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[1] % k.shape[1] == 0
+        self.calls.append(tuple(q.shape))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)) * scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf), k, v
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
+        assert bias is None and with_lse and not dropout and causal and not debug
+        scores, _, v = self._attend(q, k, v, scale)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, do, q, k, v, o, lse, seed, offset, bias, cu_q, cu_k, most_q, most_k, dropout, causal, *, scale
+    ):
+        assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and (most_q, most_k) == (q.shape[2], k.shape[2])
+        groups = k.shape[1]
+        scores, k, v = self._attend(q, k, v, scale)
+        p = (scores - lse).exp()
+        ds = p * (do @ v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * scale
+        dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
+        return ds @ k, *(x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+
+
+def _failures(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, str]:
+    plan = resolve(case.config, device=device, dtype=dtype, backends="sdpa", needs_grad=True)
+    data = case.data(dtype, device=device)
+    inputs = {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
+    run = run_slot(plan, "cmp", inputs, data.do, data)
+    verdicts = judge_slot("cmp", run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale, do=run.do)
+    return {name: verdict.why for name, verdict in verdicts.items() if not verdict}
+
+
+@pytest.mark.parametrize("tokens", [8, 9, 11, 12, 13, 61, 70])  # 8 = l: one row of one residue
+def test_residues_are_right(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(cudnn, "_ops", library)
+    monkeypatch.setattr(cudnn, "serves", lambda *call: True)
+    assert _failures(Case("dense", CONFIG, (tokens,), batch=2), torch.float64) == {}
+    assert len(library.calls) in (4, 8), "one or two calls a sequence and direction"
+
+
+def test_metadata_decides() -> None:
+    asked = dict(
+        dtype=torch.bfloat16, device_type="cuda", capability=(9, 0), widths=(128, 128), tokens=8192, sequences=1,
+        scale=0.1, deterministic=False,
+    )  # fmt: skip
+    available = types.SimpleNamespace(is_available=lambda: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends, "cudnn", available)
+        assert cudnn.takes(**asked) and cudnn.takes(**asked | {"widths": (192, 128)})
+        for change in (
+            {"dtype": torch.float32}, {"device_type": "cpu"}, {"capability": None}, {"capability": (8, 0)},
+            {"widths": (192, 192)}, {"widths": (128, 65)}, {"tokens": 1023}, {"sequences": 9}, {"scale": -0.1},
+            {"deterministic": True},
+        ):  # fmt: skip
+            assert not cudnn.takes(**asked | change), change
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128), (80, 72)])
+@pytest.mark.parametrize("tokens", [1025, 1040])
+def test_the_library_is_right(tokens: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    config = dataclasses.replace(
+        CONFIG, head_dim=widths[0], v_head_dim=widths[1], compress_block_size=32, compress_stride=16,
+        select_block_size=64,
+    )  # fmt: skip
+    assert cudnn.takes(dtype, "cuda", torch.cuda.get_device_capability(), widths, tokens, 1, 0.1, False) == (
+        torch.cuda.get_device_capability() >= cudnn.OLDEST
+    )
+    assert _failures(Case("dense", config, (tokens,)), dtype, "cuda") == {}
