@@ -206,6 +206,7 @@ class SlotOp:
         outs = output if self._n_out == 2 else ()
         if self._n_out == 2:
             ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or every backward would fill a gradient of lse that nobody reads
         ctx.save_for_backward(*inputs[: self._n], *outs, inputs[self._n])
         ctx.tail = inputs[self._n + 1 :]
 
