@@ -212,8 +212,10 @@ class SlotOp:
 
     def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         *saved, cu_seqlens = ctx.saved_tensors
-        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         given: list[Any] = [None] * (self._n + 5)
+        if grads[0] is None:
+            return tuple(given)
+        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)
