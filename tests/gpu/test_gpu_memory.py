@@ -41,14 +41,22 @@ BACKENDS = [
     for slot in SLOTS
     if slot in entry.spec.slots
 ]
-INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "select": ("q", "k_cmp"), "sel": ("q", "k_sel", "v_sel"), "win": ("q", "k_win", "v_win")}
+INPUTS = {
+    "cmp": ("q", "k_cmp", "v_cmp"),
+    "select": ("q", "k_cmp"),
+    "sel": ("q", "k_sel", "v_sel"),
+    "win": ("q", "k_win", "v_win"),
+}
 
 
 def inputs_of(slot: str, case: Case, data: CaseData) -> list[torch.Tensor]:
     """The slot's tensors; what another slot would return is made here, so that one backend's memory is looked at."""
     generator = torch.Generator("cuda").manual_seed(0)
     if slot == "combine":
-        return [data.gates, *(torch.randn(data.do.shape, generator=generator, device="cuda").to(data.do) for _ in "123")]
+        return [
+            data.gates,
+            *(torch.randn(data.do.shape, generator=generator, device="cuda").to(data.do) for _ in "123"),
+        ]
     tensors = [getattr(data, name) for name in INPUTS[slot]]
     *lead, tokens, heads, _ = data.q.shape
     if slot == "select":

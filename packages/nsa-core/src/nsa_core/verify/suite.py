@@ -10,6 +10,7 @@ import torch
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.verify import checks, invariants, layer
 from nsa_core.verify.cases import PRESETS, Case, text_case
+from nsa_core.verify.remembered import remembering
 from nsa_core.verify.subject import Finding, Subject, name_of
 
 Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
@@ -86,7 +87,8 @@ def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed
         for case in sorted(cases, key=_size)
         for dtype in dtypes
         for worth in _CHECKS
-        if _size(case) <= getattr(worth, preset) and (worth.name in _FIRST) == against_oracle
+        if _size(case) <= getattr(worth, preset)
+        and (worth.name in _FIRST) == against_oracle
         # Where time is short, bits that must be equal are compared in the first dtype only.
         and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
     ]
@@ -104,3 +106,11 @@ def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -
         yield job, findings
         if stop_at_first and any(f.ok is False for f in findings):
             return
+
+
+def run_each(subjects: Sequence[Subject], todo: Sequence[Job]) -> Iterator[tuple[int, Job, list[Finding]]]:
+    """Run each job on every subject before the next one, so that truths are computed once; with the subject's index."""
+    with remembering():
+        for job in todo:
+            for index, subject in enumerate(subjects):
+                yield index, job, job.run(subject)
