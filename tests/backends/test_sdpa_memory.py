@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from nsa_backend_sdpa import aten, cmp, combine, engine, sel, select, win, workspace
-from nsa_core import BlockGeometry, Request
+from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
 
 LENGTHS = [2048 << i for i in range(6)]
@@ -128,3 +128,21 @@ def test_packed_calls_are_bounded_too() -> None:
         one = getattr(workspace, slot)(make_request(slot, 8192))
         packed = getattr(workspace, slot)(make_request(slot, 8192, varlen=True, batch=8))
         assert 0 < packed < 2 * one
+
+
+def test_backward_fills_no_gradient_of_lse() -> None:
+    plan = resolve(NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=8), dtype=torch.float32, needs_grad=True)
+    q, k, v = (torch.randn(1, 40, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    o, lse = plan.win(q, k, v)
+    filled = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if "zero" in str(func):
+                filled.append(out.shape)
+            return out
+
+    with Watch():
+        torch.autograd.grad(o, q, torch.ones_like(o))
+    assert lse.shape not in filled

@@ -157,6 +157,24 @@ def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch
         real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
 
 
+def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, monkeypatch):
+    done = {"steps": 1, "seconds": 1, "loss_before": 2, "loss_after": 1}
+    done |= {name: {"64": {"union_over_n": {"8": 1}}} for name in ("untrained", "trained", "random")}
+
+    def study(shape, *others):
+        if shape == "4/2/8":
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(real_blocks, "study", study)
+    monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
+    options = ["--device=cpu", "--shapes=2/1/8,4/2/8", "--lengths=64", f"--json={tmp_path / 'r'}"]
+    monkeypatch.setattr(sys, "argv", ["real_blocks", *options])
+    with pytest.raises(KeyboardInterrupt):
+        real_blocks.main()
+    assert json.loads((tmp_path / "r").read_text())["shapes"] == {"2/1/8": done}
+
+
 @pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
 def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
     geometry = NSAConfig(

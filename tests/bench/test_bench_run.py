@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import sys
 
 import pytest
 
 from nsa_cli import output
-from nsa_cli.bench_report import summary
+from nsa_cli.bench_report import page, rows_of, summary
 from nsa_core.bench.combos import parse_combo
 from nsa_core.bench.result import read_result
 from nsa_core.bench.timing import CpuClock, Outcome, Work, measure, summarise
@@ -225,8 +226,13 @@ def test_a_cell_over_its_limit_says_what_it_left_out(run):
         assert m.performance is None
         assert m.reason == "not measured: the cell's time limit of 0 s was reached"
         assert {part.reason for part in m.parts.values()} == ({m.reason} if m.kind == "combo" else set())
-    said = [line for _, line in summary(result) if line.startswith("no figure")]
-    assert len([line for line in said if "alone" in line]) == 6
+    (said,) = (line for _, line in summary(result) if line.startswith("no figure"))
+    assert said.count("alone") == 6
+    assert all(m.subject in said for m in result.measurements)
+    assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(result.measurements)
+    before, after = page(result).split("<img")
+    assert "no figure" not in before
+    assert html.escape(said) in after
     assert not result.failed
 
 

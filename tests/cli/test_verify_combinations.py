@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 from nsa_backend_fa2 import probe as fa2_probe
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends as fa2
+from nsa_backend_sdpa import win
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli import verify
 from nsa_cli.app import app
+from nsa_core import oracle
 from nsa_core.contract import Reason, Request
 from nsa_core.errors import Unsupported
 from nsa_core.registry import Registry
+from nsa_core.verify import cases, checks, suite
 from nsa_core.verify.combinations import every_combination
 from nsa_core.verify.subject import Subject
 
@@ -53,10 +56,11 @@ def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
     subject = Subject({"cmp": "twin"}, "cpu", registry)
-    plan = verify._plan(subject, [torch.float32, torch.bfloat16])
+    config = cases.quick_cases()[0].config
+    plan = verify._plan(subject, config, [torch.float32, torch.bfloat16])
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
-        verify._plan(subject, [torch.float32, torch.float16])
+        verify._plan(subject, config, [torch.float32, torch.float16])
 
 
 @pytest.mark.parametrize(("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)])
@@ -66,12 +70,18 @@ def test_the_command_runs_each_and_sums_up(
     monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
     left = list(verdicts)
 
-    def run(named: dict[str, str], device: str, dtypes: Any, preset: str, text: Any, seed: int) -> dict[str, Any]:
+    def run(
+        combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int
+    ) -> list[dict[str, Any]]:
         finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
-        return {
-            "backends": {slot: f"{name} 1.0" for slot, name in named.items()}, "seconds": 1.0, "device": "cpu",
-            "dtypes": ["bfloat16"], "text": {"name": "t"}, "findings": [{**finding, "row": 1, "ok": left.pop(0)}],
-        }  # fmt: skip
+        return [
+            {
+                "backends": {slot: f"{name} 1.0" for slot, name in named.items()}, "seconds": 1.0, "device": "cpu",
+                "dtypes": ["bfloat16"], "text": {"name": "t"}, "interpreted": False,
+                "findings": [{**finding, "row": 1, "ok": left.pop(0)}],
+            }
+            for named in combinations
+        ]  # fmt: skip
 
     monkeypatch.setattr(verify, "_run", run)
     path = tmp_path / "r.json"
@@ -81,6 +91,42 @@ def test_the_command_runs_each_and_sums_up(
     assert f"{sum(v is True for v in verdicts)} of 2 combinations passed" in done.output
     assert [r["backends"]["cmp"] for r in json.loads(path.read_text())["combinations"]] == ["sdpa 1.0", "twin 1.0"]
     assert ("FAILED parity, cmp, c, d, o: why" in done.output) == (False in verdicts)
+
+
+def test_combinations_share_the_truth_of_a_case(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(cases.quick_cases()[4], seed=1)
+    todo = [suite.Job("parity", checks.parity, case, torch.bfloat16)]
+    subjects = [
+        Subject({"cmp": cmp, "sel": sel}, "cpu", registry) for cmp in ("sdpa", "twin") for sel in ("sdpa", "twin")
+    ]
+    made = []
+    for slot in ("cmp", "sel", "win", "combine"):
+        golden = getattr(oracle, slot)
+        monkeypatch.setattr(
+            oracle, slot, lambda *a, slot=slot, golden=golden, **k: made.append(slot) or golden(*a, **k)
+        )
+    alone = [[job.run(subject) for job in todo] for subject in subjects]
+    assert len(made) == 4 * 4
+    made.clear()
+    together = list(suite.run_each(subjects, todo))
+    assert sorted(made) == ["cmp", "combine", "sel", "win"]
+    assert [index for index, _, _ in together] == [0, 1, 2, 3]
+    assert [[found] for _, _, found in together] == alone
+
+
+def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> None:
+    slots = {**sdpa().slots, "win": dataclasses.replace(sdpa().slots["win"], forward=f"{__name__}:wrong_window")}
+    wrong = dataclasses.replace(sdpa(), name="wrong", slots=slots)
+    todo = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
+    subjects = [Subject({"win": name}, "cpu", registry.with_backend(wrong)) for name in ("sdpa", "wrong", "sdpa")]
+    verdicts = [all(f.ok for f in found) for _, _, found in suite.run_each(subjects, todo)]
+    assert verdicts == [True, False, True]
+
+
+def wrong_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = win.forward(q, k, v, call=call)
+    o[..., 0, :] *= 1.5
+    return o, lse
 
 
 def test_fa2_and_sdpa_make_eight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,27 +117,6 @@ def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> N
     assert all(v.ok for v in verdicts.values()), verdicts
 
 
-@EACH
-@pytest.mark.parametrize("seq_len", [2048, 16384])
-def test_row_47_peak_within_5_percent_of_workspace_bytes(backend: str, slot: str, seq_len: int) -> None:
-    config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
-    case = Case("memory", config, (seq_len,))
-    data = case.data(torch.bfloat16, "cuda")
-    plan = plan_for(backend, slot, config, needs_grad=True, batch=1, seq_len=seq_len)
-    inputs = slot_inputs(slot, data, run_slots(plan, case, data))
-    do = None if slot == "select" else data.do
-    run_slot(plan, slot, inputs, do, data)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    # What was asked of the allocator: its blocks may be up to 1 MiB larger, which at 2k tokens is more than 5 %.
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    run_slot(plan, slot, inputs, do, data)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    stated = plan.workspace_bytes(plan.requests[slot])
-    assert abs(peak - stated) <= 0.05 * peak, f"peak {peak}, stated {stated}, ratio {stated / peak:.3f}"
-
-
 @EACH_BRANCH
 def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot, Case("oom", CONFIG, (8192,), batch=4))

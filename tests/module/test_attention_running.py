@@ -69,6 +69,13 @@ def test_rows_16_23_strided_and_expanded_inputs():
     )
 
 
+def test_an_undefined_gradient_stays_undefined():
+    given = inputs(CONFIG, 1, 12, requires_grad=True)
+    o, _ = dense_plan(CONFIG, given.q.dtype).win(given.q, given.k[2], given.v[2])
+    (nothing,) = torch.autograd.grad(torch._C._functions.UndefinedGrad()(o).sum(), given.q, allow_unused=True)
+    assert nothing is None
+
+
 def test_row_31_double_backward_is_an_error():
     given = inputs(CONFIG, 1, 12, requires_grad=True)
     (dq,) = torch.autograd.grad(attend(given).square().sum(), given.q, create_graph=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ from fa2_problems import (
     run,
 )
 
-from nsa_backend_fa2 import probe, providers
+from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
-from nsa_core.contract import Request, import_named
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.parity import judge_slot
 
@@ -37,15 +37,24 @@ LARGE = {
     "12/2/64": Problem((700,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
     "12/2/64-batch": Problem((350,), batch=2, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
     "h1": Problem((350,), batch=2, heads=2, groups=2, Dk=64, Dv=64, geometry=SHORT),
-    "h16-128": Problem((700,), batch=1, heads=32, groups=2, Dk=128, Dv=128, geometry=PAPER),
-    "64/4-192/128": Problem((300,), batch=1, heads=64, groups=4, Dk=192, Dv=128, geometry=PAPER),
+    "h16-128": Problem((700,), batch=1, heads=16, groups=1, Dk=128, Dv=128, geometry=PAPER),
+    "h16-192/128": Problem((300,), batch=1, heads=16, groups=1, Dk=192, Dv=128, geometry=PAPER),
     "256": Problem((300,), batch=1, heads=2, groups=1, Dk=256, Dv=256, geometry=SHORT),
     "65/80": Problem((300,), batch=1, heads=4, groups=2, Dk=65, Dv=80, geometry=SHORT),
     "packed-12/2/64": Problem(DOCUMENTS, batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
-    "packed-192/128": Problem(DOCUMENTS, batch=None, heads=32, groups=2, Dk=192, Dv=128, geometry=SHORT),
+    "packed-192/128": Problem(DOCUMENTS, batch=None, heads=8, groups=2, Dk=192, Dv=128, geometry=SHORT),
     "packed-h1": Problem(DOCUMENTS, batch=None, heads=2, groups=2, Dk=32, Dv=32, geometry=SHORT),
 }
 HISTORIC = Problem((64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32))
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """The oracle's products are small: more threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["flash-attn", "PyTorch"])
@@ -124,7 +133,7 @@ def test_deterministic_runs_have_the_same_bits(name: str, slot: str, provider: p
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-@pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64", "64/4-192/128"])
+@pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64", "h16-192/128"])
 def test_nothing_synchronises(name: str, slot: str, provider: providers.Provider) -> None:
     problem = LARGE[name]
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
@@ -172,7 +181,7 @@ def test_row_50_captured_forward_and_backward_are_right_on_new_inputs(
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["batch", "packed"])
 def test_compiled_whole_is_right(name: str, slot: str, provider: providers.Provider) -> None:
     assert_compiled_right(slot, TINY[name], torch.bfloat16, "cuda", "inductor")
 
@@ -212,57 +221,6 @@ def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: provider
     few = [0, 65_534, 65_535, 69_999]
     picked = {n: x[few] for n, x in inputs.items()}
     assert_right(slot, problem, picked, {n: x[few] for n, x in outputs.items()}, do[few], None)
-
-
-MEMORY = {
-    "12/2/64": Problem((8192,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
-    "batch": Problem((2048,), batch=4, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
-    "192/128": Problem((4096,), batch=1, heads=64, groups=4, Dk=192, Dv=128, geometry=PAPER),
-    "packed": Problem((3000, 1000, 4192), batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
-    "split-keys": Problem((2048,), batch=1, heads=2, groups=2, Dk=64, Dv=64, geometry=PAPER),
-    "65/80": Problem((2048,), batch=2, heads=4, groups=2, Dk=65, Dv=80, geometry=SHORT),
-}
-
-
-@pytest.mark.parametrize("slot", SLOTS)
-@pytest.mark.parametrize("name", MEMORY)
-@pytest.mark.parametrize(("grad", "deterministic"), [(False, False), (True, False), (True, True)])
-def test_row_47_peak_is_the_stated_workspace(
-    grad: bool, deterministic: bool, name: str, slot: str, provider: providers.Provider
-) -> None:
-    if deterministic and isinstance(provider, providers.TorchFlash):
-        pytest.skip(str(providers.not_deterministic()))
-    problem = MEMORY[name]
-    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
-    request = Request(
-        slot=slot, geometry=problem.geometry, n_heads=problem.heads, n_kv_heads=problem.groups, head_dim=problem.Dk,
-        v_head_dim=problem.Dv, dtype="bfloat16", device="cuda", capability=torch.cuda.get_device_capability(),
-        needs_grad=grad, deterministic=deterministic, varlen=cu is not None,
-        batch=problem.batch, seq_len=sum(problem.lengths),
-    )  # fmt: skip
-    assert probe.probe(request) == []
-    call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
-
-    def once() -> None:
-        if grad:
-            run(slot, problem, inputs, do, cu, deterministic)
-        else:
-            call(*inputs.values(), cu_seqlens=cu, max_seqlen=longest)
-
-    once()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    # What was asked of the allocator: its blocks may be up to 1 MiB larger.
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    once()
-    torch.cuda.synchronize()
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    path = nsa_register_backends().slots[slot].workspace
-    assert path is not None
-    stated = import_named(path)(request)
-    print(f"peak {peak / 2**20:.1f} MiB, stated {stated / 2**20:.1f} MiB, {stated / peak:.3f}")
-    assert abs(peak - stated) <= 0.05 * peak
 
 
 def test_packed_boundaries_nobody_could_check_do_not_crash(provider: providers.Provider) -> None:

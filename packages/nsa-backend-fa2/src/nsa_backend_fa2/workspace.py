@@ -3,8 +3,7 @@
 Not a formula beside the code but the code itself, run on tensors without storage while their bytes are counted; only
 what a library allocates inside a call is written down here, as in flash-attn 2.8.3 (2.5 to 2.7 and PyTorch's copy
 allocate alike). Backward counts o and lse, which live until then. A Request that does not say its size counts as one
-token; packed rows count as one document, and each further document of win and cmp costs backward another 128 rows of dq
-in fp32.
+token, one that does not say how many documents are packed as one document.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def _measure(request: Request, batch: int, length: int) -> int:
     inputs = [q, *(empty((*keys, request.n_kv_heads, width)) for width in (request.head_dim, request.v_head_dim))]
     if slot == "sel":
         inputs.append(empty((*lead, request.n_kv_heads, geometry.num_selected_blocks), torch.int32))
-    cu = empty((2,), torch.int32) if request.varlen else None
+    cu = empty((batch + 1,), torch.int32) if request.varlen else None
     call = SlotCall(geometry, request.head_dim**-0.5, cu, length, request.deterministic)
     module = importlib.import_module(f"nsa_backend_fa2.{slot}")
     count = _Count()
@@ -165,16 +164,16 @@ def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [x.contiguous() for x in results]
 
 
-def _sizes(request: Request) -> tuple[int, int]:
-    """Batch and length."""
-    batch = 1 if request.varlen or request.batch is None else request.batch
-    return batch, 1 if request.seq_len is None else request.seq_len
+def _sizes(request: Request) -> tuple[int, int, int]:
+    """Sequences (documents when packed), the tokens of one (of all when packed), and tokens in all."""
+    batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
+    return batch, length, length if request.varlen and batch else batch * length
 
 
 def win(request: Request) -> int:
     """Bytes of the slot win."""
-    batch, length = _sizes(request)
-    return _measure(request, batch, length) if batch * length else 0
+    batch, length, tokens = _sizes(request)
+    return _measure(request, batch, length) if tokens else 0
 
 
 cmp = win
@@ -182,14 +181,14 @@ cmp = win
 
 def sel(request: Request) -> int:
     """Bytes of the slot sel: exact for few chunks of tokens, continued in a straight line from there."""
-    batch, length = _sizes(request)
-    if batch * length == 0:
+    batch, length, tokens = _sizes(request)
+    if tokens == 0:
         return 0
     keys = keys_per_token(request.geometry, request.geometry.num_selected_blocks, length)
     chunk = tokens_at_once(request.n_kv_heads, keys)
-    if batch * length <= _EXACT_CHUNKS * chunk:
+    if tokens <= _EXACT_CHUNKS * chunk:
         return _measure(request, batch, length)
     shortest = request.geometry.num_selected_blocks * request.geometry.select_block_size
     few = _up(max(shortest, _EXACT_CHUNKS // 2 * chunk), chunk)
     less, more = (_measure(request, 1, few + extra) for extra in (0, 2 * chunk))
-    return more + (more - less) * (batch * length - few - 2 * chunk) // (2 * chunk)
+    return more + (more - less) * (tokens - few - 2 * chunk) // (2 * chunk)

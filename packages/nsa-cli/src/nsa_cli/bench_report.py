@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nsa_core.bench.timing import Performance
 
 Rows = tuple[str, list[str], list[list[str]]]  # title, columns, cells
+_MISSING = "yellow"  # style of a line that says why figures are missing
 _PARTS = ("compress", "cmp", "select", "sel", "win", "combine")
 
 
@@ -52,7 +53,7 @@ def rows_of(result: Result) -> Iterator[Rows]:
 
 def _row(m: Measurement, peaks: Peaks) -> list[str]:
     if m.performance is None:
-        return [str(m.length), m.subject, m.reason, *[""] * (len(_PARTS) + 4)]
+        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 4)]  # the summary says why
     p = m.performance
     parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
@@ -138,9 +139,12 @@ def _left_out(result: Result) -> Iterator[tuple[str, str]]:
         reasons += [(f"{m.subject}, {name} alone", part.reason) for name, part in m.parts.items() if part.reason]
         for subject, reason in reasons:
             missing.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(m.length)
+    together: dict[tuple[str, str], list[str]] = {}
     for (subject, shape, dtype, inputs, phase, reason), lengths in missing.items():
         tokens = ", ".join(map(str, lengths))
-        yield "yellow", f"no figure: {subject}, {shape} {dtype} {inputs}, {phase}, {tokens} tokens: {reason}"
+        together.setdefault((f"{shape} {dtype} {inputs}, {phase}, {tokens} tokens", reason), []).append(subject)
+    for (what, reason), subjects in together.items():
+        yield _MISSING, f"no figure: {'; '.join(subjects)}, {what}: {reason}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -168,14 +172,17 @@ def page(result: Result) -> str:
     from nsa_cli.plots import render
 
     picture = base64.b64encode(render(result, "png")).decode()
-    lines = "".join(f"<li>{html.escape(line)}</li>" for _, line in summary(result))
+    told = list(summary(result))
+    lines = "".join(f"<li>{html.escape(line)}</li>" for style, line in told if style != _MISSING)
+    missing = "".join(f"<li>{html.escape(line)}</li>" for style, line in told if style == _MISSING)
     body = "".join(_html_table(rows) for rows in [_combos(result), *rows_of(result)])
     facts = {"environment": result.environment, "settings": result.settings}
+    gaps = f"<h2>Figures that are missing</h2><ul>{missing}</ul>" if missing else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
         f"</head><body><h1>nsa bench</h1><ul>{lines}</ul>"
         f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">{body}'
-        f"<h2>Machine and settings</h2><pre>{html.escape(json.dumps(facts, indent=1))}</pre></body></html>\n"
+        f"{gaps}<h2>Machine and settings</h2><pre>{html.escape(json.dumps(facts, indent=1))}</pre></body></html>\n"
     )
 
 

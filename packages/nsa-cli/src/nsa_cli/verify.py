@@ -78,10 +78,10 @@ def verify(
         output.check_writable(json_file, force)
         given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed)
         if every:
-            reports = [_run(combination, *given) for combination in _every(named, device.value, given[1])]
+            reports = _run(_every(named, device.value, given[1]), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         else:
-            report = _run(named, *given)
+            (report,) = _run([named], *given)
         if json_file is not None:
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
         code = _print_combinations(report["combinations"]) if every else _print_report(report)
@@ -156,8 +156,14 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
 
 
 def _run(
-    named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], preset: str, text: tuple[str, bytes], seed: int
-) -> dict[str, Any]:
+    combinations: Sequence[dict[str, str]],
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    preset: str,
+    text: tuple[str, bytes],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """A report per combination."""
     # Before torch loads: some builds of its profiler write to stderr at every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
@@ -165,26 +171,28 @@ def _run(
     from nsa_core.verify import interpreter, suite
     from nsa_core.verify.subject import Subject
 
-    if device == "cpu" or not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
+    # The cases are small: handing them to more threads takes longer than computing them.
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    torch.set_num_threads(1 if on_cpu else min(4, torch.get_num_threads()))
     device = _where(device)
-    subject = Subject(named, device, output.find_backends())
+    subjects = [Subject(named, device, output.find_backends()) for named in combinations]
     interpreted = device == "cpu" and interpreter.interpreted()
     if interpreted:
         preset, text = "interpreter", ("none", b"")
-    plan = _plan(subject, dtypes, preset)
+    plans = [_plan(subject, dtypes, preset) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
-    started = time.perf_counter()
-    findings: list[Finding] = []
+    seconds = [0.0] * len(subjects)
+    findings: list[list[Finding]] = [[] for _ in subjects]
     strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
-    with strictly, output.progress(len(todo)) as advance:
-        for job, found in suite.run(subject, todo):
-            findings += found
+    with strictly, output.progress(len(todo) * len(subjects)) as advance:
+        last = time.perf_counter()
+        for index, job, found in suite.run_each(subjects, todo):
+            findings[index] += found
+            seconds[index] += time.perf_counter() - last
+            last = time.perf_counter()
             advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
-    return {
+    common = {
         "schema_version": SCHEMA_VERSION,
-        "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
-        "named": named,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "interpreted": interpreted,
         "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
@@ -192,10 +200,18 @@ def _run(
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
-        "seconds": round(time.perf_counter() - started, 2),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "findings": [dataclasses.asdict(f) for f in findings],
     }
+    return [
+        {
+            **common,
+            "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
+            "named": named,
+            "seconds": round(taken, 2),
+            "findings": [dataclasses.asdict(f) for f in found],
+        }
+        for named, plan, taken, found in zip(combinations, plans, seconds, findings)
+    ]
 
 
 def _print_report(report: dict[str, Any]) -> int:

@@ -90,7 +90,7 @@ class Request:
     needs_grad: bool = False
     deterministic: bool = False
     varlen: bool = False  # packed documents
-    batch: int | None = None  # None: not known when planning
+    batch: int | None = None  # sequences, or documents when packed; None: not known when planning
     seq_len: int | None = None  # tokens per sequence, or in all when packed; None: not known
 
     def __post_init__(self) -> None:

@@ -206,13 +206,16 @@ class SlotOp:
         outs = output if self._n_out == 2 else ()
         if self._n_out == 2:
             ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or every backward would fill a gradient of lse that nobody reads
         ctx.save_for_backward(*inputs[: self._n], *outs, inputs[self._n])
         ctx.tail = inputs[self._n + 1 :]
 
     def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         *saved, cu_seqlens = ctx.saved_tensors
-        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         given: list[Any] = [None] * (self._n + 5)
+        if grads[0] is None:
+            return tuple(given)
+        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)

@@ -14,6 +14,7 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense
 from nsa_core.verify.dense import compressed_starts
 from nsa_core.verify.judge import Verdict, gate_rows, heads_first, judge, judge_lse, refused
+from nsa_core.verify.remembered import recall
 
 _INPUTS = {
     "cmp": ("q", "k_cmp", "v_cmp"),
@@ -57,6 +58,21 @@ def judge_slot(
         InvalidInput: unknown slot, a missing input, an output without a rule, gradients without ``do``, or ``do`` not
             zero outside ``rows``; or S is so long that only sampled ``rows`` can be judged.
     """
+    what = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs))
+    read = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)
+    return recall(what, read, lambda: _judge_slot(slot, inputs, outputs, geometry, scale, cu_seqlens, do, rows))
+
+
+def _judge_slot(
+    slot: str,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    geometry: BlockGeometry,
+    scale: float,
+    cu_seqlens: torch.Tensor | None,
+    do: torch.Tensor | None,
+    rows: Sequence[int] | torch.Tensor | None,
+) -> dict[str, Verdict]:
     given = _ordered(slot, inputs, outputs, do)
     picked = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
     if do is not None and picked is not None:
@@ -66,10 +82,10 @@ def judge_slot(
     if slot != "combine":
         bound += [geometry, scale]
         shared |= {"cu_seqlens": cu_seqlens, "rows": picked}
-    golden = getattr(oracle, slot)(*bound, **shared)
     dtype = path_dtype([*given.values(), *([do] if do is not None else [])])
-    noise = getattr(dense, slot)(*bound, **shared, arithmetic="magnitude")
-    rounded = golden if dtype == torch.float64 else _rounded(slot, bound, shared, dtype)
+    golden, rounded, noise = recall(
+        ("truths", slot, dtype, tuple(shared)), [*bound, *shared.values()], lambda: _truths(slot, bound, shared, dtype)
+    )
     verdicts = {}
     for name, actual in outputs.items():
         expected = given["q" if slot != "combine" else "o_cmp"] if name in ("o", "lse") else given[name[1:]]
@@ -86,9 +102,12 @@ def judge_slot(
     return verdicts
 
 
-def _rounded(slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dtype) -> dense.Dense:
-    result: dense.Dense = getattr(dense, slot)(*bound, **shared, arithmetic="rounded", dtype=dtype)
-    return result
+def _truths(slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """Golden, rounded (golden in float64) and magnitudes."""
+    golden = getattr(oracle, slot)(*bound, **shared)
+    again = getattr(dense, slot)
+    rounded = golden if dtype == torch.float64 else again(*bound, **shared, arithmetic="rounded", dtype=dtype)
+    return golden, rounded, again(*bound, **shared, arithmetic="magnitude")
 
 
 def _stats_dtype(dtype: torch.dtype) -> torch.dtype:

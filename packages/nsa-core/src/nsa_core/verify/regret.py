@@ -15,6 +15,7 @@ import torch
 
 from nsa_core.layout import BlockGeometry
 from nsa_core.oracle import RowScores, row_scores
+from nsa_core.verify.remembered import recall
 
 MAX_REGRET = 8.0
 MAX_FLIP_RATE = 1e-3
@@ -61,6 +62,20 @@ def judge_selection(
     Raises:
         InvalidInput: S is so long that only sampled ``rows`` can be judged.
     """
+    given = (q, k_cmp, lse, blocks, cu_seqlens, rows)
+    return recall(("judge_selection", geometry, scale), given, lambda: _judge_selection(*given, geometry, scale))
+
+
+def _judge_selection(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    rows: Sequence[int] | torch.Tensor | None,
+    geometry: BlockGeometry,
+    scale: float,
+) -> SelectionVerdict:
     expected = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     if tuple(blocks.shape) != expected or blocks.dtype != torch.int32:
         found = f"blocks are {list(blocks.shape)} {blocks.dtype}, expected {list(expected)} torch.int32"

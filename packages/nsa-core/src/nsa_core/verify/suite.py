@@ -10,6 +10,7 @@ import torch
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.verify import checks, invariants, layer
 from nsa_core.verify.cases import PRESETS, Case, text_case
+from nsa_core.verify.remembered import remembering
 from nsa_core.verify.subject import Finding, Subject, name_of
 
 Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
@@ -105,3 +106,11 @@ def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -
         yield job, findings
         if stop_at_first and any(f.ok is False for f in findings):
             return
+
+
+def run_each(subjects: Sequence[Subject], todo: Sequence[Job]) -> Iterator[tuple[int, Job, list[Finding]]]:
+    """Run each job on every subject before the next one, so that truths are computed once; with the subject's index."""
+    with remembering():
+        for job in todo:
+            for index, subject in enumerate(subjects):
+                yield index, job, job.run(subject)
