@@ -16,28 +16,32 @@ from torch import Tensor
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
 from nsa_backend_triton.span_forward import heads_together, launch_options
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, sees, store_rows
-from nsa_backend_triton.tile import LOG2E, place
+from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, store_rows
+from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
 
 @triton.jit
 def _walk_keys(
-    q, do, lse, delta, dq, K, V, begin, end, keys, token, factor, k_row, v_row,
+    q, do, lse, delta, dq, K, V, low, skip_from, skip_to, tiles, keys, left, right, factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [M, Dk] with the keys begin .. end added; lse [M] in base 2."""
+    """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
     column = tl.arange(0, BLOCK_N)
-    for j in tl.range(begin, end, BLOCK_N):
+    for i in tl.range(0, tiles):
+        j = low + i * BLOCK_N
+        if MASKED:
+            j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
         k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
         v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
         p = tl.exp2(s * factor - lse[:, None])
+        if MASKED:
+            p = tl.where(column[None, :] < (right - j)[:, None], p, 0.0)
+            if WINDOW > 0:
+                p = tl.where(column[None, :] >= (left - j)[:, None], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[:, None])
-        if MASKED:
-            key = j + column
-            ds = tl.where(sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :], ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
     return dq
 
@@ -92,13 +96,14 @@ def span_dq(
     last = tl.minimum(row + TOKENS, length) - 1
     low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
     dq = tl.zeros([TOKENS * HEADS, BLOCK_DK], ACC)
-    if WINDOW > 0:
-        dq = _walk_keys(q, do, lse, delta, dq, K, V, low, all_low, keys, token, factor, k_row, v_row, DK, DV,
-                        BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
-    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_low, all_high, keys, token, factor, k_row, v_row, DK, DV,
-                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
-    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_high, high, keys, token, factor, k_row, v_row, DK, DV,
-                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    left = token - WINDOW + 1
+    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
+    skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
+    masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
+    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_low, 0, 0, skip_to - skip_from, keys, left, right, factor, k_row,
+                    v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, False)  # fmt: skip
+    dq = _walk_keys(q, do, lse, delta, dq, K, V, low, skip_from, skip_to, masked, keys, left, right, factor, k_row,
+                    v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, True)  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
     dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
     tl.store(dq_at, (dq * scale).to(DQ.dtype.element_ty), mask=k_mask)
@@ -106,14 +111,15 @@ def span_dq(
 
 @triton.jit
 def _walk_queries(
-    k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles, heads, length, key, keys, factor,
+    k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles, heads, length, left, right, factor,
     q_row, q_head, do_row, do_head, lse_head, delta_head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
-    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up).
+    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is seen by
+    the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
     for step in tl.range(0, heads * tiles):
@@ -134,15 +140,12 @@ def _walk_queries(
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
         p = tl.exp2(s * factor - lse[None, :])
         if MASKED:
-            token = t + row
-            seen = sees(token[None, :], key[:, None], SIZE, STRIDE, WINDOW) & (key < keys)[:, None]
-            seen &= (token < length)[None, :]
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(row[None, :] >= (left - t)[:, None], p, 0.0)
+            if WINDOW > 0:
+                p = tl.where(row[None, :] < (right - t)[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])
-        if MASKED:
-            ds = tl.where(seen, ds, 0.0)  # 0 times what an invisible value made infinite
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
     return dk, dv
 
@@ -199,12 +202,14 @@ def span_dkdv(
     DELTA += batch * delta_seq + start + head * delta_head
     dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
+    left = (j + column) * STRIDE + SIZE - 1
+    right = j + column + WINDOW
     dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
-                           HEADS, length, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
-                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
+                           HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
+                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, False)  # fmt: skip
     dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles - (skip_to - skip_from),
-                           HEADS, high, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
-                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+                           HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
+                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, True)  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
     store_rows(DK_OUT, column, keys - j, dk_row, dk * scale, DK, BLOCK_DK)

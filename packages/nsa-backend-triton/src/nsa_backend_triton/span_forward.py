@@ -19,39 +19,49 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, sees
-from nsa_backend_triton.tile import LOG2E, finish, place
+from nsa_backend_triton.span_tiles import key_place, key_span, load_rows
+from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
+
+TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a NaN
 
 
 @triton.jit
 def _walk(
-    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, begin, end, keys, token, factor, k_row, v_row,
+    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
+    k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over the keys begin .. end, tile by tile; token [M]; returns m, l, acc."""
+    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
+
+    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
+    """
     column = tl.arange(0, BLOCK_N)
-    for j in tl.range(begin, end, BLOCK_N, warp_specialize=TMA):
+    for i in tl.range(0, tiles, warp_specialize=SPECIALIZE):
+        if MASKED:
+            j = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_N
+        else:
+            j = low + i * BLOCK_N
         if TMA:
             k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
         if MASKED:
-            key = j + column
-            seen = sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :]
-            top = tl.max(tl.where(seen, s, float("-inf")), 1)
-            m_new = tl.maximum(m, tl.where(top == float("-inf"), top, top * factor))
+            s = tl.where(column[None, :] < (right - j)[:, None], s, float("-inf"))
+            if WINDOW > 0:
+                s = tl.where(column[None, :] >= (left - j)[:, None], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        shift = m_new
+        if MASKED:
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-            p = tl.where(seen, tl.exp2(s * factor - shift[:, None]), 0.0)
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1) * factor)
-            shift = m_new
-            p = tl.exp2(s * factor - shift[:, None])
+        p = tl.exp2(s * factor - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
+        if TMA:
+            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         m = m_new
     return m, l, acc
@@ -66,7 +76,7 @@ def span_forward(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
@@ -103,17 +113,18 @@ def span_forward(
     m = tl.full([TOKENS * HEADS], float("-inf"), ACC)
     l = tl.zeros([TOKENS * HEADS], ACC)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], ACC)
-    if TMA:  # warps are specialised over one loop only: its masks hide behind the other warps' products
-        m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True, True)  # fmt: skip
-    else:
-        if WINDOW > 0:
-            m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, low, all_low, keys, token, factor, k_row,
-                              v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
-        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_low, all_high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, False)  # fmt: skip
-        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_high, high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
+    left = token - WINDOW + 1
+    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
+    tiles = tl.cdiv(high - low, BLOCK_N)
+    skip_from, skip_to = 0, 0
+    if LOOPS == 2:
+        skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
+        m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys,
+                          left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA,
+                          SPECIALIZE, False)  # fmt: skip
+    m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to,
+                      tiles - (skip_to - skip_from), keys, left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV,
+                      BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, True)  # fmt: skip
     o, lse = finish(m, l, acc)
 
     column = tl.arange(0, BLOCK_DV)
@@ -198,11 +209,12 @@ def forward(
     span_forward[(seqs.tiles(tokens) * (heads // together),)](
         q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, o) for n in strides(x, seqs.packed)), *lse_strides(lse, seqs.packed),
-        abs(scale) * LOG2E.value, seqs.n, seqs.seq_len, k.shape[-3],
+        max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype), TMA=tma,
+        SPECIALIZE=bool(settings.get("SPECIALIZE")), LOOPS=settings.get("LOOPS", 2),
         **launch_options(settings),
     )  # fmt: skip
     return o, lse

@@ -57,15 +57,6 @@ def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WI
 
 
 @triton.jit
-def sees(token, key, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether query ``token`` sees ``key``; tensors that broadcast against each other."""
-    seen = key * STRIDE + (SIZE - 1) <= token
-    if WINDOW > 0:
-        seen &= token < key + WINDOW
-    return seen
-
-
-@triton.jit
 def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Rows [R, BLOCK] of X; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
     columns = tl.arange(0, BLOCK)
