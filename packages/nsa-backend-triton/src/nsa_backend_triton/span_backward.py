@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
 from nsa_backend_triton.span_forward import heads_together, launch_options
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, store_rows
+from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
 
@@ -35,11 +35,14 @@ def _walk_keys(
         k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
         v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        p = tl.exp2(s * factor - lse[:, None])
+        s = s * factor - lse[:, None]
         if MASKED:
-            p = tl.where(column[None, :] < (right - j)[:, None], p, 0.0)
-            if WINDOW > 0:
-                p = tl.where(column[None, :] >= (left - j)[:, None], p, 0.0)
+            if WINDOW > 0:  # one unsigned comparison for both sides
+                seen = (column[None, :] - (left - j)[:, None]).to(tl.uint32) < (right - left).to(tl.uint32)[:, None]
+                s = tl.where(seen, s, float("-inf"))
+            else:
+                s = hide(s, column, left - j, right - j, False, True)
+        p = tl.exp2(s)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
@@ -138,11 +141,10 @@ def _walk_queries(
             lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
-        p = tl.exp2(s * factor - lse[None, :])
+        s = s * factor - lse[None, :]
         if MASKED:
-            p = tl.where(row[None, :] >= (left - t)[:, None], p, 0.0)
-            if WINDOW > 0:
-                p = tl.where(row[None, :] < (right - t)[:, None], p, 0.0)
+            s = hide(s, row, left - t, right - t, True, WINDOW > 0)
+        p = tl.exp2(s)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows
+from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
 from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
 
 TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a NaN
@@ -48,9 +48,7 @@ def _walk(
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
         if MASKED:
-            s = tl.where(column[None, :] < (right - j)[:, None], s, float("-inf"))
-            if WINDOW > 0:
-                s = tl.where(column[None, :] >= (left - j)[:, None], s, float("-inf"))
+            s = hide(s, column, left - j, right - j, WINDOW > 0, True)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
         shift = m_new
         if MASKED:

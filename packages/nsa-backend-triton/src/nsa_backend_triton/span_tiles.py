@@ -57,6 +57,19 @@ def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WI
 
 
 @triton.jit
+def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
+    """s [R, C] where first[r] <= index[c] < end[r], -inf elsewhere; FIRST, END: whether that side counts.
+
+    Side by side, not with &: the compiler would keep both predicates of every element in registers.
+    """
+    if END:
+        s = tl.where(index[None, :] < end[:, None], s, float("-inf"))
+    if FIRST:
+        s = tl.where(index[None, :] >= first[:, None], s, float("-inf"))
+    return s
+
+
+@triton.jit
 def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Rows [R, BLOCK] of X; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
     columns = tl.arange(0, BLOCK)
