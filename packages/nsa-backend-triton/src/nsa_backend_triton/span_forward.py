@@ -26,27 +26,39 @@ TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a
 
 
 @triton.jit
+def _tile_start(i, low, skip_from, skip_to, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """First key of tile i; the tiles skip_from .. skip_to are left out."""
+    if MASKED:
+        i += tl.where(i >= skip_from, skip_to - skip_from, 0)
+    return low + i * BLOCK_N
+
+
+@triton.jit
 def _walk(
-    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
-    k_row, v_row,
+    q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, before, keys, left, right,
+    factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, LATE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
+    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc, p, alpha.
 
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
+    LATE: the values of a tile are taken one tile later, while its successor's softmax runs; p, alpha and ``before`` are
+    what the tile before the first left behind.
     """
     column = tl.arange(0, BLOCK_N)
     for i in tl.range(0, tiles, warp_specialize=SPECIALIZE):
-        if MASKED:
-            j = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_N
-        else:
-            j = low + i * BLOCK_N
+        j = _tile_start(i, low, skip_from, skip_to, BLOCK_N, MASKED)
         if TMA:
             k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if LATE:
+            late = tl.where(i > 0, _tile_start(i - 1, low, skip_from, skip_to, BLOCK_N, MASKED), before)
+            v = _values(V, V_TMA, batch, kv_head, late, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         if MASKED:
             s = hide(s, column, left - j, right - j, WINDOW > 0, True)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -56,18 +68,27 @@ def _walk(
         p = tl.exp2(s * factor - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
-        if TMA:
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
-        else:
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+        if not LATE:
+            v = _values(V, V_TMA, batch, kv_head, j, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, MASKED)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         m = m_new
-    return m, l, acc
+    return m, l, acc, p, alpha
+
+
+@triton.jit
+def _values(
+    V, V_TMA, batch, kv_head, j, keys, v_row,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """v [N, Dv] of the keys from j on."""
+    if TMA:
+        return V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+    return load_rows(V + tl.cast(j, tl.int64) * v_row, tl.arange(0, BLOCK_N), keys - j, v_row, DV, BLOCK_DV, MASKED)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
 def span_forward(
-    Q, K, V, Q_TMA, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
     factor, n_seqs, seq_len, key_rows,
@@ -75,6 +96,7 @@ def span_forward(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
     ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, LOOPS: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
@@ -93,13 +115,10 @@ def span_forward(
     local, h = at // HEADS, at % HEADS
     token = row + local
     inside = token < length
-    if TMA:
-        q = Q_TMA.load([batch * seq_len + row, head * DK])  # rows past the sequence: computed, never stored
-    else:
-        column = tl.arange(0, BLOCK_DK)
-        Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-        q_mask = inside[:, None] & (column < DK)[None, :]
-        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    column = tl.arange(0, BLOCK_DK)
+    Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
+    q_mask = inside[:, None] & (column < DK)[None, :]
+    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
     if NEGATIVE:
         q = -q  # exact; then a row's largest product is its largest score
 
@@ -115,14 +134,26 @@ def span_forward(
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
     tiles = tl.cdiv(high - low, BLOCK_N)
     skip_from, skip_to = 0, 0
+    p = tl.zeros([TOKENS * HEADS, BLOCK_N], ACC)
+    alpha = tl.full([TOKENS * HEADS], 1.0, ACC)
+    before = low
     if LOOPS == 2:
         skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
-        m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys,
-                          left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA,
-                          SPECIALIZE, False)  # fmt: skip
-    m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to,
-                      tiles - (skip_to - skip_from), keys, left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV,
-                      BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, True)  # fmt: skip
+        m, l, acc, p, alpha = _walk(
+            q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, before, keys,
+            left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, LATE,
+            False,
+        )  # fmt: skip
+        before = tl.where(skip_to > skip_from, low + (skip_to - 1) * BLOCK_N, low)
+    masked = tiles - (skip_to - skip_from)
+    m, l, acc, p, alpha = _walk(
+        q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, before, keys, left,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, LATE, True,
+    )  # fmt: skip
+    if LATE:
+        before = tl.where(masked > 0, _tile_start(masked - 1, low, skip_from, skip_to, BLOCK_N, True), before)
+        v = _values(V, V_TMA, batch, kv_head, before, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
     o, lse = finish(m, l, acc)
 
     column = tl.arange(0, BLOCK_DV)
@@ -137,28 +168,14 @@ def heads_together(group: int, most: int) -> int:
     return min(group & -group, most)
 
 
-def descriptors_fit(packed: bool, per_token: tuple[Tensor, ...], per_key: tuple[Tensor, ...]) -> bool:
-    """Whether TMA descriptors can read these: aligned, tokens x heads seen as a matrix, widths powers of two.
+def descriptors_fit(packed: bool, *per_key: Tensor) -> bool:
+    """Whether TMA descriptors can read these [B, L, G, D]: aligned and not empty.
 
     Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
     """
-    if packed:
-        return False
-    for x in (*per_token, *per_key):
-        if x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:-1]) or not x.numel():
-            return False
-    return all(
-        x.stride(2) == x.shape[3] == triton.next_power_of_2(x.shape[3])
-        and x.shape[3] >= 16
-        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-        for x in per_token
+    return not packed and all(
+        x.numel() and x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:-1]) for x in per_key
     )
-
-
-def token_descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """x [B, S, H, D] as the matrix [B S, H D], read in tiles of ``tokens`` rows of one head."""
-    batch, length, heads, width = x.shape
-    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [tokens, width])
 
 
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
@@ -193,14 +210,12 @@ def forward(
         v_head_dim=dv,
         itemsize=q.itemsize,
         window=span[2],
-        pointers=int(not descriptors_fit(seqs.packed, (q,), (k, v))),
+        pointers=int(not descriptors_fit(seqs.packed, k, v)),
     )
     tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
     together = heads_together(heads // groups, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
-    descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
-    if tma:
-        descriptors = (token_descriptor(q, tokens), key_descriptor(k, block_n), key_descriptor(v, block_n))
+    descriptors = tuple(key_descriptor(x, block_n) if tma else None for x in (k, v))
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
     o = q.new_empty((*lead, heads, dv))
     lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats)
@@ -212,7 +227,7 @@ def forward(
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype), TMA=tma,
-        SPECIALIZE=bool(settings.get("SPECIALIZE")), LOOPS=settings.get("LOOPS", 2),
+        SPECIALIZE=bool(settings.get("SPECIALIZE")), LOOPS=settings.get("LOOPS", 2), LATE=bool(settings.get("LATE")),
         **launch_options(settings),
     )  # fmt: skip
     return o, lse
