@@ -22,8 +22,8 @@ from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
 @triton.jit
 def _walk_keys(
-    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
-    k_row, v_row,
+    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
+    factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -54,9 +54,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dq(
     Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
@@ -111,8 +109,8 @@ def span_dq(
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     kv_head = head // GROUP
     dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right,
-        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
     )  # fmt: skip
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
@@ -133,8 +131,8 @@ def _walk_queries(
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
-    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is seen by
-    the queries left[r] .. right[r]; there is none from ``length`` on.
+    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is
+    seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
     for step in tl.range(0, heads * tiles):
@@ -171,9 +169,7 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dkdv(
     Q, K, V, DO, Q_TMA, DO_TMA, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
@@ -227,13 +223,13 @@ def span_dkdv(
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head,
-        HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
+        head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
         DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
     )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from), head,
-        HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from),
+        head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
         DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
@@ -345,7 +341,8 @@ def _dkdv(
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma, EARLY=bool(settings.get("EARLY")),
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
+        EARLY=bool(settings.get("EARLY")),
         **launch_options(settings),
     )  # fmt: skip
     if not direct:

@@ -2,11 +2,11 @@
 
     s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s          (Eq. 5 with Eq. 7, or w)
 
-A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in registers or shared memory,
-m, l [M] and the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: bytes (Dk + Dv) * BLOCK_N * itemsize
-through L2 and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix
-units bind (128 operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the
-range are masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
+A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in shared memory, m, l [M] and
+the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: (Dk + Dv) * BLOCK_N * itemsize bytes through L2
+and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix units bind (128
+operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the range are
+masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _tile_start(i, low, skip_from, skip_to, BLOCK_N: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _walk(
-    q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, before, keys, left, right,
-    factor, k_row, v_row,
+    q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, before, keys, left,
+    right, factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, LATE: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc, p, alpha.
@@ -48,7 +48,7 @@ def _walk(
     what the tile before the first left behind.
     """
     column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles, warp_specialize=SPECIALIZE):
+    for i in tl.range(0, tiles):
         j = _tile_start(i, low, skip_from, skip_to, BLOCK_N, MASKED)
         if TMA:
             k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
@@ -95,7 +95,7 @@ def span_forward(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr, LOOPS: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr, LOOPS: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
@@ -106,9 +106,8 @@ def span_forward(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if VARLEN:
-        if row >= length:
-            return
+    if row >= length:
+        return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     at = tl.arange(0, TOKENS * HEADS)
@@ -140,15 +139,14 @@ def span_forward(
     if LOOPS == 2:
         skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
         m, l, acc, p, alpha = _walk(
-            q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, before, keys,
-            left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, LATE,
-            False,
+            q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, before,
+            keys, left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, False,
         )  # fmt: skip
         before = tl.where(skip_to > skip_from, low + (skip_to - 1) * BLOCK_N, low)
     masked = tiles - (skip_to - skip_from)
     m, l, acc, p, alpha = _walk(
         q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, before, keys, left,
-        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, SPECIALIZE, LATE, True,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, True,
     )  # fmt: skip
     if LATE:
         before = tl.where(masked > 0, _tile_start(masked - 1, low, skip_from, skip_to, BLOCK_N, True), before)
@@ -226,8 +224,8 @@ def forward(
         N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype), TMA=tma,
-        SPECIALIZE=bool(settings.get("SPECIALIZE")), LOOPS=settings.get("LOOPS", 2), LATE=bool(settings.get("LATE")),
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
+        ACC=accumulator(q.dtype), TMA=tma, LOOPS=settings.get("LOOPS", 2), LATE=bool(settings.get("LATE")),
         **launch_options(settings),
     )  # fmt: skip
     return o, lse
