@@ -1,8 +1,8 @@
 """Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms of do_bench, bf16.
 
-    python benchmarks/triton_span.py [--shape 64/4/128] [--slot win] [--piece forward dq dkdv] [--best N]
+    python benchmarks/triton_span.py [--shape 64/4/128] [--slot win] [--piece forward dq dkdv]
 
-Every configuration first runs on a short sequence against float64 (compiling in parallel: one binary serves every
+Every configuration first runs on a short sequence against float64 (in parallel processes: one binary serves every
 length), then on the long one. A configuration that fails is a line with its error. TFLOP/s count what the mathematics
 needs (4 products' operations forward, 10 backward of which dq has 6/14 and dk, dv 8/14), not what is recomputed.
 """
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import math
+import multiprocessing
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.testing import do_bench
 
 from nsa_backend_triton import configs, span_backward, span_forward
@@ -38,42 +42,39 @@ def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
     return [dict(zip(names.split(), row)) for row in values]
 
 
-FORWARD = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg"
-SPECIALIZED = "BLOCK_M HEADS BLOCK_N num_warps num_stages TMA"
-DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg"
+FORWARD = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg TMA LATE LOOPS"
+DQ = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg TMA"
+DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg TMA EARLY"
 CANDIDATES = {
     ("win", "forward"): rows(
-        FORWARD, (128, 4, 64, 8, 2, 0), (128, 4, 64, 8, 3, 0), (128, 4, 64, 8, 2, 128), (128, 4, 64, 4, 2, 0),
-        (64, 4, 64, 4, 3, 0), (128, 1, 128, 8, 2, 0), (128, 4, 128, 8, 2, 0), (64, 4, 64, 4, 2, 168),
+        FORWARD, (128, 4, 64, 8, 2, 128, 0, 0, 2), (128, 4, 64, 8, 2, 128, 0, 0, 1), (128, 4, 64, 8, 2, 128, 1, 0, 2),
+        (128, 4, 64, 8, 2, 128, 1, 0, 1), (128, 4, 128, 8, 2, 0, 1, 1, 2), (128, 4, 64, 8, 3, 0, 1, 1, 2),
+        (64, 4, 64, 4, 2, 0, 1, 1, 2), (64, 4, 64, 4, 2, 0, 1, 0, 2), (64, 4, 64, 4, 2, 168, 1, 0, 2),
+        (128, 4, 64, 8, 3, 0, 0, 1, 2), (128, 4, 64, 8, 2, 128, 1, 1, 2), (64, 4, 32, 4, 3, 0, 1, 0, 2),
+        (64, 4, 32, 4, 2, 0, 1, 0, 2),
     ),
     ("cmp", "forward"): rows(
-        FORWARD, (128, 1, 64, 8, 2, 0), (128, 1, 64, 8, 3, 0), (128, 1, 64, 8, 2, 128), (128, 1, 64, 4, 2, 0),
-        (128, 1, 128, 8, 2, 0), (128, 4, 128, 8, 2, 0), (64, 1, 64, 4, 3, 0), (64, 1, 64, 4, 2, 168),
+        FORWARD, (128, 1, 64, 8, 2, 128, 0, 0, 2), (128, 1, 64, 8, 2, 128, 1, 0, 2), (128, 1, 128, 8, 2, 0, 1, 1, 2),
+        (128, 1, 64, 8, 3, 0, 1, 1, 2), (64, 1, 64, 4, 2, 0, 1, 1, 2), (64, 1, 64, 4, 2, 168, 1, 0, 2),
+        (128, 1, 64, 8, 2, 128, 1, 1, 2), (128, 1, 128, 8, 2, 0, 1, 0, 2),
     ),
     ("win", "dq"): rows(
-        FORWARD, (128, 4, 64, 8, 2, 0), (128, 4, 64, 8, 3, 0), (64, 4, 64, 4, 2, 0), (128, 4, 64, 8, 2, 128),
-        (128, 4, 32, 8, 3, 0), (128, 4, 128, 8, 2, 0), (64, 4, 64, 4, 2, 168),
+        DQ, (64, 4, 64, 4, 2, 0, 0), (64, 4, 64, 4, 2, 0, 1), (64, 4, 64, 4, 3, 0, 1), (64, 4, 64, 4, 2, 168, 1),
+        (128, 4, 64, 8, 2, 0, 1), (128, 4, 64, 8, 3, 0, 1), (128, 4, 64, 8, 2, 128, 1), (128, 4, 128, 8, 2, 0, 1),
     ),
     ("cmp", "dq"): rows(
-        FORWARD, (128, 1, 64, 8, 2, 0), (128, 1, 64, 8, 3, 0), (64, 1, 64, 4, 2, 0), (128, 1, 64, 8, 2, 128),
-        (128, 1, 128, 8, 2, 0), (64, 1, 64, 4, 2, 168), (128, 1, 64, 4, 2, 0),
+        DQ, (128, 1, 128, 8, 2, 0, 0), (128, 1, 128, 8, 2, 0, 1), (64, 1, 64, 4, 2, 0, 1), (128, 1, 64, 8, 2, 128, 1),
+        (128, 1, 64, 8, 3, 0, 1), (64, 1, 64, 4, 2, 168, 1),
     ),
     ("win", "dkdv"): rows(
-        DKDV, (64, 64, 1, 4, 2, 0), (128, 64, 1, 8, 2, 0), (128, 64, 1, 8, 3, 0), (64, 32, 1, 4, 3, 0),
-        (128, 32, 1, 8, 3, 0), (64, 64, 1, 4, 3, 0), (128, 128, 1, 8, 2, 0),
+        DKDV, (64, 32, 1, 4, 3, 0, 0, 0), (64, 64, 1, 4, 2, 0, 0, 0), (64, 32, 1, 4, 3, 0, 1, 0),
+        (64, 32, 1, 4, 3, 0, 0, 1), (64, 64, 1, 4, 2, 0, 1, 0), (64, 64, 1, 4, 2, 0, 1, 1), (128, 64, 1, 8, 2, 0, 1, 0),
+        (128, 64, 1, 8, 2, 0, 1, 1), (64, 32, 1, 4, 2, 0, 1, 1),
     ),
     ("cmp", "dkdv"): rows(
-        DKDV, (64, 64, 1, 4, 2, 0), (128, 64, 1, 8, 2, 0), (128, 64, 1, 8, 3, 0), (64, 32, 1, 4, 3, 0),
-        (128, 32, 1, 8, 3, 0), (128, 64, 2, 8, 2, 0), (128, 128, 1, 8, 2, 0),
+        DKDV, (128, 64, 1, 8, 3, 0, 0, 0), (64, 64, 4, 4, 2, 0, 0, 0), (128, 64, 1, 8, 3, 0, 1, 0),
+        (64, 64, 1, 4, 2, 0, 1, 0), (64, 32, 1, 4, 3, 0, 1, 0), (128, 64, 1, 8, 2, 0, 1, 1), (64, 64, 4, 4, 2, 0, 1, 1),
     ),
-}  # fmt: skip
-# Warps specialised by the compiler, TMA descriptors: with --specialized, alone, because a wrong barrier would hang.
-CANDIDATES_SPECIALIZED = {
-    (slot, "forward"): rows(
-        SPECIALIZED, (128, 1, 64, 4, 2, 1), (128, 1, 64, 4, 3, 1), (128, 1, 128, 4, 2, 1), (128, 1, 64, 4, 4, 1),
-        (128, 1, 64, 8, 3, 1), (128, 1, 128, 8, 2, 1),
-    )
-    for slot in ("win", "cmp")
 }  # fmt: skip
 
 
@@ -161,12 +162,29 @@ def distance(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
     return worst
 
 
+FAILURES = (RuntimeError, TypeError, ValueError, KeyError, LookupError, AssertionError, TritonError)
+
+
 def attempt(run: Callable[[], Any]) -> Any:
     """``run``'s result, or the error's last line as text: one bad configuration must not end a measurement."""
     try:
         return run()
-    except Exception as error:
+    except FAILURES as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100] if str(error).strip() else ''}"
+
+
+@functools.cache
+def short(slot: str, shape: str) -> tuple[Case, dict[str, tuple[Tensor, ...]]]:
+    """A case of 700 tokens and its truth."""
+    heads, groups, width, _ = SHAPES[shape]
+    case = Case(slot, heads, groups, width, 700)
+    return case, case.truth()
+
+
+def check(slot: str, shape: str, piece: str, settings: dict[str, int] | None) -> float | str:
+    """The error of one configuration; its binary is in triton's cache afterwards. Runs in a process of its own."""
+    case, truth = short(slot, shape)
+    return attempt(lambda: distance(getattr(case, piece)(settings), truth[piece]))  # type: ignore[no-any-return]
 
 
 def operations(slot: str, heads: int, width: int, length: int) -> float:
@@ -179,52 +197,52 @@ def operations(slot: str, heads: int, width: int, length: int) -> float:
     return 4.0 * pairs * heads * width
 
 
-def table(slot: str, shape: str, pieces: list[str], candidates: dict[tuple[str, str], list[dict[str, int]]]) -> None:
-    """Check, time and print every candidate of one slot and shape."""
+def measure(slot: str, shape: str, work: list[tuple[str, Any]], errors: list[float | str]) -> None:
+    """Time and print every configuration of one slot and shape."""
     heads, groups, width, length = SHAPES[shape]
-    small = Case(slot, heads, groups, width, 700)
-    truth = small.truth()
-    work = [(piece, s) for piece in pieces for s in candidates.get((slot, piece), [])]
-    work += [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
-
-    def check(item: tuple[str, Any]) -> Any:
-        return attempt(lambda: distance(getattr(small, item[0])(item[1]), truth[item[0]]))
-
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        errors = list(pool.map(check, work))
     big = Case(slot, heads, groups, width, length)
     forward_operations = operations(slot, heads, width, length)
     share = {"forward": 1.0, "dq": 2.5 * 6 / 14, "dkdv": 2.5 * 8 / 14, "backward": 2.5}
     print(f"\n{slot} {shape} S={length}; targets forward {TARGETS[slot, shape][0]}, backward {TARGETS[slot, shape][1]}")
     for (piece, settings), error in zip(work, errors):
         label = " ".join(f"{k}={v}" for k, v in settings.items()) if settings else "shipped"
-        if isinstance(error, str):
-            print(f"{piece:9}{label:75} {error}", flush=True)
+        ms = error
+        if isinstance(error, float):
+            run = getattr(big, piece)
+            ms = attempt(lambda r=run, s=settings: do_bench(lambda: r(s), warmup=15, rep=60, return_mode="median"))
+        if not isinstance(ms, float):
+            print(f"{piece:9}{label:92} {ms}", flush=True)
             continue
-        run = getattr(big, piece)
-        ms = attempt(lambda r=run, s=settings: do_bench(lambda: r(s), warmup=20, rep=120, return_mode="median"))
-        rate = (
-            f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s"
-            if isinstance(ms, float)
-            else ms
-        )
-        print(f"{piece:9}{label:75}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}", flush=True)
+        rate = f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s"
+        print(f"{piece:9}{label:92}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}", flush=True)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Check everything in parallel, then measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--slot", nargs="+", choices=("win", "cmp"), default=["win", "cmp"])
     parser.add_argument("--piece", nargs="*", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"])
-    parser.add_argument("--specialized", action="store_true", help="the warp-specialised candidates instead")
+    parser.add_argument("--processes", type=int, default=14)
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}")
-    for shape in options.shape:
-        for slot in options.slot:
-            table(slot, shape, options.piece, CANDIDATES_SPECIALIZED if options.specialized else CANDIDATES)
-            torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}", flush=True)
+    work = [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
+    tables = {
+        (slot, shape): [(p, s) for p in options.piece for s in CANDIDATES[slot, p]] + work
+        for shape in options.shape
+        for slot in options.slot
+    }
+    began = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
+        futures = {at: [pool.submit(check, *at, *item) for item in items] for at, items in tables.items()}
+        errors = {at: [attempt(future.result) for future in found] for at, found in futures.items()}
+    print(f"checked in {time.monotonic() - began:.0f} s", flush=True)
+    for at, items in tables.items():
+        measure(*at, items, errors[at])
+        torch.cuda.empty_cache()
+    print(f"done in {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,38 +15,48 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import heads_together, launch_options
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, query_span, sees, store_rows
-from nsa_backend_triton.tile import LOG2E, place
+from nsa_backend_triton.span_forward import heads_together, key_descriptor, launch_options
+from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
+from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
 
 @triton.jit
 def _walk_keys(
-    q, do, lse, delta, dq, K, V, begin, end, keys, token, factor, k_row, v_row,
+    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
+    factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [M, Dk] with the keys begin .. end added; lse [M] in base 2."""
+    """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
     column = tl.arange(0, BLOCK_N)
-    for j in tl.range(begin, end, BLOCK_N):
-        k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-        v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+    for i in tl.range(0, tiles):
+        j = low + i * BLOCK_N
+        if MASKED:
+            j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
+        if TMA:
+            k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
+            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
+            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        p = tl.exp2(s * factor - lse[:, None])
+        s = s * factor - lse[:, None]
+        if MASKED:
+            if WINDOW > 0:  # one unsigned comparison for both sides
+                seen = (column[None, :] - (left - j)[:, None]).to(tl.uint32) < (right - left).to(tl.uint32)[:, None]
+                s = tl.where(seen, s, float("-inf"))
+            else:
+                s = hide(s, column, left - j, right - j, False, True)
+        p = tl.exp2(s)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[:, None])
-        if MASKED:
-            key = j + column
-            ds = tl.where(sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :], ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
     return dq
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dq(
-    Q, K, V, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
     lse_seq: tl.int64, lse_head: tl.int64, delta_seq: tl.int64, delta_head: tl.int64,
@@ -54,6 +64,7 @@ def span_dq(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta for span_dkdv, which runs afterwards. One program: TOKENS tokens x HEADS heads = M rows.
 
@@ -92,13 +103,19 @@ def span_dq(
     last = tl.minimum(row + TOKENS, length) - 1
     low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
     dq = tl.zeros([TOKENS * HEADS, BLOCK_DK], ACC)
-    if WINDOW > 0:
-        dq = _walk_keys(q, do, lse, delta, dq, K, V, low, all_low, keys, token, factor, k_row, v_row, DK, DV,
-                        BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
-    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_low, all_high, keys, token, factor, k_row, v_row, DK, DV,
-                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
-    dq = _walk_keys(q, do, lse, delta, dq, K, V, all_high, high, keys, token, factor, k_row, v_row, DK, DV,
-                    BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    left = token - WINDOW + 1
+    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
+    skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
+    masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
+    kv_head = head // GROUP
+    dq = _walk_keys(
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
+    )  # fmt: skip
+    dq = _walk_keys(
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
+        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
+    )  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
     dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
     tl.store(dq_at, (dq * scale).to(DQ.dtype.element_ty), mask=k_mask)
@@ -106,14 +123,16 @@ def span_dq(
 
 @triton.jit
 def _walk_queries(
-    k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles, heads, length, key, keys, factor,
+    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
+    left, right, factor,
     q_row, q_head, do_row, do_head, lse_head, delta_head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
-    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up).
+    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is
+    seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
     for step in tl.range(0, heads * tiles):
@@ -122,8 +141,12 @@ def _walk_queries(
         i += tl.where(i >= skip_from, skip_to - skip_from, 0)
         t = low + i * BLOCK_M
         at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
-        q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
-        do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
+        if TMA:
+            q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
+            do = DO_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DV)
+        else:
+            q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
+            do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
         LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
         if MASKED:
             lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
@@ -132,26 +155,23 @@ def _walk_queries(
             lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
-        p = tl.exp2(s * factor - lse[None, :])
+        if EARLY:
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
+        s = s * factor - lse[None, :]
         if MASKED:
-            token = t + row
-            seen = sees(token[None, :], key[:, None], SIZE, STRIDE, WINDOW) & (key < keys)[:, None]
-            seen &= (token < length)[None, :]
-            p = tl.where(seen, p, 0.0)
+            s = hide(s, row, left - t, right - t, True, WINDOW > 0)
+        p = tl.exp2(s)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])
-        if MASKED:
-            ds = tl.where(seen, ds, 0.0)  # 0 times what an invisible value made infinite
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"]
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dkdv(
-    Q, K, V, DO, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    Q, K, V, DO, Q_TMA, DO_TMA, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
     dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
@@ -160,6 +180,7 @@ def span_dkdv(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
 
@@ -199,12 +220,18 @@ def span_dkdv(
     DELTA += batch * delta_seq + start + head * delta_head
     dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
-    dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
-                           HEADS, length, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
-                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, False)  # fmt: skip
-    dk, dv = _walk_queries(k, v, dk, dv, Q, DO, LSE, DELTA, low, skip_from, skip_to, tiles - (skip_to - skip_from),
-                           HEADS, high, j + column, keys, factor, q_row, q_head, do_row, do_head, lse_head,
-                           delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, SIZE, STRIDE, WINDOW, ACC, True)  # fmt: skip
+    left = (j + column) * STRIDE + SIZE - 1
+    right = j + column + WINDOW
+    dk, dv = _walk_queries(
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
+        head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
+    )  # fmt: skip
+    dk, dv = _walk_queries(
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from),
+        head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
+    )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
     store_rows(DK_OUT, column, keys - j, dk_row, dk * scale, DK, BLOCK_DK)
@@ -275,17 +302,18 @@ def _dq(
     settings = settings or _pick("span_dq", q, v, span[2])
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     together = heads_together(group, settings["HEADS"])
-    tokens = settings["BLOCK_M"] // together
+    tokens, tma = settings["BLOCK_M"] // together, bool(settings.get("TMA"))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     span_dq[(seqs.tiles(tokens) * (heads // together),)](
-        q, k, v, o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp,
+        q, k, v, *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
+        o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
         *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
         **launch_options(settings),
     )  # fmt: skip
     return dq, delta
@@ -301,18 +329,20 @@ def _dkdv(
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
-    direct = bool(span[2])
+    direct, tma = bool(span[2]), bool(settings.get("TMA"))
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     sums = grads if direct else [torch.empty((parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v)]
     span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
-        q, k, v, do, lse, delta, *sums, seqs.cu, seqs.cu_cmp,
+        q, k, v, do, *(key_descriptor(x, settings["BLOCK_M"]) if tma else None for x in (q, do)),
+        lse, delta, *sums, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
         *(0 if direct else x.stride(0) for x in sums),
         *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
+        EARLY=bool(settings.get("EARLY")),
         **launch_options(settings),
     )  # fmt: skip
     if not direct:

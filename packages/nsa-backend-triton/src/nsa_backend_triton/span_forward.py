@@ -2,11 +2,11 @@
 
     s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s          (Eq. 5 with Eq. 7, or w)
 
-A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in registers or shared memory,
-m, l [M] and the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: bytes (Dk + Dv) * BLOCK_N * itemsize
-through L2 and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix
-units bind (128 operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the
-range are masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
+A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in shared memory, m, l [M] and
+the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: (Dk + Dv) * BLOCK_N * itemsize bytes through L2
+and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix units bind (128
+operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the range are
+masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
 """
 
 from __future__ import annotations
@@ -19,54 +19,84 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_tiles import key_place, key_span, load_rows, sees
-from nsa_backend_triton.tile import LOG2E, finish, place
+from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
+from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
+
+TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a NaN
+
+
+@triton.jit
+def _tile_start(i, low, skip_from, skip_to, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """First key of tile i; the tiles skip_from .. skip_to are left out."""
+    if MASKED:
+        i += tl.where(i >= skip_from, skip_to - skip_from, 0)
+    return low + i * BLOCK_N
 
 
 @triton.jit
 def _walk(
-    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, begin, end, keys, token, factor, k_row, v_row,
+    q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, before, keys, left,
+    right, factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over the keys begin .. end, tile by tile; token [M]; returns m, l, acc."""
+    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc, p, alpha.
+
+    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
+    LATE: the values of a tile are taken one tile later, while its successor's softmax runs; p, alpha and ``before`` are
+    what the tile before the first left behind.
+    """
     column = tl.arange(0, BLOCK_N)
-    for j in tl.range(begin, end, BLOCK_N, warp_specialize=TMA):
+    for i in tl.range(0, tiles):
+        j = _tile_start(i, low, skip_from, skip_to, BLOCK_N, MASKED)
         if TMA:
             k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if LATE:
+            late = tl.where(i > 0, _tile_start(i - 1, low, skip_from, skip_to, BLOCK_N, MASKED), before)
+            v = _values(V, V_TMA, batch, kv_head, late, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         if MASKED:
-            key = j + column
-            seen = sees(token[:, None], key[None, :], SIZE, STRIDE, WINDOW) & (key < keys)[None, :]
-            top = tl.max(tl.where(seen, s, float("-inf")), 1)
-            m_new = tl.maximum(m, tl.where(top == float("-inf"), top, top * factor))
+            s = hide(s, column, left - j, right - j, WINDOW > 0, True)
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        shift = m_new
+        if MASKED:
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-            p = tl.where(seen, tl.exp2(s * factor - shift[:, None]), 0.0)
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1) * factor)
-            shift = m_new
-            p = tl.exp2(s * factor - shift[:, None])
+        p = tl.exp2(s * factor - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+        if not LATE:
+            v = _values(V, V_TMA, batch, kv_head, j, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, MASKED)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         m = m_new
-    return m, l, acc
+    return m, l, acc, p, alpha
+
+
+@triton.jit
+def _values(
+    V, V_TMA, batch, kv_head, j, keys, v_row,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """v [N, Dv] of the keys from j on."""
+    if TMA:
+        return V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+    return load_rows(V + tl.cast(j, tl.int64) * v_row, tl.arange(0, BLOCK_N), keys - j, v_row, DV, BLOCK_DV, MASKED)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
 def span_forward(
-    Q, K, V, Q_TMA, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
     factor, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr, LOOPS: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
@@ -76,22 +106,18 @@ def span_forward(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if VARLEN:
-        if row >= length:
-            return
+    if row >= length:
+        return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     at = tl.arange(0, TOKENS * HEADS)
     local, h = at // HEADS, at % HEADS
     token = row + local
     inside = token < length
-    if TMA:
-        q = Q_TMA.load([batch * seq_len + row, head * DK])  # rows past the sequence: computed, never stored
-    else:
-        column = tl.arange(0, BLOCK_DK)
-        Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-        q_mask = inside[:, None] & (column < DK)[None, :]
-        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    column = tl.arange(0, BLOCK_DK)
+    Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
+    q_mask = inside[:, None] & (column < DK)[None, :]
+    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
     if NEGATIVE:
         q = -q  # exact; then a row's largest product is its largest score
 
@@ -103,17 +129,29 @@ def span_forward(
     m = tl.full([TOKENS * HEADS], float("-inf"), ACC)
     l = tl.zeros([TOKENS * HEADS], ACC)
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], ACC)
-    if TMA:  # warps are specialised over one loop only: its masks hide behind the other warps' products
-        m, l, acc = _walk(q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, True, True)  # fmt: skip
-    else:
-        if WINDOW > 0:
-            m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, low, all_low, keys, token, factor, k_row,
-                              v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
-        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_low, all_high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, False)  # fmt: skip
-        m, l, acc = _walk(q, m, l, acc, K, V, None, None, batch, kv_head, all_high, high, keys, token, factor, k_row,
-                          v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, SIZE, STRIDE, WINDOW, ACC, False, True)  # fmt: skip
+    left = token - WINDOW + 1
+    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
+    tiles = tl.cdiv(high - low, BLOCK_N)
+    skip_from, skip_to = 0, 0
+    p = tl.zeros([TOKENS * HEADS, BLOCK_N], ACC)
+    alpha = tl.full([TOKENS * HEADS], 1.0, ACC)
+    before = low
+    if LOOPS == 2:
+        skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
+        m, l, acc, p, alpha = _walk(
+            q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, before,
+            keys, left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, False,
+        )  # fmt: skip
+        before = tl.where(skip_to > skip_from, low + (skip_to - 1) * BLOCK_N, low)
+    masked = tiles - (skip_to - skip_from)
+    m, l, acc, p, alpha = _walk(
+        q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, before, keys, left,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, True,
+    )  # fmt: skip
+    if LATE:
+        before = tl.where(masked > 0, _tile_start(masked - 1, low, skip_from, skip_to, BLOCK_N, True), before)
+        v = _values(V, V_TMA, batch, kv_head, before, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
     o, lse = finish(m, l, acc)
 
     column = tl.arange(0, BLOCK_DV)
@@ -128,28 +166,14 @@ def heads_together(group: int, most: int) -> int:
     return min(group & -group, most)
 
 
-def descriptors_fit(packed: bool, per_token: tuple[Tensor, ...], per_key: tuple[Tensor, ...]) -> bool:
-    """Whether TMA descriptors can read these: aligned, tokens x heads seen as a matrix, widths powers of two.
+def descriptors_fit(packed: bool, *per_key: Tensor) -> bool:
+    """Whether TMA descriptors can read these [B, L, G, D]: aligned and not empty.
 
     Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
     """
-    if packed:
-        return False
-    for x in (*per_token, *per_key):
-        if x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:-1]) or not x.numel():
-            return False
-    return all(
-        x.stride(2) == x.shape[3] == triton.next_power_of_2(x.shape[3])
-        and x.shape[3] >= 16
-        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-        for x in per_token
+    return not packed and all(
+        x.numel() and x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:-1]) for x in per_key
     )
-
-
-def token_descriptor(x: Tensor, tokens: int) -> TensorDescriptor:
-    """x [B, S, H, D] as the matrix [B S, H D], read in tiles of ``tokens`` rows of one head."""
-    batch, length, heads, width = x.shape
-    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [tokens, width])
 
 
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
@@ -184,25 +208,24 @@ def forward(
         v_head_dim=dv,
         itemsize=q.itemsize,
         window=span[2],
-        pointers=int(not descriptors_fit(seqs.packed, (q,), (k, v))),
+        pointers=int(not descriptors_fit(seqs.packed, k, v)),
     )
     tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
     together = heads_together(heads // groups, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
-    descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
-    if tma:
-        descriptors = (token_descriptor(q, tokens), key_descriptor(k, block_n), key_descriptor(v, block_n))
+    descriptors = tuple(key_descriptor(x, block_n) if tma else None for x in (k, v))
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
     o = q.new_empty((*lead, heads, dv))
     lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats)
     span_forward[(seqs.tiles(tokens) * (heads // together),)](
         q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, o) for n in strides(x, seqs.packed)), *lse_strides(lse, seqs.packed),
-        abs(scale) * LOG2E.value, seqs.n, seqs.seq_len, k.shape[-3],
+        max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0, ACC=accumulator(q.dtype), TMA=tma,
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
+        ACC=accumulator(q.dtype), TMA=tma, LOOPS=settings.get("LOOPS", 2), LATE=bool(settings.get("LATE")),
         **launch_options(settings),
     )  # fmt: skip
     return o, lse

@@ -57,12 +57,16 @@ def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WI
 
 
 @triton.jit
-def sees(token, key, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether query ``token`` sees ``key``; tensors that broadcast against each other."""
-    seen = key * STRIDE + (SIZE - 1) <= token
-    if WINDOW > 0:
-        seen &= token < key + WINDOW
-    return seen
+def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
+    """s [R, C] where first[r] <= index[c] < end[r], -inf elsewhere; FIRST, END: whether that side counts.
+
+    Side by side, not with &: the compiler would keep both predicates of every element in registers.
+    """
+    if END:
+        s = tl.where(index[None, :] < end[:, None], s, float("-inf"))
+    if FIRST:
+        s = tl.where(index[None, :] >= first[:, None], s, float("-inf"))
+    return s
 
 
 @triton.jit
