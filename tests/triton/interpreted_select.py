@@ -145,6 +145,7 @@ def test_heads_are_summed_in_pieces() -> None:
     assert [select.split_heads(5, 128, 256), select.split_heads(5, 16, 32), select.split_heads(5, 16, 256)] == [
         (4, 2), (4, 2), (1, 5)
     ]  # fmt: skip
+    assert select.split_heads(16, 128, 64) == (16, 1)  # too many columns whatever is done: as few as can be
 
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])

@@ -232,7 +232,7 @@ def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
     for heads in (1 << bit for bit in range(columns.bit_length())):
         pieces = triton.cdiv(group, heads)
         if heads == 1 or heads < 2 * group:
-            choices.append((pieces * columns > most, pieces * heads, heads, pieces))
+            choices.append((max(pieces * columns, most), pieces * heads, heads, pieces))
     _, _, heads, pieces = min(choices)
     return heads, pieces
 
