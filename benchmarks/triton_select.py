@@ -1,21 +1,27 @@
 """select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then timed at the anchors.
 
-    python benchmarks/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2] [--configs 0,1,2]
+    python benchmarks/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--configs 0,1,2] [--parts]
 
 One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A
-configuration that fails prints its error and the rest go on.
+configuration that fails prints its error and the rest go on. --parts times the first configuration without its ranking,
+without exp2, and with a quarter of the exp2 as polynomials: what binds is what makes it faster by its absence.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import itertools
+import contextlib
+import dataclasses
 import multiprocessing
 import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 
 from nsa_backend_triton import configs, select
 from nsa_core.contract import SlotCall
@@ -23,21 +29,125 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.verify.regret import judge_selection
 
 GEOMETRY = BlockGeometry(32, 16, 64, 16, 1, 2, 512)
-ANCHORS = [(64, 4, 128, 65536), (32, 8, 128, 32768), (12, 2, 64, 65536)]
-BASE = {"COLUMNS": 128, "KEYS": 64, "Q_BYTES": 65536, "ROWS": 8, "CHUNKS": 16, "LANES": 32, "PROGRAMS": 2}
-BASE |= {"num_warps": 4, "num_stages": 2}
-CONFIGS = [
-    BASE,
-    BASE | {"ROWS": 16},
-    BASE | {"CHUNKS": 8},
-    BASE | {"ROWS": 16, "CHUNKS": 32},
-    BASE | {"num_stages": 3, "Q_BYTES": 32768, "PROGRAMS": 3},
-    BASE | {"COLUMNS": 64, "Q_BYTES": 32768, "PROGRAMS": 3},
-    BASE | {"COLUMNS": 256},
-    BASE | {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1},
-    BASE | {"KEYS": 128, "num_warps": 8, "COLUMNS": 256, "num_stages": 3, "PROGRAMS": 1},
-    BASE | {"KEYS": 128, "num_warps": 8, "Q_BYTES": 131072, "num_stages": 2, "PROGRAMS": 1},
+FORCED = BlockGeometry(32, 16, 64, 3, 1, 2, 512)  # every block of it is forced: nothing is ranked
+OTHER, ODD = BlockGeometry(16, 8, 48, 16, 0, 0, 64), BlockGeometry(32, 32, 64, 40, 2, 3, 64)
+Shape = tuple[int, int, int, int]
+ANCHORS: list[Shape] = [(64, 4, 128, 65536), (32, 8, 128, 32768), (12, 2, 64, 65536), (64, 4, 192, 32768)]
+CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
+    (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 1.0),
+    (32, 8, 128, 4096, torch.bfloat16, GEOMETRY, 4.0),
+    (12, 2, 64, 40000, torch.bfloat16, GEOMETRY, 1.0),
+    (7, 1, 96, 3000, torch.float16, OTHER, 1.0),
+    (3, 3, 192, 5000, torch.bfloat16, ODD, 2.0),
+    (8, 2, 64, 2000, torch.float32, GEOMETRY, 1.0),
+    (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
 ]
+BASE = {"COLUMNS": 128, "KEYS": 64, "Q_BYTES": 32768, "ROWS": 4, "CHUNKS": 16, "LANES": 32, "PROGRAMS": 2}
+BASE |= {"num_warps": 4, "num_stages": 2}
+WIDE = {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1}
+CONFIGS: list[configs.Settings] = [
+    BASE,
+    BASE | {"Q_BYTES": 65536},
+    BASE | {"ROWS": 8},
+    BASE | {"COLUMNS": 64, "PROGRAMS": 3},
+    BASE | {"num_stages": 3},
+    BASE | WIDE | {"Q_BYTES": 65536, "num_stages": 3},
+    BASE | WIDE | {"Q_BYTES": 65536, "COLUMNS": 256, "ROWS": 16, "num_stages": 3},
+    BASE | WIDE | {"Q_BYTES": 131072, "ROWS": 16},
+]
+FOR_WIDE_HEADS = (-1, 3)  # what fits
+
+
+@triton.jit
+def without_exp2(
+    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr
+):
+    """select._sum_heads, the logits instead of their probabilities."""
+    for piece in tl.static_range(PIECES):
+        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
+        p = s * factor - lse[piece][None, :]
+        part = tl.sum(tl.reshape(p, [k.shape[0], HEADS, p.shape[1] // HEADS]), 1)
+        total = part if piece == 0 else total + part  # noqa: F821
+    if MASKED:
+        total = tl.where(seen, total, 0.0)
+    return total
+
+
+@triton.jit
+def polynomial_exp2(x):
+    """2^x for x <= 127 without the special function unit: relative error 2e-7; 2^-126 for anything below."""
+    x = tl.maximum(x, -126.0)
+    shifted = x + 12582912.0  # 1.5 x 2^23: rounds to the next integer, and leaves it in the low bits
+    f = x - (shifted - 12582912.0)  # in [-1/2, 1/2]
+    p = 0.0013333558 * f + 0.009618129
+    p = p * f + 0.05550411
+    p = p * f + 0.24022651
+    p = p * f + 0.6931472
+    p = p * f + 1.0
+    return (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_polynomials(
+    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr
+):
+    """select._sum_heads, a quarter of the heads of a piece (all of h < 4: none) by polynomials."""
+    KEYS: tl.constexpr = k.shape[0]
+    for piece in tl.static_range(PIECES):
+        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
+        x = s * factor - lse[piece][None, :]
+        TOKENS: tl.constexpr = x.shape[1] // HEADS
+        if HEADS >= 4:
+            fast, other = tl.split(tl.permute(tl.reshape(x, [KEYS, 2, HEADS // 2, TOKENS]), (0, 2, 3, 1)))
+            more, rest = tl.split(tl.permute(tl.reshape(other, [KEYS, 2, HEADS // 4, TOKENS]), (0, 2, 3, 1)))
+            part = tl.sum(tl.exp2(fast), 1) + tl.sum(tl.exp2(more), 1) + tl.sum(polynomial_exp2(rest), 1)
+        else:
+            part = tl.sum(tl.reshape(tl.exp2(x), [KEYS, HEADS, TOKENS]), 1)
+        total = part if piece == 0 else total + part  # noqa: F821
+    if MASKED:
+        total = tl.where(seen, total, 0.0)
+    return total
+
+
+PARTS = {
+    "whole": (GEOMETRY, select._sum_heads),
+    "without ranking": (FORCED, select._sum_heads),
+    "without exp2": (GEOMETRY, without_exp2),
+    "without both": (FORCED, without_exp2),
+    "a quarter polynomials": (GEOMETRY, with_polynomials),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One binary: what it is timed on, and what to change."""
+
+    shape: Shape
+    peak: float = 1.0
+    number: int = 0  # of the configuration; -1: what ships
+    part: str = "whole"
+    dtype: torch.dtype = torch.bfloat16
+    geometry: BlockGeometry = GEOMETRY
+
+    @property
+    def settings(self) -> configs.Settings | None:
+        """None: those of the tables."""
+        return None if self.number < 0 else CONFIGS[self.number]
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others of its shape."""
+        settings = self.settings
+        change = "ships" if settings is None else {k: v for k, v in settings.items() if BASE[k] != v} or "base"
+        return f"{change}" if self.part == "whole" else f"{change}, {self.part}"
+
+
+@contextlib.contextmanager
+def replaced(part: str) -> Iterator[BlockGeometry]:
+    """The kernel with ``part`` changed. One part a process: compiled kernels remember what they call."""
+    geometry, sum_heads = PARTS[part]
+    with mock.patch.object(select, "_sum_heads", sum_heads):
+        yield geometry
 
 
 def inputs(
@@ -58,98 +168,113 @@ def inputs(
     return q, k, lse
 
 
-def check() -> None:
+def check(cases: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]]) -> None:
     """Every dtype, several numbers of heads and geometries against the regret rule on sampled rows."""
-    other, odd = BlockGeometry(16, 8, 48, 16, 0, 0, 64), BlockGeometry(32, 32, 64, 40, 2, 3, 64)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for heads, groups, dim, length, dtype, geometry, peak in [
-        (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 1.0),
-        (32, 8, 128, 4096, torch.bfloat16, GEOMETRY, 4.0),
-        (12, 2, 64, 40000, torch.bfloat16, GEOMETRY, 1.0),
-        (7, 1, 96, 3000, torch.float16, other, 1.0),
-        (3, 3, 192, 5000, torch.bfloat16, odd, 2.0),
-        (8, 2, 64, 2000, torch.float32, GEOMETRY, 1.0),
-        (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
-    ]:
+    for heads, groups, dim, length, dtype, geometry, peak in cases:
         name = f"{heads}/{groups}/{dim} S={length} {str(dtype)[6:]} l'={geometry.select_block_size} x{peak:g}"
         try:
             q, k, lse = inputs(heads, groups, dim, length, peak, dtype, geometry)
             call = SlotCall(geometry, dim**-0.5, None, length)
             blocks = select.forward(q, k, lse, call=call)
-            rows = [*torch.randperm(length)[:120].tolist(), 0, 1, 31, 32, length - 1]
+            rows = [*torch.randperm(length)[:60].tolist(), 0, 1, 31, 32, length - 1]
             judged = judge_selection(q, k, lse, blocks, geometry, dim**-0.5, rows=sorted(set(rows)))
             again = bool(torch.equal(blocks, select.forward(q, k, lse, call=call)))
             verdict = "ok" if judged.ok and again else f"WRONG {judged.why} same bits twice: {again}"
             print(f"{name:55s} {verdict} regret {judged.regret:.2f} flips {judged.flip_rate:.3%}", flush=True)
-        except Exception as error:  # the other cases still tell something
+        except Exception as error:  # noqa: BLE001  the other cases still tell something
             print(f"{name:55s} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
-def measure(shape: tuple[int, int, int, int], peak: float, settings: list[configs.Settings]) -> None:
-    """A line per configuration: first call, median ms, TFLOP/s."""
-    heads, groups, dim, length = shape
+def measure(shape: Shape, peak: float, jobs: list[Job]) -> None:
+    """A line per job: median ms, TFLOP/s, and how many sets are those of the first job."""
     q, k, lse = inputs(*shape, peak, torch.bfloat16)
-    call = SlotCall(GEOMETRY, dim**-0.5, None, length)
+    heads, groups, dim, length = shape
     visible = sum(GEOMETRY.num_compressed(t + 1) for t in range(length))
     first = None
-    for setting in settings:
-        change = {key: value for key, value in setting.items() if BASE.get(key) != value}
+    for job in jobs:
         start = time.perf_counter()
         try:
-            blocks = select.forward(q, k, lse, call=call, settings=setting)
-            torch.cuda.synchronize()
-            compiled = time.perf_counter() - start
-            ms = triton.testing.do_bench(
-                lambda s=setting: select.forward(q, k, lse, call=call, settings=s),
-                warmup=50,
-                rep=250,
-                return_mode="median",
-            )
+            with replaced(job.part) as geometry:
+                call = SlotCall(geometry, dim**-0.5, None, length)
+                blocks = select.forward(q, k, lse, call=call, settings=job.settings)
+                torch.cuda.synchronize()
+                compiled = time.perf_counter() - start
+
+                def again(job: Job = job, call: SlotCall = call) -> torch.Tensor:
+                    return select.forward(q, k, lse, call=call, settings=job.settings)
+
+                ms = triton.testing.do_bench(again, warmup=25, rep=120, return_mode="median")
             first = blocks if first is None else first
-            same = (blocks == first).all(-1).float().mean().item()
+            same = (blocks == first).all(-1).float().mean().item() if blocks.shape == first.shape else 0.0
             rate = 2 * visible * heads * dim / ms / 1e9
-            print(f"{heads}/{groups}/{dim} S={length} x{peak:g} {change or 'base'}: {ms:.3f} ms {rate:.0f} TFLOP/s, "
+            print(f"{heads}/{groups}/{dim} S={length} x{peak:g} {job.name}: {ms:.3f} ms {rate:.0f} TFLOP/s, "
                   f"{same:.3%} sets as the first, first call {compiled:.1f} s", flush=True)  # fmt: skip
-        except Exception as error:
-            print(f"{heads}/{groups}/{dim} {change}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        except Exception as error:  # noqa: BLE001  a configuration that does not fit must not end the run
+            print(f"{heads}/{groups}/{dim} {job.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
-def compile_one(job: tuple[tuple[int, int, int, int], configs.Settings]) -> None:
-    """Put the binary of a shape and configuration into Triton's cache: it serves every S."""
-    (heads, groups, dim, _), setting = job
-    q, k, lse = inputs(heads, groups, dim, 256, 1.0, torch.bfloat16)
-    select.forward(q, k, lse, call=SlotCall(GEOMETRY, dim**-0.5, None, 256), settings=setting)
+def compile_one(job: Job) -> None:
+    """Put the binary of a job into Triton's cache: it serves every S."""
+    heads, groups, dim, _ = job.shape
+    with replaced(job.part) as changed:
+        geometry = changed if job.part != "whole" else job.geometry
+        q, k, lse = inputs(heads, groups, dim, 256, 1.0, job.dtype, geometry)
+        select.forward(q, k, lse, call=SlotCall(geometry, dim**-0.5, None, 256), settings=job.settings)
 
 
-def precompile(shapes: list[tuple[int, int, int, int]], settings: list[configs.Settings]) -> None:
-    """All binaries at once, in processes: one takes some ten seconds. Failures show again when measured."""
+def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
+    """All of one part, in a process of its own; compiles at once, and times when it is its turn."""
+    jobs = [Job(shape, part=part) for shape in shapes]
+    with contextlib.suppress(Exception):  # shows again when measured
+        for job in jobs:
+            compile_one(job)
+    with turn:
+        for job in jobs:
+            measure(job.shape, 1.0, [job])
+        if part == "a quarter polynomials":  # the one that might replace what is there
+            with replaced(part):
+                check(CHECKS[:2])
+
+
+def precompile(jobs: list[Job]) -> None:
+    """All binaries at once, in processes: one takes some seconds. Failures show again when measured."""
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(12, mp_context=context) as pool:
-        list(
-            concurrent.futures.as_completed(
-                [pool.submit(compile_one, job) for job in itertools.product(shapes, settings)]
-            )
-        )
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+        list(concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs]))
+    print(f"{len(jobs)} binaries in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first configuration only")
+    parser.add_argument("--quick", action="store_true", help="what ships, and no configuration of the list")
     parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--shapes", default="0,1,2", help="anchors by number")
+    parser.add_argument("--parts", action="store_true", help="of the first two shapes")
+    parser.add_argument("--shapes", default="0,1,2,3", help="anchors by number")
     parser.add_argument("--configs", default=",".join(map(str, range(len(CONFIGS)))), help="configurations by number")
     given = parser.parse_args()
     shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
-    settings = [CONFIGS[int(i)] for i in ("0" if given.quick else given.configs).split(",")]
-    if not given.quick:
-        precompile(shapes, settings)
-    for shape in shapes:
-        measure(shape, 1.0, settings)
-    for shape in shapes:
-        measure(shape, 4.0, settings[:1])
-    if not given.skip_check:
-        check()
+    numbers = [-1] if given.quick else [-1, *map(int, given.configs.split(","))]
+    jobs = [Job(shape, number=n) for shape in shapes for n in numbers if shape[2] <= 128 or n in FOR_WIDE_HEADS]
+    checks = [] if given.skip_check else [Job((*case[:3], 0), 1.0, -1, "whole", *case[4:6]) for case in CHECKS]
+    context = multiprocessing.get_context("spawn")
+    turn = context.Lock()
+    parts = [
+        context.Process(target=measure_part, args=(part, shapes[:2], turn), daemon=True)
+        for part in list(PARTS)[1:]
+        if given.parts
+    ]
+    with turn:  # everything else is measured first
+        for process in parts:
+            process.start()
+        precompile([*checks, *jobs])
+        if checks:
+            check(CHECKS)
+        for shape in shapes:
+            measure(shape, 1.0, [job for job in jobs if job.shape == shape])
+        for shape in shapes[:2]:
+            measure(shape, 4.0, [Job(shape, 4.0, -1)])
+    for process in parts:
+        process.join()
 
 
 if __name__ == "__main__":

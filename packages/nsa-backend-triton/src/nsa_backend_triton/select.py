@@ -1,20 +1,22 @@
 """Choice of blocks from the probabilities of the compressed branch.
 
-    p[h,t,i] = exp(scale q.k_cmp[i] - lse)     score[t,j] = sum over i of weight(i, j) sum over heads of p     (Eq. 8 to 12)
+    p[h,t,i] = exp(scale q.k_cmp[i] - lse)                                          (Eq. 8)
+    score[t,j] = sum over i of weight(i, j) sum over heads of p                      (Eq. 9, 10)
 
-A program owns TOKENS tokens of one kv head with all their heads: N = TOKENS x HEADS columns, a piece of HEADS heads at a
-time, in PIECES pieces, all of q in shared memory. It walks the compressed keys in tiles of KEYS rows. Keys are the rows of
-the product and (head, token) its columns, head slowest: so the sum over heads stays inside a thread, and what is left
-of a tile is [KEYS, TOKENS]. Its rows are ordered [tap, block, tap, block], so that most of a block's taps meet in one
-thread too. Per tile: KEYS x D x itemsize bytes through L2, 2 x KEYS x N x PIECES x D operations, KEYS x N x PIECES exp2;
-in bf16 at D = 128 the matrix units and exp2 bind about equally, at D = 64 exp2 does.
+A program owns TOKENS tokens of one kv head with all their heads: N = TOKENS x HEADS columns, a piece of HEADS heads at
+a time, in PIECES pieces, all of q in shared memory. It walks the compressed keys in tiles of KEYS rows. Keys are the
+rows of the product and (head, token) its columns, head slowest: so the sum over heads stays inside a thread, and what
+is left of a tile is [KEYS, TOKENS]. Its rows are ordered [tap, block, tap, block], so that most of a block's taps meet
+in one thread too. Per tile: KEYS x D x itemsize bytes through L2, 2 x KEYS x N x PIECES x D operations,
+KEYS x N x PIECES exp2; in bf16 at D = 128 the matrix units and exp2 bind about equally, at D = 64 exp2 does.
 
 The scores of the program's tokens go to its own scratch row, linear in S and kept in L2, and are ranked there
 (select_rank). Programs are as many as fit on the GPU and take tiles in turn, long ones first.
 
-Order of the sums: heads within the product's columns, then pieces ascending, then the taps of block j that lie inside it,
-and last the sum of those that began in block j - 1. It is the same for every block and token, so blocks whose logits
-are equal tap by tap have equal scores, bit for bit; Eq. 10's order differs by rounding alone. No prefix sums.
+Order of the sums: heads within the product's columns, then pieces ascending, then the taps of block j that lie inside
+it, and last the sum of those that began in block j - 1. It is the same for every block and token, so blocks whose
+logits are equal tap by tap have equal scores, bit for bit; Eq. 10's order, taps before heads, differs by rounding
+alone, and would move every head's last taps across threads. No prefix sums.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _sum_heads(
         s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
         p = tl.exp2(s * factor - lse[piece][None, :])
         part = tl.sum(tl.reshape(p, [k.shape[0], HEADS, p.shape[1] // HEADS]), 1)
-        total = part if piece == 0 else total + part  # noqa: F821
+        total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821
     if MASKED:
         total = tl.where(seen, total, 0.0)
     return total
@@ -48,10 +50,10 @@ def _sum_heads(
 
 @triton.constexpr_function
 def _order(keys, taps, warps):
-    """(OUTER, HIGH, PAIR, MIDDLE, LOW): rows of a tile are [tap, block, tap, tap, block], of these sizes.
+    """(OUTER, HIGH, PAIR, MIDDLE, LOW): the sizes of the rows of a tile, [tap, block, tap, tap, block].
 
-    In the layout of the product a thread holds rows 8 apart and rows 16 * warps apart, eight neighbours are in one warp.
-    So the taps of a block are added inside a thread as far as there are rows of its own, the rest inside the warp.
+    In the layout of the product a thread holds rows 8 apart and rows 16 * warps apart, eight neighbours are in one
+    warp. So the taps of a block are added inside a thread as far as there are rows of its own, the rest in the warp.
     """
     blocks, pair = keys // taps, min(2, taps)
     outer = min(max(1, keys // (16 * warps)), taps // pair)
@@ -91,7 +93,7 @@ def _walk(
     SIZE: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
     WARPS: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the tiles begin .. end of BLOCKS = KEYS // TAPS blocks each; token [TOKENS]; ``visible`` keys at most."""
+    """Scores of tiles begin .. end of BLOCKS = KEYS // TAPS blocks each; token [TOKENS]; ``visible`` keys at most."""
     BLOCKS: tl.constexpr = KEYS // TAPS
     ORDER: tl.constexpr = _order(KEYS, TAPS, WARPS)
     HIGH: tl.constexpr = ORDER[1]
@@ -134,8 +136,9 @@ def _load_queries(
         head = piece * HEADS + at // TOKENS
         here = inside & (head < GROUP)
         q_at = Q + (row * q_row + head * q_head)[:, None] + column[None, :]
-        q = q + (tl.load(q_at, mask=here[:, None] & (column < DK)[None, :], other=0.0),)
-        lse = lse + (tl.load(LSE + row + head * lse_head, mask=here, other=float("inf")) * LOG2E,)
+        rows = tl.load(q_at, mask=here[:, None] & (column < DK)[None, :], other=0.0)
+        sums = tl.load(LSE + row + head * lse_head, mask=here, other=float("inf")) * LOG2E
+        q, lse = q + (rows,), lse + (sums,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
     return q, lse
 
 
@@ -187,7 +190,7 @@ def _choose(
             ranked = row + part + tl.arange(0, ROWS)
             rank_rows(SCORES + part * row_length, PLACES + part * SLOTS, SURVIVORS + part * SLOTS,
                       OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, row_length,
-                      N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES, ACC)  # fmt: skip
+                      N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
 
@@ -204,8 +207,7 @@ def select_forward(
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
     WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. SCORES [programs, TOKENS, row_length] PLACES and
-    SURVIVORS [programs, TOKENS, SLOTS]: scratch."""
+    """See the module. Scratch: SCORES [programs, TOKENS, row_length], PLACES, SURVIVORS [programs, TOKENS, SLOTS]."""
     programs, mine = tl.num_programs(0), tl.program_id(0)
     row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
     SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
@@ -222,7 +224,7 @@ def select_forward(
 
 
 def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
-    """(heads of a piece, pieces) for ``group`` heads in products of ``columns`` columns, at most ``most`` columns in all.
+    """(heads of a piece, pieces) for ``group`` heads in products of ``columns`` columns, at most ``most`` in all.
 
     Least padding first, then the most tokens, which is the fewest reads of the keys.
     """
@@ -230,7 +232,7 @@ def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
     for heads in (1 << bit for bit in range(columns.bit_length())):
         pieces = triton.cdiv(group, heads)
         if heads == 1 or heads < 2 * group:
-            choices.append((pieces * columns > most, pieces * heads, heads, pieces))
+            choices.append((max(pieces * columns, most), pieces * heads, heads, pieces))
     _, _, heads, pieces = min(choices)
     return heads, pieces
 
@@ -278,6 +280,7 @@ def forward(
 
 
 def scratch_row(blocks: int, tile: int, slots: int, window: int) -> int:
-    """Numbers in a token's scratch row: a pair per survivor and per block, in whole tiles and windows; a multiple of 16."""
+    """Numbers in a token's scratch row: a pair per survivor and block, in whole tiles and windows; a multiple of 16."""
     fresh = window - slots
-    return -(-(slots + max(-(-blocks // tile) * tile + 1, -(-blocks // fresh) * fresh)) // 8) * 16
+    pairs = slots + max(-(-blocks // tile) * tile + 1, -(-blocks // fresh) * fresh)
+    return -(-pairs // 8) * 16

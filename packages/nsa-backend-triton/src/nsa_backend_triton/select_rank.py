@@ -1,11 +1,11 @@
 """The best n of a row of scores, a window of the row at a time.
 
-A row's scores wait in the program's own scratch. A window of CHUNKS x LANES of them is held in registers (a lane's in one
-thread, a row's in one warp); the n-th best value is found by halving the range of its bit pattern (scores are >= 0, so
-their bits are ordered as they are): three operations per score and step, no more for n = 64 than for n = 1, about 8
-steps where no scores are equal and 24 at most 31. One scan then gives every chosen score its place. The first SLOTS
-columns of a window are the survivors of the windows before it, which lie at lower blocks: so any number of blocks is
-ranked in one pass, and survivors stay in ascending order.
+A row's scores wait in the program's own scratch. A window of CHUNKS x LANES of them is held in registers (a lane's in
+one thread, a row's in one warp); the n-th best value is found by halving the range of its bit pattern (scores are
+>= 0, so their bits are ordered as they are): three operations per score and step, no more for n = 64 than for n = 1,
+about 8 steps where no scores are equal and 24, at most 31, where some are. One scan then gives every chosen score its
+place. The first SLOTS columns of a window are the survivors of the windows before it, which lie at lower blocks: so any
+number of blocks is ranked in one pass, and survivors stay in ascending order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _choose(bits, need, eligible, NOTHING: tl.constexpr):
 def rank_rows(
     SCORES, PLACES, SURVIVORS, OUT, token, inside, out_row, row_length,
     N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, SELECT: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of ROWS tokens [ROWS], ``inside`` their document.
 
@@ -75,7 +75,8 @@ def rank_rows(
     read, PLACES and SURVIVORS [ROWS, SLOTS] are scratch.
     """
     FRESH: tl.constexpr = CHUNKS * LANES - SLOTS
-    NOTHING: tl.constexpr = -(2**52) if ACC == tl.float64 else -(2**23)  # the bits of -inf
+    WIDE: tl.constexpr = SCORES.dtype.element_ty == tl.float64
+    NOTHING: tl.constexpr = -(2**52) if WIDE else -(2**23)  # the bits of -inf
     row, slot = tl.arange(0, ROWS), tl.arange(0, SLOTS)[None, :]
     candidates = token // SELECT + 1
     init = tl.minimum(candidates, INIT)
@@ -92,11 +93,8 @@ def rank_rows(
         begin = SLOTS + tl.maximum(INIT - window * FRESH, 0)
         end = tl.where(free > 0, tl.minimum(SLOTS + first_local - window * FRESH, FRESH + SLOTS), 0)
         score = tl.load(here + at) + tl.load(here + 1 + at)
-        score = tl.maximum(score, float("-inf"))  # a NaN becomes -inf
-        if ACC == tl.float64:
-            bits = score.to(tl.int64, bitcast=True)
-        else:
-            bits = score.to(tl.int32, bitcast=True)
+        score = tl.where(score == score, score, float("-inf"))  # a NaN ranks last
+        bits = score.to(tl.int64 if WIDE else tl.int32, bitcast=True)
         valid = (column < kept[None, :, None]) | ((column >= begin) & (column < end[None, :, None]))
         bits = tl.where(valid, bits, NOTHING - 1)
         eligible = kept + tl.maximum(end - begin, 0)
