@@ -109,7 +109,7 @@ def _attend_tiles(
         call.scale * tile.LOG2E.value,
         *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
         *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys,
+        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys, NEGATIVE=call.scale < 0,
         **_options(chosen),
     )  # fmt: skip
 
@@ -162,20 +162,28 @@ def _load(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
 
 @triton.jit
 def _walk(
-    q, K, V, LIST, m, l, acc, low, high, t, member_bit, length, factor, stride_k, stride_v,
+    q, K, V, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k, stride_v,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr, L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
+    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end."""
+    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
+
+    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation a key: it is shifted by
+    infinity, so its p is 0. ``ever`` gathers the tokens that chose something.
+    """
     PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = L % KEYS == 0
     lane = tl.arange(0, KEYS)
     columns_k = tl.arange(0, DKP)
     columns_v = tl.arange(0, DVP)
+    # An entry is read a turn before its keys: an address that waits for a load is not fetched ahead.
+    block = tl.load(LIST + low, mask=low < high, other=0)
+    members = tl.load(LIST + N_LIST + low, mask=low < high, other=0)
     for i in tl.range(low * PARTS, high * PARTS):
-        block = tl.load(LIST + i // PARTS)
+        following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
+        next_block = tl.load(LIST + following)
+        next_members = tl.load(LIST + N_LIST + following)
         at_block = block.to(tl.int64) * L
-        members = tl.load(LIST + N_LIST + i // PARTS)
         inner = i % PARTS * KEYS + lane
         key = block * L + inner
         there = None
@@ -184,16 +192,29 @@ def _walk(
         elif not WHOLE:
             there = (inner < L)[:, None]
         k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
-        scores = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee") * factor
-        seen = ((members & member_bit) != 0)[:, None]
+        dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
+        scores = dots * factor
+        # Of the products as they are: the multiplication above then joins the subtraction below.
+        top = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor
         if CUT:
-            seen = seen & (key[None, :] <= t[:, None])
+            scores = tl.where(key[None, :] <= t[:, None], scores, float("-inf"))
         if not WHOLE:
-            seen = seen & (inner < L)[None, :]
-        p, m, l, acc = tile.softmax_step(tl.where(seen, scores, float("-inf")), m, l, acc)
+            scores = tl.where((inner < L)[None, :], scores, float("-inf"))
+        if CUT or not WHOLE:
+            top = tl.max(scores, 1)
+        member = (members & member_bit) != 0
+        m_new = tl.where(member, tl.maximum(m, top), m)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - tl.where(member, m_safe, float("inf"))[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
         v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
-        acc = tl.dot(p.to(v.dtype), v, acc, out_dtype=ACC, input_precision="ieee")
-    return m, l, acc
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
+        m = m_new
+        ever |= members
+        block = next_block
+        members = next_members
+    return m, l, acc, ever
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
@@ -202,6 +223,7 @@ def sel_forward_kernel(
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h, sl_b: tl.int64, sl_h: tl.int64,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
+    NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
 
@@ -232,15 +254,18 @@ def sel_forward_kernel(
     m = tl.full([M], float("-inf"), ACC)
     l = tl.zeros([M], ACC)
     acc = tl.zeros([M, DVP], ACC)
-    m, l, acc = _walk(
-        q, k, v, entries, m, l, acc, 0, cut, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, True, ACC,
+    ever = tl.full([], 0, tl.int32)
+    m, l, acc, ever = _walk(
+        q, k, v, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, ACC,
     )  # fmt: skip
-    m, l, acc = _walk(
-        q, k, v, entries, m, l, acc, cut, count, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, False, ACC,
+    m, l, acc, ever = _walk(
+        q, k, v, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, ACC,
     )  # fmt: skip
-    out, lse = tile.finish(m, l, acc)
+    # A token without blocks got nothing but, from a query that is NaN, NaN.
+    chose = (ever & bit) != 0
+    out, lse = tile.finish(m, tl.where(chose, l, 0.0), tl.where(chose[:, None], acc, 0.0))
     columns = tl.arange(0, DVP)
     at_o = O + seq * so_b + (first + row) * so_t + (local * so_t + head * so_h)[:, None] + columns[None, :]
     tl.store(at_o, out.to(O.dtype.element_ty), mask=inside[:, None] & (columns < DV)[None, :])
