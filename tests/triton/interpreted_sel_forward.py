@@ -37,7 +37,7 @@ def tuned(least: int, rows: int = 16, tiles: int = 2) -> sel_forward.Settings:
     return {
         "sel_forward": {"ROWS": rows, "KEYS": 16, "LEAST": least, "SHORT": 0, **compiler},
         "sel_bucket": {"ROWS": rows, "TILES": tiles, **compiler},
-        "sel_merge": {"ROWS": rows, **compiler},
+        "sel_merge": {"ROWS": rows, "UNROLL": 1, **compiler},
     }
 
 

@@ -143,7 +143,7 @@ def _attend_buckets(
     sel_merge_kernel[(triton.cdiv(rows[1], size) * groups,)](
         parts, part_lse, left, o, lse, seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
         DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), **_options(chosen),
+        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
     )  # fmt: skip
 
 
@@ -317,11 +317,18 @@ def sel_bucket_kernel(
     rows = tl.arange(0, M)
     head = rows % H
     at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
-    for i in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
-        at = pair + i * T + rows // H
-        inside = (rows < T * H) & (at < count)
-        t = tl.load(TOKENS + first_pair.to(tl.int64) + at, mask=inside, other=0)
-        slot = tl.load(SLOTS + first_pair.to(tl.int64) + at, mask=inside, other=0)
+    tokens = TOKENS + first_pair.to(tl.int64)
+    slots = SLOTS + first_pair.to(tl.int64)
+    # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
+    at = pair + rows // H
+    inside = (rows < T * H) & (at < count)
+    t = tl.load(tokens + at, mask=inside, other=0)
+    slot = tl.load(slots + at, mask=inside, other=0)
+    for _ in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
+        at += T
+        next_inside = (rows < T * H) & (at < count)
+        next_t = tl.load(tokens + at, mask=next_inside, other=0)
+        next_slot = tl.load(slots + at, mask=next_inside, other=0)
         q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, inside[:, None])
         scores = tl.dot(q, k, out_dtype=ACC, input_precision="ieee") * factor
         scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
@@ -333,16 +340,19 @@ def sel_bucket_kernel(
         into = (part * H + head) * DV
         tl.store(
             PARTS + into[:, None] + columns_v[None, :], o.to(PARTS.dtype.element_ty),
-            mask=inside[:, None] & (columns_v < DV)[None, :],
+            mask=inside[:, None] & (columns_v < DV)[None, :], eviction_policy="evict_first",
         )  # fmt: skip
         tl.store(PART_LSE + part * H + head, lse, mask=inside)
+        inside = next_inside
+        t = next_t
+        slot = next_slot
 
 
 @triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
 def sel_merge_kernel(
     PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64, sl_h: tl.int64,
     DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
 
@@ -368,19 +378,23 @@ def sel_merge_kernel(
     valid = inside[:, None] & (columns < DV)[None, :]
     base = tl.load(at_lse, mask=inside, other=float("-inf"))
     m = base
-    for i in tl.range(N):
+    any_marked = inside & (rows < 0)
+    for i in tl.range(N, loop_unroll_factor=UNROLL):
         marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
         m = tl.maximum(m, tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf")))
+        any_marked |= marked
+    if tl.max(any_marked.to(tl.int32), 0) == 0:
+        return
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     l = tl.exp(base - m_safe)
     acc = tl.load(at_o, mask=valid, other=0.0).to(ACC) * l[:, None]
-    for i in tl.range(N):
+    for i in tl.range(N, loop_unroll_factor=UNROLL):
         marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
         lse = tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf"))
         weight = tl.exp(lse - m_safe)
         at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
-        part = tl.load(at, mask=marked[:, None] & (columns < DV)[None, :], other=0.0)
-        acc += part.to(ACC) * weight[:, None]
+        mask = marked[:, None] & (columns < DV)[None, :]
+        acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC) * weight[:, None]
         l += weight
     l_safe = tl.where(l == 0.0, 1.0, l)
     tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)
