@@ -168,8 +168,8 @@ def _walk(
 ):  # fmt: skip
     """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
 
-    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation a key: it is shifted by
-    infinity, so its p is 0. ``ever`` gathers the tokens that chose something.
+    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation a key: it is
+    shifted by infinity, so its p is 0. ``ever`` gathers the tokens that chose something.
     """
     PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = L % KEYS == 0
@@ -220,7 +220,8 @@ def _walk(
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
 def sel_forward_kernel(
     Q, K, V, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h, sl_b: tl.int64, sl_h: tl.int64,
+    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h,
+    sl_b: tl.int64, sl_h: tl.int64,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
     NEGATIVE: tl.constexpr,
