@@ -122,42 +122,48 @@ def truths(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float) -> tup
     return p @ v64, rounded, p @ v64.abs(), lse, top
 
 
-def check() -> None:
-    """A verdict a row for small cases in each dtype, with and without buckets."""
-    cases = itertools.product(
+CHECKED = tuple(
+    itertools.product(
         (torch.bfloat16, torch.float16, torch.float32),
         ((16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128)),
         (1, 4),
     )
-    for dtype, (heads, dk, dv), least in cases:
-        torch.manual_seed(0)
-        length, groups = 1500, 2
-        q, k, v = (
-            torch.randn(1, length, h, d, device="cuda", dtype=dtype)
-            for h, d in ((heads * groups, dk), (groups, dk), (groups, dv))
-        )
-        blocks = past_blocks("near", length, groups)
-        call = SlotCall(GEOMETRY, dk**-0.5)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        small = dtype == torch.float32 or dk > 128
-        settings = tuned((64 if not small else 32, least, 4, 2), (64 if not small else 16, 8, 4, 3))
-        if small:
-            settings["sel_forward"] |= {"KEYS": 32, "num_stages": 1}
-            settings["sel_bucket"] |= {"num_stages": 1}
-        try:
-            o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
-            golden, rounded, magnitude, true_lse, top = truths(q, k, v, blocks, call.scale)
-            verdict = judge(o[0].transpose(0, 1), golden, rounded, magnitude, dtype)
-            lse_verdict = judge_lse(lse[0], true_lse, top, dtype)
-            again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
-            words = [
-                f"{dtype} h={heads} {dk}/{dv} least {least}: row {verdict.row:.2f} elem {verdict.elem:.2f}",
-                f"bias {verdict.bias:.2f} {verdict.why or 'right'}; lse {lse_verdict.elem:.1f}",
-                f"{lse_verdict.why or 'right'}; {'same bits' if torch.equal(o, again) else 'OTHER BITS'}",
-            ]
-            print(*words, flush=True)
-        except FAILURES as error:  # the other cases still count
-            print(f"{dtype} h={heads} {dk}/{dv} least {least}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+)
+
+
+def check_one(dtype: torch.dtype, shape: tuple[int, int, int], least: int) -> str:
+    """The verdict on a small case; least > 1: with buckets."""
+    heads, dk, dv = shape
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    length, groups = 1500, 2
+    sizes = ((heads * groups, dk), (groups, dk), (groups, dv))
+    q, k, v = (torch.randn(1, length, h, d, device="cuda", dtype=dtype) for h, d in sizes)
+    blocks = past_blocks("near", length, groups)
+    call = SlotCall(GEOMETRY, dk**-0.5)
+    small = dtype == torch.float32 or dk > 128
+    settings = tuned((64 if not small else 32, least, 4, 3), (64 if not small else 16, 8, 4, 3))
+    if small:
+        settings["sel_forward"] |= {"KEYS": 32, "num_stages": 1}
+        settings["sel_bucket"] |= {"num_stages": 1}
+    name = f"{dtype} h={heads} {dk}/{dv} least {least}:"
+    try:
+        o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+        golden, rounded, magnitude, true_lse, top = truths(q, k, v, blocks, call.scale)
+        verdict = judge(o[0].transpose(0, 1), golden, rounded, magnitude, dtype)
+        of_lse = judge_lse(lse[0], true_lse, top, dtype)
+        again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+    except FAILURES as error:  # the other cases still count
+        return f"{name} {type(error).__name__}: {str(error)[:200]}"
+    words = f"row {verdict.row:.2f} elem {verdict.elem:.2f} bias {verdict.bias:.2f} {verdict.why or 'right'};"
+    words += f" lse {of_lse.elem:.1f} {of_lse.why or 'right'}; "
+    return f"{name} {words}{'same bits' if torch.equal(o, again) else 'OTHER BITS'}"
+
+
+def workers() -> ProcessPoolExecutor:
+    """Processes that compile at the same time, each with a context on the GPU."""
+    count = max(1, min(12, (os.cpu_count() or 2) - 2))
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 def median_ms(function: Callable[[], Any], quick: bool) -> float:
@@ -225,12 +231,15 @@ def compile_one(case: int, settings: Tuned) -> None:
         sel_forward.forward(q, k, v, blocks, call=SlotCall(GEOMETRY, width**-0.5), tuned=settings)
 
 
-def compile_all(cases: list[int]) -> None:
-    """Compile what :func:`measure` will run, some processes at a time."""
+def prepare(cases: list[int], checked: bool) -> None:
+    """Compile what :func:`measure` will run; print a verdict for each small case if ``checked``."""
     jobs = [(case, settings) for case in cases for settings in configurations(SHAPES[case][1] // SHAPES[case][2])]
-    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, *zip(*jobs)))
+    with workers() as pool:
+        verdicts = pool.map(check_one, *zip(*CHECKED)) if checked else iter(())
+        compiled = pool.map(compile_one, *zip(*jobs)) if jobs else iter(())
+        for verdict in verdicts:
+            print(verdict, flush=True)
+        list(compiled)
 
 
 def measure(case: int, kind: str, quick: bool, checkpoints: Path | None) -> None:
@@ -268,9 +277,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
-    if not args.no_check:
-        check()
-    compile_all(args.case)
+    prepare(args.case, not args.no_check)
     for case, kind in itertools.product(args.case, args.kind):
         measure(case, kind, args.quick, args.checkpoints)
 
