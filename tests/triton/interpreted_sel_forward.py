@@ -105,20 +105,20 @@ def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)
     monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 13 * 4 * 4 * 8 * 8)  # 13 of 30 rows at a time
-    agrees(x, call, tuned(2))
+    agrees(x, call, tuned(7))
 
 
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:
     x, call = problem([22], False, 1, 4, 8, 8)
-    agrees(x, SlotCall(call.geometry, scale), tuned(2))
+    agrees(x, SlotCall(call.geometry, scale), tuned(3))
 
 
 def test_strided_inputs() -> None:
     x, call = problem([18, 18], False, 2, 2, 8, 8)
     spread = {name: torch.stack([t, t], 3)[:, :, :, 1] if t.dim() == 4 else t for name, t in x.items()}
-    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(2))
-    o2, lse2 = sel_forward.forward(**spread, call=call, tuned=tuned(2))
+    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(7))
+    o2, lse2 = sel_forward.forward(**spread, call=call, tuned=tuned(7))
     assert torch.equal(o, o2)
     assert torch.equal(lse, lse2)
 
