@@ -16,7 +16,8 @@ from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.interpreter import strict
 
-GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4
+GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half a step of 16 keys
+WHOLE = BlockGeometry(4, 2, 16, 4, 1, 2, 8)  # l' = 16: one step, nothing masked in a block of the past
 ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two steps of 16 keys
 
 
@@ -95,6 +96,12 @@ def test_is_the_oracles(
 
 
 @pytest.mark.parametrize("least", [1, 2])
+def test_block_of_whole_steps(least: int) -> None:
+    x, call = problem([14, 39], True, 1, 2, 8, 8, WHOLE)
+    agrees(x, call, tuned(least))
+
+
+@pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
     x, call = problem([43], packed, 1, 2, 8, 8, ODD)
@@ -110,7 +117,7 @@ def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:
-    x, call = problem([22], False, 1, 4, 8, 8)
+    x, call = problem([41], False, 1, 4, 8, 8, WHOLE)
     agrees(x, SlotCall(call.geometry, scale), tuned(3))
 
 
@@ -146,15 +153,15 @@ def test_the_future_changes_no_bit(least: int) -> None:
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_nan_in_a_query_stays_in_its_row(least: int) -> None:
-    x, call = problem([29], False, 2, 2, 8, 8)
-    x["blocks"][0, 20, 0, 0] = 0
-    x["blocks"][0, 21, 0] = -1
-    x["blocks"][0, 22, 0, 0] = 0
+    x, call = problem([41], False, 2, 2, 8, 8, WHOLE)
+    x["blocks"][0, 36, 0, 0] = 0
+    x["blocks"][0, 37, 0] = -1
+    x["blocks"][0, 38, 0, 0] = 0
     clean, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
-    x["q"][0, 20:22, :2] = torch.nan
+    x["q"][0, 36:38, :2] = torch.nan
     o, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
-    assert o[0, 20, :2].isnan().all()
-    o[0, 20, :2] = clean[0, 20, :2]
+    assert o[0, 36, :2].isnan().all()
+    o[0, 36, :2] = clean[0, 36, :2]
     assert torch.equal(o, clean)
 
 

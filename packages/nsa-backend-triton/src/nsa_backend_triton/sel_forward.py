@@ -273,9 +273,7 @@ def sel_forward_kernel(
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"],
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
 def sel_bucket_kernel(
     Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
