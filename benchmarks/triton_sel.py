@@ -1,21 +1,28 @@
 """Forward of sel on our kernels: checked on small cases, then timed over tile shapes and kinds of blocks.
 
-    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near] [--quick]
+    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near real] [--checkpoints DIRECTORY] [--quick]
 
 ``random``: the forced blocks and 13 random past ones. ``near``: a token keeps each of its neighbour's 13 with
-probability 0.8. Times are medians of do_bench, bf16, batch 1. Parts: the unions, the tile kernel, the pair lists, the
-buckets and their merge (with their lists).
+probability 0.8. ``real``: activations of the layers that real_blocks.py trained into DIRECTORY. What is measured is
+compiled first, in several processes. Times are medians of do_bench, bf16, batch 1. Parts: the unions, the tile kernel,
+the pair lists, the buckets and their merge (with their lists).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import TritonError
 
 from nsa_backend_triton import sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
@@ -29,53 +36,53 @@ SHAPES = [
     ("64/4/128 S=64k", 64, 4, 128, 65536),
     ("12/2/64 S=64k", 12, 2, 64, 65536),
 ]
+FAILURES = (RuntimeError, TritonError)  # too much memory of either kind, what does not compile
+COMPILER = {"num_warps": 4, "num_stages": 2}
 Tuned = dict[str, dict[str, int]]
 
 
 def tuned(
-    forward: tuple[int, int, int, int, int], bucket: tuple[int, int, int, int] = (128, 8, 8, 3), rows: int = 32
+    forward: tuple[int, ...], bucket: tuple[int, ...] = (64, 16, 4, 2), merge: tuple[int, int] = (32, 4)
 ) -> Tuned:
-    """forward: ROWS, LEAST, warps, stages, registers; bucket: ROWS, TILES, warps, stages; rows of the merge."""
-    f = dict(zip(("ROWS", "LEAST", "num_warps", "num_stages", "maxnreg"), forward)) | {"KEYS": 64, "SHORT": 0}
-    if not f["maxnreg"]:
-        del f["maxnreg"]
-    b = dict(zip(("ROWS", "TILES", "num_warps", "num_stages"), bucket))
-    return {"sel_forward": f, "sel_bucket": b, "sel_merge": {"ROWS": rows, "num_warps": 4, "num_stages": 2}}
+    """forward: ROWS, LEAST, warps, stages[, registers, KEYS]; bucket: ROWS, TILES, warps, stages[, registers].
+
+    merge: ROWS, UNROLL. Registers 0: as many as the compiler likes.
+    """
+    f = {"KEYS": 64, "SHORT": 0}
+    f |= zip(("ROWS", "LEAST", "num_warps", "num_stages", "maxnreg", "KEYS"), forward)
+    b = dict(zip(("ROWS", "TILES", "num_warps", "num_stages", "maxnreg"), bucket))
+    for row in (f, b):
+        if not row.get("maxnreg", 1):
+            del row["maxnreg"]
+    return {"sel_forward": f, "sel_bucket": b, "sel_merge": dict(zip(("ROWS", "UNROLL"), merge)) | COMPILER}
 
 
 def configurations(heads: int) -> Iterator[Tuned]:
     """What is tried for ``heads`` a group: all shared first, then with buckets."""
     shared = [
-        (64, 4, 3, 0),
-        (64, 4, 2, 0),
-        (64, 4, 2, 168),
-        (128, 8, 2, 0),
-        (128, 8, 3, 0),
-        (32, 4, 3, 0),
-        (64, 8, 2, 0),
+        (64, 1, 4, 3),
+        (64, 1, 4, 2),
+        (64, 1, 4, 3, 168),
+        (64, 1, 4, 3, 168, 32),
+        (64, 1, 4, 4, 0, 32),
+        (128, 1, 8, 3),
+        (128, 1, 8, 2),
     ]
-    for rows, warps, stages, registers in shared:
-        yield tuned((rows, 1, warps, stages, registers))
+    for row in shared:
+        yield tuned(row)
+    buckets = [(64, 16, 4, 2), (64, 16, 4, 3), (64, 16, 4, 2, 168), (64, 32, 4, 2, 168), (64, 8, 4, 2, 168)]
     if heads >= 16:
-        for least in (2, 3):
-            yield tuned((64, least, 4, 3, 0))
-        yield tuned((128, 3, 8, 3, 0))
+        for bucket in buckets[:3]:
+            yield tuned((64, 2, 4, 3), bucket)
         return
-    for least in (2, 4, 8, 16):
-        yield tuned((128, least, 8, 3, 0))
-    buckets = [
-        (128, 4, 8, 3),
-        (128, 16, 8, 3),
-        (128, 8, 8, 2),
-        (128, 8, 8, 4),
-        (64, 8, 4, 3),
-        (64, 16, 4, 3),
-        (64, 16, 4, 2),
-    ]
+    best = 4 if heads <= 4 else 3
     for bucket in buckets:
-        yield tuned((128, 8, 8, 3, 0), bucket)
-    for rows in (16, 64, 128):
-        yield tuned((128, 8, 8, 3, 0), rows=rows)
+        yield tuned((64, best, 4, 3), bucket)
+    for merge in ((16, 4), (64, 4), (32, 1), (32, 16)):
+        yield tuned((64, best, 4, 3), merge=merge)
+    for least in (best - 1, best + 1, best + 3):
+        yield tuned((64, least, 4, 3))
+    yield tuned((128, 2 * best, 8, 3))
 
 
 def past_blocks(kind: str, length: int, groups: int) -> Tensor:
@@ -115,39 +122,48 @@ def truths(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float) -> tup
     return p @ v64, rounded, p @ v64.abs(), lse, top
 
 
-def check() -> None:
-    """A verdict a row for small cases in each dtype, with and without buckets."""
-    cases = itertools.product(
+CHECKED = tuple(
+    itertools.product(
         (torch.bfloat16, torch.float16, torch.float32),
         ((16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128)),
         (1, 4),
     )
-    for dtype, (heads, dk, dv), least in cases:
-        torch.manual_seed(0)
-        length, groups = 1500, 2
-        q, k, v = (
-            torch.randn(1, length, h, d, device="cuda", dtype=dtype)
-            for h, d in ((heads * groups, dk), (groups, dk), (groups, dv))
-        )
-        blocks = past_blocks("near", length, groups)
-        call = SlotCall(GEOMETRY, dk**-0.5)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        small = dtype == torch.float32 or dk > 128
-        settings = tuned((64 if not small else 32, least, 4, 2, 0), (64 if not small else 16, 8, 4, 3))
-        if small:
-            settings["sel_forward"] |= {"KEYS": 32, "num_stages": 1}
-            settings["sel_bucket"] |= {"num_stages": 1}
-        try:
-            o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
-            golden, rounded, magnitude, true_lse, top = truths(q, k, v, blocks, call.scale)
-            verdict = judge(o[0].transpose(0, 1), golden, rounded, magnitude, dtype)
-            lse_verdict = judge_lse(lse[0], true_lse, top, dtype)
-            again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
-            print(f"{str(dtype):15} h={heads} {dk}/{dv} least {least}: row {verdict.row:.2f} elem {verdict.elem:.2f} "
-                  f"bias {verdict.bias:.2f} {verdict.why or 'right'}; lse {lse_verdict.elem:.1f} {lse_verdict.why or 'right'}; "
-                  f"{'same bits' if torch.equal(o, again) else 'OTHER BITS'}", flush=True)  # fmt: skip
-        except Exception as error:  # a plugin's kernel may fail in any way; the other cases still count
-            print(f"{dtype} h={heads} {dk}/{dv} least {least}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+)
+
+
+def check_one(dtype: torch.dtype, shape: tuple[int, int, int], least: int) -> str:
+    """The verdict on a small case; least > 1: with buckets."""
+    heads, dk, dv = shape
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    length, groups = 1500, 2
+    sizes = ((heads * groups, dk), (groups, dk), (groups, dv))
+    q, k, v = (torch.randn(1, length, h, d, device="cuda", dtype=dtype) for h, d in sizes)
+    blocks = past_blocks("near", length, groups)
+    call = SlotCall(GEOMETRY, dk**-0.5)
+    small = dtype == torch.float32 or dk > 128
+    settings = tuned((64 if not small else 32, least, 4, 3), (64 if not small else 16, 8, 4, 3))
+    if small:
+        settings["sel_forward"] |= {"KEYS": 32, "num_stages": 1}
+        settings["sel_bucket"] |= {"num_stages": 1}
+    name = f"{dtype} h={heads} {dk}/{dv} least {least}:"
+    try:
+        o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+        golden, rounded, magnitude, true_lse, top = truths(q, k, v, blocks, call.scale)
+        verdict = judge(o[0].transpose(0, 1), golden, rounded, magnitude, dtype)
+        of_lse = judge_lse(lse[0], true_lse, top, dtype)
+        again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+    except FAILURES as error:  # the other cases still count
+        return f"{name} {type(error).__name__}: {str(error)[:200]}"
+    words = f"row {verdict.row:.2f} elem {verdict.elem:.2f} bias {verdict.bias:.2f} {verdict.why or 'right'};"
+    words += f" lse {of_lse.elem:.1f} {of_lse.why or 'right'}; "
+    return f"{name} {words}{'same bits' if torch.equal(o, again) else 'OTHER BITS'}"
+
+
+def workers() -> ProcessPoolExecutor:
+    """Processes that compile at the same time, each with a context on the GPU."""
+    count = max(1, min(12, (os.cpu_count() or 2) - 2))
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 def median_ms(function: Callable[[], Any], quick: bool) -> float:
@@ -191,12 +207,45 @@ def parts(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, setti
     return times
 
 
-def measure(case: int, kind: str, quick: bool) -> None:
+def inputs(case: int, kind: str, checkpoints: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v in bf16 and blocks of a shape, batch 1."""
+    _, n_heads, groups, width, length = SHAPES[case]
+    torch.manual_seed(0)
+    if kind == "real":
+        from real_blocks import real_inputs  # beside this file; needs the modules of nsa_core.bench
+
+        assert checkpoints is not None, "--kind real needs --checkpoints"
+        checkpoint = checkpoints / f"{n_heads}-{groups}-{width}.safetensors"
+        real = real_inputs(f"{n_heads}/{groups}/{width}", length, "cuda", torch.bfloat16, checkpoint)
+        return real.q, real.k[1], real.v[1], real.blocks
+    q, k, v = (torch.randn(1, length, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
+    return q, k, v, past_blocks(kind, length, groups)
+
+
+def compile_one(case: int, settings: Tuned) -> None:
+    """Put the kernels of ``settings`` into triton's cache: the binaries depend on the shape, not on the length."""
+    _, n_heads, groups, width, _ = SHAPES[case]
+    q, k, v = (torch.zeros(1, 256, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
+    blocks = past_blocks("random", 256, groups)
+    with contextlib.suppress(*FAILURES):  # told when it is measured
+        sel_forward.forward(q, k, v, blocks, call=SlotCall(GEOMETRY, width**-0.5), tuned=settings)
+
+
+def prepare(cases: list[int], checked: bool) -> None:
+    """Compile what :func:`measure` will run; print a verdict for each small case if ``checked``."""
+    jobs = [(case, settings) for case in cases for settings in configurations(SHAPES[case][1] // SHAPES[case][2])]
+    with workers() as pool:
+        verdicts = pool.map(check_one, *zip(*CHECKED)) if checked else iter(())
+        compiled = pool.map(compile_one, *zip(*jobs)) if jobs else iter(())
+        for verdict in verdicts:
+            print(verdict, flush=True)
+        list(compiled)
+
+
+def measure(case: int, kind: str, quick: bool, checkpoints: Path | None) -> None:
     """A table row per configuration."""
     name, n_heads, groups, width, length = SHAPES[case]
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, length, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
-    blocks = past_blocks(kind, length, groups)
+    q, k, v, blocks = inputs(case, kind, checkpoints)
     call = SlotCall(GEOMETRY, width**-0.5)
     heads, seqs = n_heads // groups, Sequences.of(q, call)
     flops = 4 * width * n_heads * length * 1024
@@ -205,19 +254,17 @@ def measure(case: int, kind: str, quick: bool) -> None:
         for size in (2, 4, 8, 16, 32)
     }
     print(f"\n{name} {kind}: union of 2..32 tokens " + " ".join(f"{size}:{mean:.0f}" for size, mean in sizes.items()))
-    print(f"all pair lists {median_ms(lambda: sel_lists.build(blocks, seqs, GEOMETRY), quick):.3f} ms")
     for settings in configurations(heads):
+        rows = [list(row.values()) for row in settings.values()]
         try:
             ms = median_ms(lambda s=settings: sel_forward.forward(q, k, v, blocks, call=call, tuned=s), quick)
             split = " ".join(f"{part:.2f}" for part in parts(q, k, v, blocks, call, settings, quick))
-            print(f"{ms:7.2f} ms {flops / ms / 1e9:5.0f} TFLOP/s  unions, tiles, lists, buckets: {split}  "
-                  f"{list(settings['sel_forward'].values())} {list(settings['sel_bucket'].values())} "
-                  f"{settings['sel_merge']['ROWS']}", flush=True)  # fmt: skip
-        except Exception as error:  # a configuration may not fit; the others still count
             print(
-                f"        {type(error).__name__}: {str(error)[:150]}  {settings['sel_forward']} {settings['sel_bucket']}",
+                f"{ms:7.2f} ms {flops / ms / 1e9:5.0f} TFLOP/s  unions, tiles, lists, buckets: {split}  {rows}",
                 flush=True,
             )
+        except FAILURES as error:  # a configuration may not fit; the others still count
+            print(f"        {type(error).__name__}: {str(error)[:150]}  {rows}", flush=True)
             torch.cuda.empty_cache()
 
 
@@ -225,14 +272,14 @@ def main() -> None:
     """Check, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--kind", nargs="*", default=["random", "near"])
+    parser.add_argument("--kind", nargs="*", default=["random", "near"], choices=["random", "near", "real"])
+    parser.add_argument("--checkpoints", type=Path, help="where real_blocks.py put its layers")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
-    if not args.no_check:
-        check()
+    prepare(args.case, not args.no_check)
     for case, kind in itertools.product(args.case, args.kind):
-        measure(case, kind, args.quick)
+        measure(case, kind, args.quick, args.checkpoints)
 
 
 if __name__ == "__main__":

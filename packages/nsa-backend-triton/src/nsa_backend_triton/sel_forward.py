@@ -109,7 +109,7 @@ def _attend_tiles(
         call.scale * tile.LOG2E.value,
         *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
         *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys,
+        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys, NEGATIVE=call.scale < 0,
         **_options(chosen),
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def _attend_buckets(
     sel_merge_kernel[(triton.cdiv(rows[1], size) * groups,)](
         parts, part_lse, left, o, lse, seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
         DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), **_options(chosen),
+        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
     )  # fmt: skip
 
 
@@ -162,20 +162,28 @@ def _load(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
 
 @triton.jit
 def _walk(
-    q, K, V, LIST, m, l, acc, low, high, t, member_bit, length, factor, stride_k, stride_v,
+    q, K, V, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k, stride_v,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr, L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
+    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end."""
+    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
+
+    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation a key: it is
+    shifted by infinity, so its p is 0. ``ever`` gathers the tokens that chose something.
+    """
     PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = L % KEYS == 0
     lane = tl.arange(0, KEYS)
     columns_k = tl.arange(0, DKP)
     columns_v = tl.arange(0, DVP)
+    # An entry is read a turn before its keys: an address that waits for a load is not fetched ahead.
+    block = tl.load(LIST + low, mask=low < high, other=0)
+    members = tl.load(LIST + N_LIST + low, mask=low < high, other=0)
     for i in tl.range(low * PARTS, high * PARTS):
-        block = tl.load(LIST + i // PARTS)
+        following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
+        next_block = tl.load(LIST + following)
+        next_members = tl.load(LIST + N_LIST + following)
         at_block = block.to(tl.int64) * L
-        members = tl.load(LIST + N_LIST + i // PARTS)
         inner = i % PARTS * KEYS + lane
         key = block * L + inner
         there = None
@@ -184,24 +192,39 @@ def _walk(
         elif not WHOLE:
             there = (inner < L)[:, None]
         k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
-        scores = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee") * factor
-        seen = ((members & member_bit) != 0)[:, None]
+        dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
+        scores = dots * factor
+        # Of the products as they are: the multiplication above then joins the subtraction below.
+        top = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor
         if CUT:
-            seen = seen & (key[None, :] <= t[:, None])
+            scores = tl.where(key[None, :] <= t[:, None], scores, float("-inf"))
         if not WHOLE:
-            seen = seen & (inner < L)[None, :]
-        p, m, l, acc = tile.softmax_step(tl.where(seen, scores, float("-inf")), m, l, acc)
+            scores = tl.where((inner < L)[None, :], scores, float("-inf"))
+        if CUT or not WHOLE:
+            top = tl.max(scores, 1)
+        member = (members & member_bit) != 0
+        m_new = tl.where(member, tl.maximum(m, top), m)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - tl.where(member, m_safe, float("inf"))[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
         v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
-        acc = tl.dot(p.to(v.dtype), v, acc, out_dtype=ACC, input_precision="ieee")
-    return m, l, acc
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
+        m = m_new
+        ever |= members
+        block = next_block
+        members = next_members
+    return m, l, acc, ever
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
 def sel_forward_kernel(
     Q, K, V, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h, sl_b: tl.int64, sl_h: tl.int64,
+    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h,
+    sl_b: tl.int64, sl_h: tl.int64,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
+    NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
 
@@ -232,24 +255,25 @@ def sel_forward_kernel(
     m = tl.full([M], float("-inf"), ACC)
     l = tl.zeros([M], ACC)
     acc = tl.zeros([M, DVP], ACC)
-    m, l, acc = _walk(
-        q, k, v, entries, m, l, acc, 0, cut, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, True, ACC,
+    ever = tl.full([], 0, tl.int32)
+    m, l, acc, ever = _walk(
+        q, k, v, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, ACC,
     )  # fmt: skip
-    m, l, acc = _walk(
-        q, k, v, entries, m, l, acc, cut, count, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, False, ACC,
+    m, l, acc, ever = _walk(
+        q, k, v, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, ACC,
     )  # fmt: skip
-    out, lse = tile.finish(m, l, acc)
+    # A token without blocks got nothing but, from a query that is NaN, NaN.
+    chose = (ever & bit) != 0
+    out, lse = tile.finish(m, tl.where(chose, l, 0.0), tl.where(chose[:, None], acc, 0.0))
     columns = tl.arange(0, DVP)
     at_o = O + seq * so_b + (first + row) * so_t + (local * so_t + head * so_h)[:, None] + columns[None, :]
     tl.store(at_o, out.to(O.dtype.element_ty), mask=inside[:, None] & (columns < DV)[None, :])
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"],
-)
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
 def sel_bucket_kernel(
     Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
@@ -292,11 +316,18 @@ def sel_bucket_kernel(
     rows = tl.arange(0, M)
     head = rows % H
     at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
-    for i in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
-        at = pair + i * T + rows // H
-        inside = (rows < T * H) & (at < count)
-        t = tl.load(TOKENS + first_pair.to(tl.int64) + at, mask=inside, other=0)
-        slot = tl.load(SLOTS + first_pair.to(tl.int64) + at, mask=inside, other=0)
+    tokens = TOKENS + first_pair.to(tl.int64)
+    slots = SLOTS + first_pair.to(tl.int64)
+    # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
+    at = pair + rows // H
+    inside = (rows < T * H) & (at < count)
+    t = tl.load(tokens + at, mask=inside, other=0)
+    slot = tl.load(slots + at, mask=inside, other=0)
+    for _ in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
+        at += T
+        next_inside = (rows < T * H) & (at < count)
+        next_t = tl.load(tokens + at, mask=next_inside, other=0)
+        next_slot = tl.load(slots + at, mask=next_inside, other=0)
         q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, inside[:, None])
         scores = tl.dot(q, k, out_dtype=ACC, input_precision="ieee") * factor
         scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
@@ -308,16 +339,19 @@ def sel_bucket_kernel(
         into = (part * H + head) * DV
         tl.store(
             PARTS + into[:, None] + columns_v[None, :], o.to(PARTS.dtype.element_ty),
-            mask=inside[:, None] & (columns_v < DV)[None, :],
+            mask=inside[:, None] & (columns_v < DV)[None, :], eviction_policy="evict_first",
         )  # fmt: skip
         tl.store(PART_LSE + part * H + head, lse, mask=inside)
+        inside = next_inside
+        t = next_t
+        slot = next_slot
 
 
 @triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
 def sel_merge_kernel(
     PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64, sl_h: tl.int64,
     DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
 
@@ -343,19 +377,23 @@ def sel_merge_kernel(
     valid = inside[:, None] & (columns < DV)[None, :]
     base = tl.load(at_lse, mask=inside, other=float("-inf"))
     m = base
-    for i in tl.range(N):
+    any_marked = inside & (rows < 0)
+    for i in tl.range(N, loop_unroll_factor=UNROLL):
         marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
         m = tl.maximum(m, tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf")))
+        any_marked |= marked
+    if tl.max(any_marked.to(tl.int32), 0) == 0:
+        return
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     l = tl.exp(base - m_safe)
     acc = tl.load(at_o, mask=valid, other=0.0).to(ACC) * l[:, None]
-    for i in tl.range(N):
+    for i in tl.range(N, loop_unroll_factor=UNROLL):
         marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
         lse = tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf"))
         weight = tl.exp(lse - m_safe)
         at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
-        part = tl.load(at, mask=marked[:, None] & (columns < DV)[None, :], other=0.0)
-        acc += part.to(ACC) * weight[:, None]
+        mask = marked[:, None] & (columns < DV)[None, :]
+        acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC) * weight[:, None]
         l += weight
     l_safe = tl.where(l == 0.0, 1.0, l)
     tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)
