@@ -114,14 +114,14 @@ def sel_rows_backward(
     at = wide * ALL_HEADS + head
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + at, mask=ok, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
-    p, ds = sel_scores_backward(s, dp, key[None, :] <= token[:, None], lse[:, None], delta[:, None], scale)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
+    p, ds = sel_scores_backward(s, dp, key[:, None] <= token[None, :], lse[None, :], delta[None, :], scale)
     ds = ds.to(k.dtype)
-    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
-    dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     if ADD_DQ:
-        dq = tl.dot(ds, k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
+        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
         HALF: tl.constexpr = WIDTH_K // 2
         if HALF >= 64:
             # Atomics need another layout, through shared memory: half a tile at a time leaves room for two programs.
