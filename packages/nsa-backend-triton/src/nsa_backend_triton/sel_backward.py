@@ -122,7 +122,7 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     sel_tile_backward[(tiles * problem.k.shape[-2],)](
         q, problem.k, problem.v, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq,
         *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **settings | fitted,
+        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **{**settings, **fitted},
     )  # fmt: skip
     return dq
 

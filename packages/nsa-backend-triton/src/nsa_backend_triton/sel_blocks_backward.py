@@ -96,10 +96,11 @@ def sel_scores_backward(s, dp, seen, lse, delta, scale):
 
 @triton.jit
 def sel_rows_backward(
-    dk, dv, k, v, key, first, flat, end,
+    dk, dv, k, v, left, right, key, first, flat, end,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows flat .. flat + ROWS of the pairs from ``first`` on. Returns dk, dv with the tile added.
 
@@ -114,22 +115,30 @@ def sel_rows_backward(
     at = wide * ALL_HEADS + head
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + at, mask=ok, other=0.0)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
-    p, ds = sel_scores_backward(s, dp, key[:, None] <= token[None, :], lse[None, :], delta[None, :], scale)
-    ds = ds.to(k.dtype)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
+    if TURN:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
+        seen = key[None, :] <= token[:, None]
+        p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
+        turned = ds.to(k.dtype)
+        p, ds = tl.trans(p.to(do.dtype)), tl.trans(turned)
+    else:
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
+        seen = key[:, None] <= token[None, :]
+        p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
+        p, ds = p.to(do.dtype), ds.to(k.dtype)
+        turned = tl.trans(ds)
+    dv = tl.dot(p, do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     if ADD_DQ:
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
-        HALF: tl.constexpr = WIDTH_K // 2
-        if HALF >= 64:
-            # Atomics need another layout, through shared memory: half a tile at a time leaves room for two programs.
-            left, right = tl.split(tl.permute(tl.reshape(dq, [ROWS, 2, HALF]), [0, 2, 1]))
-            sel_put(DQ, at * DIM_K, left, ok, HALF, HALF, True)
-            sel_put(DQ + HALF, at * DIM_K, right, ok, DIM_K - HALF, HALF, True)
-        else:
-            sel_put(DQ, at * DIM_K, dq, ok, DIM_K, WIDTH_K, True)
+        # In halves: the atomics' layout goes through shared memory, and registers are short.
+        HALF: tl.constexpr = left.shape[1]
+        dq = tl.dot(turned, left, input_precision=PRECISION, out_dtype=dk.dtype) * scale
+        sel_put(DQ, at * DIM_K, dq, ok, min(DIM_K, HALF), HALF, True)
+        if HALF < WIDTH_K:
+            dq = tl.dot(turned, right, input_precision=PRECISION, out_dtype=dk.dtype) * scale
+            sel_put(DQ + HALF, at * DIM_K, dq, ok, DIM_K - HALF, HALF, True)
     return dk, dv
 
 
@@ -142,7 +151,7 @@ def sel_block_backward(
     scale, n_seqs, seq_len, n_buckets, per_head, segment, segments,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    ADD_DQ: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ADD_DQ: tl.constexpr, TURN: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
 
@@ -174,6 +183,11 @@ def sel_block_backward(
         V += base * v_b + start.to(tl.int64) * v_t + group * v_h
         k = sel_load(K, key.to(tl.int64) * k_t, real, DIM_K, WIDTH_K)
         v = sel_load(V, key.to(tl.int64) * v_t, real, DIM_V, WIDTH_V)
+        HALF: tl.constexpr = WIDTH_K // 2 if WIDTH_K >= 128 else WIDTH_K
+        left, right = k, k
+        if HALF < WIDTH_K:
+            left = sel_load(K, key.to(tl.int64) * k_t, real, HALF, HALF)
+            right = sel_load(K + HALF, key.to(tl.int64) * k_t, real, DIM_K - HALF, HALF)
         Q += base * q_b + start.to(tl.int64) * q_t + group * HEADS * q_h
         DO += base * d_b + start.to(tl.int64) * d_t + group * HEADS * d_h
         rows_0 = token_0 * (GROUPS * HEADS) + group * HEADS
@@ -186,9 +200,9 @@ def sel_block_backward(
         n_rows = (end - begin) * HEADS
         for flat in tl.range(0, n_rows, ROWS):
             dk, dv = sel_rows_backward(
-                dk, dv, k, v, seen_from, begin, flat, n_rows,
+                dk, dv, k, v, left, right, seen_from, begin, flat, n_rows,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, PRECISION,
             )  # fmt: skip
         if CHUNK:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
