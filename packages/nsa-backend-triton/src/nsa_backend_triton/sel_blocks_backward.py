@@ -3,8 +3,8 @@
 A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
 rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
 
-    S = q k^T, dP = do v^T                [ROWS, KEYS]
-    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles; P and dS turn in shared memory
+    S^T = k q^T, dP^T = v do^T            [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
+    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
     dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
 
 A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
@@ -96,7 +96,7 @@ def sel_scores_backward(s, dp, seen, lse, delta, scale):
 
 @triton.jit
 def sel_rows_backward(
-    dk, dv, k, v, left, right, key, first, flat, end,
+    dk, dv, k, v, key, first, flat, end,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr,
@@ -120,25 +120,22 @@ def sel_rows_backward(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
         seen = key[None, :] <= token[:, None]
         p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
-        turned = ds.to(k.dtype)
-        p, ds = tl.trans(p.to(do.dtype)), tl.trans(turned)
+        p, ds = tl.trans(p.to(do.dtype)), tl.trans(ds.to(k.dtype))
     else:
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
         seen = key[:, None] <= token[None, :]
         p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
         p, ds = p.to(do.dtype), ds.to(k.dtype)
-        turned = tl.trans(ds)
     dv = tl.dot(p, do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     if ADD_DQ:
-        # In halves: the atomics' layout goes through shared memory, and registers are short.
-        HALF: tl.constexpr = left.shape[1]
-        dq = tl.dot(turned, left, input_precision=PRECISION, out_dtype=dk.dtype) * scale
-        sel_put(DQ, at * DIM_K, dq, ok, min(DIM_K, HALF), HALF, True)
-        if HALF < WIDTH_K:
-            dq = tl.dot(turned, right, input_precision=PRECISION, out_dtype=dk.dtype) * scale
-            sel_put(DQ + HALF, at * DIM_K, dq, ok, DIM_K - HALF, HALF, True)
+        if TURN:
+            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype)
+        else:
+            # Turned, so that D is the side that may not be short of 64.
+            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION, out_dtype=dk.dtype))
+        sel_put(DQ, at * DIM_K, dq * scale, ok, DIM_K, WIDTH_K, True)
     return dk, dv
 
 
@@ -183,11 +180,6 @@ def sel_block_backward(
         V += base * v_b + start.to(tl.int64) * v_t + group * v_h
         k = sel_load(K, key.to(tl.int64) * k_t, real, DIM_K, WIDTH_K)
         v = sel_load(V, key.to(tl.int64) * v_t, real, DIM_V, WIDTH_V)
-        HALF: tl.constexpr = WIDTH_K // 2 if WIDTH_K >= 128 else WIDTH_K
-        left, right = k, k
-        if HALF < WIDTH_K:
-            left = sel_load(K, key.to(tl.int64) * k_t, real, HALF, HALF)
-            right = sel_load(K + HALF, key.to(tl.int64) * k_t, real, DIM_K - HALF, HALF)
         Q += base * q_b + start.to(tl.int64) * q_t + group * HEADS * q_h
         DO += base * d_b + start.to(tl.int64) * d_t + group * HEADS * d_h
         rows_0 = token_0 * (GROUPS * HEADS) + group * HEADS
@@ -200,7 +192,7 @@ def sel_block_backward(
         n_rows = (end - begin) * HEADS
         for flat in tl.range(0, n_rows, ROWS):
             dk, dv = sel_rows_backward(
-                dk, dv, k, v, left, right, seen_from, begin, flat, n_rows,
+                dk, dv, k, v, seen_from, begin, flat, n_rows,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
                 HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, PRECISION,
             )  # fmt: skip
