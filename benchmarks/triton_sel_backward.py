@@ -3,7 +3,7 @@
     python benchmarks/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick] [--no-check]
 
 A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of do_bench, bf16,
-batch 1, lse what random q and k give on average); fp32, which takes long to compile, is judged last. ``random``: the
+batch 1, lse what random q and k give on average); fp32, which takes long to compile, is judged meanwhile. ``random``: the
 forced blocks and 13 random past ones; ``near``: a token keeps each of its neighbour's 13 with probability 0.8. TFLOP/s
 count products of the pairs, not what a tile computes and masks away. "dq dk dv" holds its zeroed fp32 buffers, casts.
 """
@@ -19,7 +19,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,11 +112,11 @@ def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCa
 CASES = [(16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128), (12, 256, 256)]  # h, Dk, Dv
 
 
-def judged(dtype: torch.dtype, heads: int, dk: int, dv: int) -> list[str]:
-    """A line for each mode, dense and packed: the verdict on dq, dk, dv by nsa_core.verify.judge."""
+def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> list[str]:
+    """A line for each mode: the verdict on dq, dk, dv by nsa_core.verify.judge."""
     torch.set_num_threads(1)
-    length, groups, lines = 700, 2, []
-    for cu in (None, torch.tensor([0, 300, 301, 301, 700], device="cuda", dtype=torch.int32)):
+    length, groups, lines = 450, 2, []
+    for cu in (torch.tensor([0, 200, 201, 201, 450], device="cuda", dtype=torch.int32) if packed else None,):
         torch.manual_seed(1)
         lead = (1, length) if cu is None else (length,)
         shapes = [(heads * groups, dv), (heads * groups, dk), (groups, dk), (groups, dv)]
@@ -169,15 +169,10 @@ def compiled(shape: str, kind: Kind | tuple[int, int, int, int]) -> list[str]:
     return []
 
 
-def run_all(tasks: list[tuple[Callable[..., list[str]], Any]]) -> None:
-    """Each task in the pool; its lines as it is done."""
-    start = time.time()
-    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(function, *given) for function, given in tasks]
-        for task in concurrent.futures.as_completed(waiting):
-            for line in task.result():
-                print(line, flush=True)
-    print(f"{len(tasks)} tasks in {time.time() - start:.0f} s", flush=True)
+def report(task: concurrent.futures.Future[list[str]]) -> None:
+    """The lines of a task that is done."""
+    for line in task.result():
+        print(line, flush=True)
 
 
 def attempt(name: str, function: Callable[[], Any], note: Callable[[float], str] = lambda ms: "") -> float:
@@ -228,14 +223,6 @@ def measure(shape: str, kind: str, quick: bool) -> None:
         attempt(f"dq by tile, {dq_settings(tile)}", tile_pass, rate(3))
 
 
-def tasks(arguments: argparse.Namespace) -> Iterator[tuple[Callable[..., list[str]], Any]]:
-    """What is done before the times: the likeliest configurations first."""
-    forms = [*kinds(arguments.quick), *TILES]
-    yield from ((compiled, (shape, form)) for form, shape in itertools.product(forms, arguments.shape))
-    if not arguments.no_check:
-        yield from ((judged, (dtype, *case)) for dtype in (torch.bfloat16, torch.float16) for case in CASES)
-
-
 def main() -> None:
     """The judgement and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,11 +232,24 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # in the pool's processes
-    run_all(list(tasks(arguments)))
-    for shape, kind in itertools.product(arguments.shape, arguments.kind):
-        measure(shape, kind, arguments.quick)
-    if not arguments.no_check:
-        run_all([(judged, (torch.float32, *case)) for case in CASES])
+    start, forms = time.time(), [*kinds(arguments.quick), *TILES]
+    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+
+        def begin(function: Callable[..., list[str]], *given: Any) -> concurrent.futures.Future[list[str]]:
+            task = pool.submit(function, *given)
+            task.add_done_callback(report)
+            return task
+
+        tasks = [begin(compiled, shape, form) for form, shape in itertools.product(forms, arguments.shape)]
+        cases = [] if arguments.no_check else list(itertools.product((False, True), CASES))
+        tasks += [begin(judged, torch.bfloat16, packed, *case) for packed, case in cases]
+        tasks += [begin(judged, torch.float16, packed, *case) for packed, case in cases[::2]]
+        concurrent.futures.wait(tasks)
+        print(f"{len(tasks)} tasks in {time.time() - start:.0f} s", flush=True)
+        for packed, case in cases[::2]:
+            begin(judged, torch.float32, packed, *case)
+        for shape, kind in itertools.product(arguments.shape, arguments.kind):
+            measure(shape, kind, arguments.quick)
 
 
 if __name__ == "__main__":
