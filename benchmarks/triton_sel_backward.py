@@ -3,7 +3,7 @@
     python benchmarks/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick] [--no-check]
 
 A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of do_bench, bf16,
-batch 1, lse what random q and k give on average); fp32, which takes long to compile, is judged meanwhile. ``random``: the
+batch 1, lse what random q and k give on average), while fp32, which takes long to compile, is judged. ``random``: the
 forced blocks and 13 random past ones; ``near``: a token keeps each of its neighbour's 13 with probability 0.8. TFLOP/s
 count products of the pairs, not what a tile computes and masks away. "dq dk dv" holds its zeroed fp32 buffers, casts.
 """
