@@ -1,55 +1,54 @@
-"""Checks and times the backward of the selected branch, piece by piece, over tile shapes: median ms, bf16, batch 1.
+"""Backward of sel on our kernels: judged on small cases, then timed over tile shapes and kinds of blocks.
 
-    python benchmarks/triton_sel_backward.py [--shape 64/4/128] [--quick]
+    python benchmarks/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick] [--no-check]
 
-First a check against float32 on small shapes; then every configuration compiled in child processes; then the times.
-"ms" of the block pass holds the zeroed fp32 buffers and the casts. lse is what random q and k give on average.
+A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of do_bench, bf16,
+batch 1, lse what random q and k give on average), while fp32, which takes long to compile, is judged. ``random``: the
+forced blocks and 13 random past ones; ``near``: a token keeps each of its neighbour's 13 with probability 0.8. TFLOP/s
+count products of the pairs, not what a tile computes and masks away. "dq dk dv" holds its zeroed fp32 buffers, casts.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import math
-import subprocess
-import sys
+import multiprocessing
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_backend_sdpa import sel as reference
 from nsa_backend_triton import sel_backward, sel_lists
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
+from nsa_core.verify import dense
+from nsa_core.verify.judge import heads_first, judge
 
 GEOMETRY = BlockGeometry()
-SHAPES = {
-    "64/4/128": (64, 4, 128, 65536),
-    "32/8/128": (32, 8, 128, 32768),
-    "12/2/64": (12, 2, 64, 65536),
-}
-AIM = {"64/4/128": (29.9, 15), "32/8/128": (18.2, 6), "12/2/64": (6.3, 3)}  # best rival, what we want
+SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
+AIM = {"64/4/128": (29.9, 15), "32/8/128": (18.2, 6), "12/2/64": (6.3, 3)}  # ms: best rival, what we want
 BASE = {"KEYS": 64, "SEGMENT": 32768, "CHUNK": 2048}
-TILES = [  # ROWS, num_warps, num_stages
-    (64, 4, 3),
-    (64, 4, 1),
-    (64, 8, 3),
-    (128, 8, 1),
-    (128, 8, 3),
-]
-SEGMENTS = (8192, 16384, 65536, 131072, 2**30)
-TOKEN_TILES = [(2, 2), (4, 2), (4, 3)]  # num_warps, num_stages of the token pass
+ADDED = [  # TURN, ROWS, num_warps, num_stages
+    (0, 32, 4, 3), (0, 64, 8, 2), (1, 64, 8, 2), (0, 64, 4, 3), (1, 64, 4, 3), (0, 32, 8, 3), (0, 32, 4, 2),
+]  # fmt: skip
+REST = [(0, 32, 4, 3), (0, 64, 8, 2), (0, 64, 4, 3), (1, 64, 8, 2)]  # dk and dv alone
+TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 3)]  # KEYS, ROWS, num_warps, num_stages
+SEGMENTS = (8192, 131072)
+WORKERS = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """One compiled form of the block pass."""
 
+    turn: int
     rows: int
     warps: int
     stages: int
@@ -58,46 +57,42 @@ class Kind:
 
     def settings(self, segment: int = BASE["SEGMENT"]) -> dict[str, int]:
         """As a row of the tuned table."""
-        tile = {"ROWS": self.rows, "num_warps": self.warps, "num_stages": self.stages}
+        tile = {"TURN": self.turn, "ROWS": self.rows, "num_warps": self.warps, "num_stages": self.stages}
         return BASE | tile | {"SEGMENT": segment}
 
     def __str__(self) -> str:
         what = ("dq dk dv" if self.add_dq else "dk dv") + (" ordered" if self.ordered else "")
-        return f"{what:14} ROWS={self.rows} warps={self.warps} stages={self.stages}"
+        return f"{what:13} TURN={self.turn} ROWS={self.rows} warps={self.warps} stages={self.stages}"
 
 
-def kinds() -> Iterator[Kind]:
-    """All that are timed."""
-    for rows, warps, stages in TILES:
-        yield Kind(rows, warps, stages)
-    for rows, warps, stages in ((64, 4, 3), (128, 8, 3)):
-        yield Kind(rows, warps, stages, add_dq=False)
-    yield Kind(64, 4, 3, ordered=True, add_dq=False)
+def kinds(quick: bool) -> list[Kind]:
+    """All that are timed, the likeliest first."""
+    if quick:
+        return [Kind(*tile) for tile in ADDED[:3]]
+    some = [Kind(*tile) for tile in ADDED]
+    return some + [Kind(*tile, ordered=ordered, add_dq=False) for ordered in (False, True) for tile in REST]
 
 
-def median_ms(function: Callable[[], Any]) -> float:
-    """Median of do_bench, short."""
-    from triton.testing import do_bench
-
-    return float(do_bench(function, warmup=20, rep=100, return_mode="median"))
+def dq_settings(tile: tuple[int, int, int, int]) -> dict[str, int]:
+    """A row of the tuned table for the tile pass."""
+    return dict(zip(("KEYS", "ROWS", "num_warps", "num_stages"), tile))
 
 
-def causal_blocks(length: int, groups: int, *, alike: float, width: int = 4096) -> Tensor:
-    """Forced blocks and the highest random scores, int32 [1, S, G, n]; tokens of a block share ``alike`` of a score."""
-    size, n = GEOMETRY.select_block_size, GEOMETRY.num_selected_blocks
-    count = math.ceil(length / size)
-    block = torch.arange(count, device="cuda")
-    found = []
-    for first in range(0, length, width):
-        current = torch.arange(first, min(first + width, length), device="cuda")[:, None, None] // size
-        shared = torch.rand((count, groups, count), device="cuda")[current.flatten()]
-        score = alike * shared + (1 - alike) * torch.rand(shared.shape, device="cuda")
-        score[(block == 0) | (block == current - 1) | (block == current) & (score >= 0)] = 9.0
-        score.masked_fill_(block > current, -1.0)
-        best = score.topk(min(n, count), dim=-1)
-        chosen = best.indices.masked_fill(best.values < 0, -1)
-        found.append(torch.nn.functional.pad(chosen, (0, n - chosen.shape[-1]), value=-1).int())
-    return torch.cat(found)[None]
+def past_blocks(kind: str, length: int, groups: int) -> Tensor:
+    """int32 [1, S, G, n]: block 0, the last two, and others before them."""
+    n, size = GEOMETRY.num_selected_blocks, GEOMETRY.select_block_size
+    current = torch.arange(length, device="cuda")[:, None, None] // size
+    free = n - 3
+    drawn = torch.rand(length, groups, free, device="cuda")
+    if kind == "near":
+        epoch = (torch.rand(length, groups, free, device="cuda") > 0.8).long().cumsum(0)
+        drawn = drawn.gather(0, epoch.clamp(max=length - 1))
+    # Distinct inside a token: the i-th draw from the i-th of `free` strides.
+    lane = torch.arange(free, device="cuda")
+    others = 1 + lane + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
+    others = torch.where(others < current - 1, others, -1)
+    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
+    return torch.cat([forced, others], -1).int()[None]
 
 
 def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCall]:
@@ -105,158 +100,156 @@ def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCa
     heads, groups, width, full = SHAPES[shape]
     length = length or full
     torch.manual_seed(0)
-    each = [
+    made = [
         torch.randn((1, length, n, width), device="cuda", dtype=torch.bfloat16)
         for n in (heads, heads, groups, groups, heads)
     ]
     seen = GEOMETRY.num_selected_blocks * GEOMETRY.select_block_size
     lse = torch.full((1, heads, length), math.log(seen) + 0.5, device="cuda")
-    return [*each, lse], SlotCall(GEOMETRY, width**-0.5)
+    return [*made, lse], SlotCall(GEOMETRY, width**-0.5)
 
 
-CHECKS = list(
-    itertools.product(((64, 4, 128, 700), (32, 8, 128, 1500), (12, 2, 64, 1100)), (None, (0, 300, 301, 1100)))
-)
+CASES = [(16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128), (12, 256, 256)]  # h, Dk, Dv
 
 
-def check(index: int) -> None:
-    """Both modes against the sdpa backend in float32, relative to the gradient's norm."""
-    (heads, groups, width, length), cu = CHECKS[index]
-    length = cu[-1] if cu else length
-    torch.manual_seed(1)
-    shapes = [(heads, width), (heads, width), (groups, width), (groups, width)]
-    lead = (length,) if cu else (1, length)
-    do, q, k, v = (torch.randn((*lead, *s), device="cuda", dtype=torch.bfloat16) for s in shapes)
-    blocks = causal_blocks(length, groups, alike=0.0)
-    offsets = torch.tensor(cu, device="cuda", dtype=torch.int32) if cu else None
-    call = SlotCall(GEOMETRY, width**-0.5, offsets, length)
-    blocks = blocks[0].contiguous() if cu else blocks  # packed: blocks past a document's end are dropped
-    o, lse = reference.forward(q.float(), k.float(), v.float(), blocks, call=call)
-    truth = reference.backward(do.float(), q.float(), k.float(), v.float(), blocks, o, lse, call=call)
-    for deterministic in (False, True):
-        mode = dataclasses.replace(call, deterministic=deterministic)
-        found, again = (sel_backward.backward(do, q, k, v, blocks, o.bfloat16(), lse, call=mode) for _ in range(2))
-        wrong = [float((x.float() - y).norm() / y.norm()) for x, y in zip(found, truth)]
-        same = all(torch.equal(x, y) for x, y in zip(found, again))
-        verdict = "ok" if max(wrong) < 0.012 and (same or not deterministic) else "WRONG"
-        numbers = " ".join(f"{x:.2e}" for x in wrong)
-        print(
-            f"check {heads}/{groups}/{width} packed={cu is not None} {deterministic=} {numbers} {same=} {verdict}",
-            flush=True,
-        )
+def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> list[str]:
+    """A line for each mode: the verdict on dq, dk, dv by nsa_core.verify.judge."""
+    torch.set_num_threads(1)
+    length, groups, lines = 450, 2, []
+    for cu in (torch.tensor([0, 200, 201, 201, 450], device="cuda", dtype=torch.int32) if packed else None,):
+        torch.manual_seed(1)
+        lead = (1, length) if cu is None else (length,)
+        shapes = [(heads * groups, dv), (heads * groups, dk), (groups, dk), (groups, dv)]
+        do, q, k, v = (torch.randn((*lead, *s), device="cuda", dtype=dtype) for s in shapes)
+        blocks = past_blocks("near", length, groups)
+        blocks = blocks if cu is None else blocks[0].contiguous()
+        call = SlotCall(GEOMETRY, dk**-0.5, cu, length)
+        golden, rounded, magnitude = (
+            dense.sel(
+                q, k, v, blocks, GEOMETRY, call.scale, cu_seqlens=cu, do=do, arithmetic=arithmetic, dtype=dtype
+            )
+            for arithmetic in ("exact", "rounded", "magnitude")
+        )  # fmt: skip
+        assert golden.lse is not None  # attention has one
+        o, lse = rounded.o.to("cuda", dtype), golden.lse.float().cuda()
+        for deterministic in (False, True):
+            mode = dataclasses.replace(call, deterministic=deterministic)
+            name = f"{str(dtype)[6:]:9} h={heads} {dk}/{dv} {'dense ' if cu is None else 'packed'} {deterministic=}"
+            try:
+                found, again = (sel_backward.backward(do, q, k, v, blocks, o, lse, call=mode) for _ in range(2))
+            except Exception as error:  # noqa: BLE001  # a configuration may not fit; the others still count
+                lines.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            same = all(torch.equal(x, y) for x, y in zip(found, again))
+            text = []
+            for x, grad in zip(found, golden.grads):
+                three = (heads_first(truth.grads[grad]) for truth in (golden, rounded, magnitude))
+                verdict = judge(heads_first(x), *three, dtype, grad=True)
+                wrong = f" WRONG: {verdict.why}" if verdict.why else ""
+                text.append(f"{grad} {verdict.row:.2f} {verdict.elem:.2f} {verdict.bias:.2f}{wrong}")
+            lines.append(f"{name}: {'; '.join(text)}; {'same bits' if same else 'OTHER BITS'}"
+                         f"{' WRONG' if deterministic and not same else ''}")  # fmt: skip
+    return lines
 
 
-def compile_one(shape: str, index: int) -> None:
+def compiled(shape: str, kind: Kind | tuple[int, int, int, int]) -> list[str]:
     """Run one configuration once, so that its binary lies in triton's cache."""
     (do, q, k, v, o, lse), call = problem(shape, 512)
-    blocks = causal_blocks(512, k.shape[-2], alike=0.0)
+    blocks = past_blocks("random", 512, k.shape[-2])
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
-    every = list(kinds())
-    if index < len(every):
-        kind = every[index]
-        lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
-        sel_backward.block_gradients(what, lists, kind.settings(), ordered=kind.ordered, add_dq=kind.add_dq)
-    else:
-        warps, stages = TOKEN_TILES[index - len(every)]
-        sel_backward.token_gradients(what, blocks, {"num_warps": warps, "num_stages": stages})
-    torch.cuda.synchronize()
+    try:
+        if isinstance(kind, Kind):
+            lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
+            sel_backward.block_gradients(what, lists, kind.settings(), ordered=kind.ordered, add_dq=kind.add_dq)
+        else:
+            sel_backward.tile_gradients(what, blocks, dq_settings(kind))
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  # a configuration may not fit; the others still count
+        return [f"{shape} {kind}: {type(error).__name__}: {str(error)[:200]}"]
+    return []
 
 
-def prepare_all(shapes: list[str]) -> None:
-    """compile_one of everything and the checks, twelve child processes at a time."""
-    start = time.time()
-    waiting = [["--check", str(i)] for i in range(len(CHECKS))]
-    every = range(len(list(kinds())) + len(TOKEN_TILES))
-    waiting += [["--shape", shape, "--compile", str(i)] for shape, i in itertools.product(shapes, every)]
-    running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
-    while waiting or running:
-        for what, child in running:
-            if child.poll():
-                print("FAILED:", *what, flush=True)
-        running = [(what, child) for what, child in running if child.poll() is None]
-        while waiting and len(running) < 12:
-            what = waiting.pop(0)
-            running.append((what, subprocess.Popen([sys.executable, __file__, *what])))
-        time.sleep(0.1)
-    print(f"checked and compiled in {time.time() - start:.0f} s", flush=True)
+def report(task: concurrent.futures.Future[list[str]]) -> None:
+    """The lines of a task that is done."""
+    for line in task.result():
+        print(line, flush=True)
 
 
 def attempt(name: str, function: Callable[[], Any], note: Callable[[float], str] = lambda ms: "") -> float:
     """Time and print; inf where it fails."""
+    from triton.testing import do_bench
+
     try:
-        ms = median_ms(function)
-    except Exception as error:  # noqa: BLE001  # a configuration that does not fit must not end the run
+        ms = float(do_bench(function, warmup=5, rep=60, return_mode="median"))
+    except Exception as error:  # noqa: BLE001  # a configuration may not fit; the others still count
         print(f"  {name:60} {type(error).__name__}: {str(error)[:120]}", flush=True)
         return math.inf
     print(f"  {name:60} {ms:8.3f} ms {note(ms)}", flush=True)
     return ms
 
 
-def measure(shape: str, alike: float, quick: bool) -> None:
+def measure(shape: str, kind: str, quick: bool) -> None:
     """All pieces of one shape on one kind of blocks."""
     tensors, call = problem(shape)
     do, q, k, v, o, lse = tensors
-    blocks = causal_blocks(q.shape[1], k.shape[-2], alike=alike)
+    blocks = past_blocks(kind, q.shape[1], k.shape[-2])
     rival, aim = AIM[shape]
-    print(
-        f"{shape} S={q.shape[1]} blocks {'random' if not alike else f'alike {alike}'}: rival {rival} ms, aim {aim} ms",
-        flush=True,
-    )
+    print(f"{shape} S={q.shape[1]} {kind}: rival {rival} ms, aim {aim} ms", flush=True)
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
     lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
-    pairs = int(lists.offsets[-1])
-    product = 2 * pairs * what.heads * GEOMETRY.select_block_size * q.shape[-1]
+    product = 2 * int(lists.offsets[-1]) * what.heads * GEOMETRY.select_block_size * q.shape[-1]
 
     def rate(count: int) -> Callable[[float], str]:
         return lambda ms: f"{count * product / ms / 1e9:6.0f} TFLOP/s"
 
+    for deterministic in (False, True):
+        mode = dataclasses.replace(call, deterministic=deterministic)
+        whole = functools.partial(sel_backward.backward, do, q, k, v, blocks, o, lse, call=mode)
+        attempt(f"whole, as shipped, {deterministic=}", whole, rate(5))
     attempt("lists", lambda: sel_lists.build(blocks, what.seqs, GEOMETRY))
     attempt("delta and lse", lambda: sel_backward.prepare(do, q, k, v, o, lse, call=call))
     attempt("zeroed fp32 dq, cast", lambda: torch.zeros(q.shape, dtype=torch.float32, device="cuda").to(q.dtype))
 
-    def block_pass(kind: Kind, segment: int = BASE["SEGMENT"]) -> float:
-        settings = kind.settings(segment)
-        return attempt(
-            f"{kind} SEGMENT={segment}",
-            lambda: sel_backward.block_gradients(what, lists, settings, ordered=kind.ordered, add_dq=kind.add_dq),
-            rate(5 if kind.add_dq else 4),
-        )
+    def block_pass(form: Kind, segment: int = BASE["SEGMENT"]) -> float:
+        one = functools.partial(sel_backward.block_gradients, what, lists, form.settings(segment))
+        one = functools.partial(one, ordered=form.ordered, add_dq=form.add_dq)
+        return attempt(f"{form} SEGMENT={segment}", one, rate(5 if form.add_dq else 4))
 
-    taken = {kind: block_pass(kind) for kind in kinds() if not quick or kind.add_dq}
+    taken = {form: block_pass(form) for form in kinds(quick)}
     for segment in SEGMENTS:
-        block_pass(min((kind for kind in taken if kind.add_dq), key=lambda kind: taken[kind]), segment)
-    rest = [kind for kind in taken if not kind.add_dq and not kind.ordered]
-    for segment in SEGMENTS[1::2] if rest else ():
-        block_pass(min(rest, key=lambda kind: taken[kind]), segment)
-    for warps, stages in TOKEN_TILES if not quick else ():
-        settings = {"num_warps": warps, "num_stages": stages}
-        token_pass = functools.partial(sel_backward.token_gradients, what, blocks, settings)
-        attempt(f"dq by token, {settings}", token_pass, rate(3))
-    for deterministic in (False, True):
-        mode = dataclasses.replace(call, deterministic=deterministic)
-        whole = functools.partial(sel_backward.backward, do, q, k, v, blocks, o, lse, call=mode)
-        attempt(f"whole, {deterministic=}", whole, rate(5))
+        block_pass(min((form for form in taken if form.add_dq), key=lambda form: taken[form]), segment)
+    for tile in TILES:
+        tile_pass = functools.partial(sel_backward.tile_gradients, what, blocks, dq_settings(tile))
+        attempt(f"dq by tile, {dq_settings(tile)}", tile_pass, rate(3))
 
 
 def main() -> None:
-    """The table."""
+    """The judgement and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--quick", action="store_true", help="only the single pass")
-    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kind", nargs="*", choices=("random", "near"), default=["random", "near"])
+    parser.add_argument("--quick", action="store_true", help="only the single pass, in three forms")
+    parser.add_argument("--no-check", action="store_true")
     arguments = parser.parse_args()
-    shapes = [arguments.shape] if arguments.shape else list(SHAPES)
-    if arguments.compile is not None:
-        compile_one(shapes[0], arguments.compile)
-        return
-    if arguments.check is not None:
-        check(arguments.check)
-        return
-    prepare_all(shapes)
-    for shape in shapes:
-        measure(shape, 0.0, arguments.quick)
-        measure(shape, 0.8, True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the pool's processes
+    start, forms = time.time(), [*kinds(arguments.quick), *TILES]
+    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+
+        def begin(function: Callable[..., list[str]], *given: Any) -> concurrent.futures.Future[list[str]]:
+            task = pool.submit(function, *given)
+            task.add_done_callback(report)
+            return task
+
+        tasks = [begin(compiled, shape, form) for form, shape in itertools.product(forms, arguments.shape)]
+        cases = [] if arguments.no_check else list(itertools.product((False, True), CASES))
+        tasks += [begin(judged, torch.bfloat16, packed, *case) for packed, case in cases]
+        tasks += [begin(judged, torch.float16, packed, *case) for packed, case in cases[::2]]
+        concurrent.futures.wait(tasks)
+        print(f"{len(tasks)} tasks in {time.time() - start:.0f} s", flush=True)
+        for packed, case in cases[::2]:
+            begin(judged, torch.float32, packed, *case)
+        for shape, kind in itertools.product(arguments.shape, arguments.kind):
+            measure(shape, kind, arguments.quick)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
 from triton.runtime import interpreter
 
 from nsa_core import oracle

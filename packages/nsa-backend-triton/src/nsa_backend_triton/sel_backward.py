@@ -3,7 +3,7 @@
 With P = exp(scale q k - lse), dP = do v^T and delta = sum of do o:  dS = scale P (dP - delta),
 dv = P^T do, dk = dS^T q, dq = dS k, over the keys <= t of the blocks chosen by t (Eq. 4 over the union of Eq. 12).
 By default one pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic`` takes dk and dv
-from fixed partial sums, and dq token by token: 7 products.
+from fixed partial sums, and dq tile by tile: 7 products.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton import configs, delta, launch, sel_lists
+from nsa_backend_triton import configs, delta, launch, sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
 from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward
 from nsa_backend_triton.sel_lists import PairLists
-from nsa_backend_triton.sel_tokens_backward import sel_token_backward
+from nsa_backend_triton.sel_tiles_backward import sel_tile_backward
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
@@ -109,16 +109,20 @@ def _add_chunks(problem: Problem, partial: Tensor, x: Tensor, lists: PairLists, 
     return out
 
 
-def token_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
-    """dq in q's dtype, token by token. ``settings``: num_warps and num_stages."""
-    q, seqs, n = problem.q, problem.seqs, blocks.shape[-1]
+def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
+    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile."""
+    q, seqs, geometry = problem.q, problem.seqs, problem.call.geometry
+    size = sel_forward.tile_tokens(settings["ROWS"], problem.heads)
+    unions, tiles = sel_union.build(blocks, seqs, geometry, size, 1), seqs.tiles(size)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sel_token_backward[(seqs.tiles(1) * blocks.shape[-2],)](
-        q, problem.k, problem.v, problem.do, problem.lse, problem.delta, blocks, seqs.cu, dq,
-        *problem.strides(), *launch.strides(blocks, seqs.packed), problem.call.scale, seqs.n, seqs.seq_len,
-        ROWS=max(16, triton.next_power_of_2(problem.heads)),
-        KEYS=triton.next_power_of_2(problem.call.geometry.select_block_size), N=n, NP=triton.next_power_of_2(n),
-        **problem.constants(), **settings,
+    fitted = {
+        "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
+        "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(geometry.select_block_size))),
+    }
+    sel_tile_backward[(tiles * problem.k.shape[-2],)](
+        q, problem.k, problem.v, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq,
+        *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
+        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **{**settings, **fitted},
     )  # fmt: skip
     return dq
 
@@ -148,5 +152,5 @@ def backward(
     ordered = call.deterministic
     dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered, add_dq=not ordered)
     if dq is None:
-        dq = token_gradients(problem, blocks, problem.settings("sel_token_backward"))
+        dq = tile_gradients(problem, blocks, problem.settings("sel_tile_backward"))
     return dq, dk, dv

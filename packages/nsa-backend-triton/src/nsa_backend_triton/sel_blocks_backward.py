@@ -3,8 +3,8 @@
 A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
 rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
 
-    S = q k^T, dP = do v^T                [ROWS, KEYS]
-    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles; P and dS turn in shared memory
+    S^T = k q^T, dP^T = v do^T            [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
+    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
     dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
 
 A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
@@ -99,7 +99,8 @@ def sel_rows_backward(
     dk, dv, k, v, key, first, flat, end,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows flat .. flat + ROWS of the pairs from ``first`` on. Returns dk, dv with the tile added.
 
@@ -114,22 +115,27 @@ def sel_rows_backward(
     at = wide * ALL_HEADS + head
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + at, mask=ok, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
-    p, ds = sel_scores_backward(s, dp, key[None, :] <= token[:, None], lse[:, None], delta[:, None], scale)
-    ds = ds.to(k.dtype)
-    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
-    dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+    if TURN:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
+        seen = key[None, :] <= token[:, None]
+        p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
+        p, ds = tl.trans(p.to(do.dtype)), tl.trans(ds.to(k.dtype))
+    else:
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
+        seen = key[:, None] <= token[None, :]
+        p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
+        p, ds = p.to(do.dtype), ds.to(k.dtype)
+    dv = tl.dot(p, do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     if ADD_DQ:
-        dq = tl.dot(ds, k, input_precision=PRECISION, out_dtype=dk.dtype) * scale
-        HALF: tl.constexpr = WIDTH_K // 2
-        if HALF >= 64:
-            # Atomics need another layout, through shared memory: half a tile at a time leaves room for two programs.
-            left, right = tl.split(tl.permute(tl.reshape(dq, [ROWS, 2, HALF]), [0, 2, 1]))
-            sel_put(DQ, at * DIM_K, left, ok, HALF, HALF, True)
-            sel_put(DQ + HALF, at * DIM_K, right, ok, DIM_K - HALF, HALF, True)
+        if TURN:
+            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype)
         else:
-            sel_put(DQ, at * DIM_K, dq, ok, DIM_K, WIDTH_K, True)
+            # Turned, so that D is the side that may not be short of 64.
+            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION, out_dtype=dk.dtype))
+        sel_put(DQ, at * DIM_K, dq * scale, ok, DIM_K, WIDTH_K, True)
     return dk, dv
 
 
@@ -142,7 +148,7 @@ def sel_block_backward(
     scale, n_seqs, seq_len, n_buckets, per_head, segment, segments,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    ADD_DQ: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ADD_DQ: tl.constexpr, TURN: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
 
@@ -188,7 +194,7 @@ def sel_block_backward(
             dk, dv = sel_rows_backward(
                 dk, dv, k, v, seen_from, begin, flat, n_rows,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, PRECISION,
             )  # fmt: skip
         if CHUNK:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)

@@ -1,0 +1,97 @@
+"""dq of the selected branch, tile by tile: no sum leaves a program, so the same input gives the same bits.
+
+A program takes a tile of T neighbouring tokens of one kv head, all h heads: T h rows padded to ROWS. It walks the
+union of the blocks they chose (sel_union), as the forward does:
+
+    S = q k^T, dP = do v^T, dq += dS k    [ROWS, KEYS], [ROWS, D] in registers; q, do, num_stages times K, V on chip
+
+A step reads KEYS (Dk + Dv) elements from L2 for 2 ROWS KEYS (2 Dk + Dv) operations: at 64 rows in bf16 48 times as many
+operations as bytes. Bound by the tensor cores where neighbours share their blocks; what they do not share is masked
+away, and that work is lost.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_backend_triton.sel_blocks_backward import sel_load, sel_put, sel_scores_backward
+from nsa_backend_triton.tile import place
+
+
+@triton.jit
+def sel_union_backward(
+    dq, q, do, lse, delta, t, bit, K, V, ENTRIES, low, high, k_t, v_t, length, scale,
+    MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [ROWS, WIDTH_K] with the entries low .. high of the tile's list added, KEYS keys at a time.
+
+    CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's token in an entry.
+    """
+    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    for i in tl.range(low * PARTS, high * PARTS):
+        block = tl.load(ENTRIES + i // PARTS)
+        chosen = (tl.load(ENTRIES + MOST + i // PARTS) & bit) != 0
+        inside = i % PARTS * KEYS + tl.arange(0, KEYS)
+        key = block * SIZE + inside
+        real = inside < SIZE
+        if CUT:
+            real &= key < length
+        base = (block * SIZE).to(tl.int64)
+        k = sel_load(K + base * k_t, inside * k_t, real, DIM_K, WIDTH_K)
+        v = sel_load(V + base * v_t, inside * v_t, real, DIM_V, WIDTH_V)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dq.dtype)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dq.dtype)
+        seen = chosen[:, None] & real[None, :]
+        if CUT:
+            seen &= key[None, :] <= t[:, None]
+        _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+    return dq
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles"])
+def sel_tile_backward(
+    Q, K, V, DO, LSE, DELTA, ENTRIES, COUNTS, CU, DQ,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
+    scale, n_seqs, seq_len, tiles,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    MOST: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """LSE, DELTA [B, S, Hq]; ENTRIES, COUNTS of sel_union; DQ [B, S, Hq, DIM_K], rounded once.
+
+    Kv heads vary slowest: one head's K and V stay in L2. Entries without a causal mask come last.
+    """
+    group = tl.program_id(0) // tiles
+    seq, start, length, first = place(tl.program_id(0) % tiles, CU, n_seqs, seq_len, TOKENS, VARLEN)
+    if first >= length:
+        return
+    row = tl.arange(0, ROWS)
+    local = row // HEADS
+    t = first + local
+    ok = (local < TOKENS) & (t < length)
+    base, head = seq.to(tl.int64), group * HEADS + row % HEADS
+    wide = start.to(tl.int64) + t
+    q = sel_load(Q, base * q_b + wide * q_t + head * q_h, ok, DIM_K, WIDTH_K)
+    do = sel_load(DO, base * d_b + wide * d_t + head * d_h, ok, DIM_V, WIDTH_V)
+    at = (wide if VARLEN else base * seq_len + wide) * (GROUPS * HEADS) + head
+    lse = tl.load(LSE + at, mask=ok, other=float("inf"))
+    delta = tl.load(DELTA + at, mask=ok, other=0.0)
+    bit = tl.where(ok, tl.full([ROWS], 1, tl.int32) << local, 0)
+    K += base * k_b + start.to(tl.int64) * k_t + group * k_h
+    V += base * v_b + start.to(tl.int64) * v_t + group * v_h
+    entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MOST)
+    count = tl.load(COUNTS + tl.program_id(0) * 2)
+    cut = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
+    dq = tl.zeros([ROWS, WIDTH_K], dtype=ACC)
+    dq = sel_union_backward(
+        dq, q, do, lse, delta, t, bit, K, V, entries, 0, cut, k_t, v_t, length, scale,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, True, PRECISION,
+    )  # fmt: skip
+    dq = sel_union_backward(
+        dq, q, do, lse, delta, t, bit, K, V, entries, cut, count, k_t, v_t, length, scale,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, False, PRECISION,
+    )  # fmt: skip
+    sel_put(DQ, at * DIM_K, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)
