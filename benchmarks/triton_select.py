@@ -79,10 +79,10 @@ def polynomial_exp2(x):
     x = tl.maximum(x, -126.0)
     shifted = x + 12582912.0  # 1.5 x 2^23: rounds to the next integer, and leaves it in the low bits
     f = x - (shifted - 12582912.0)  # in [-1/2, 1/2]
-    p = 0.0013333558 * f + 0.009618129
-    p = p * f + 0.05550411
-    p = p * f + 0.24022651
-    p = p * f + 0.6931472
+    p = 0.00132647269 * f + 0.00967151266
+    p = p * f + 0.0555073374
+    p = p * f + 0.240222421
+    p = p * f + 0.693146978
     p = p * f + 1.0
     return (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
 
