@@ -70,9 +70,14 @@ PROBLEMS = {
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
     "zero-scale": Problem((21,), groups=1, scale=0.0),
     "negative-scale": Problem((21,), groups=1, scale=-0.3),
+    "documents": Problem((0, 18, 1, 0, 5), batch=None, heads=2, groups=1),
     "packed": Problem(PACKED, batch=None),
     "packed-odd-block": Problem((26, 37), batch=None, groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
 }
+
+
+QUICK = {"four-tokens", "narrow-v", "wide-v", "h7", "documents"}
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROBLEMS]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +105,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
     problem = PROBLEMS[name]
     inputs, call, do = problem.inputs()
