@@ -28,7 +28,8 @@ class Library:
         self.calls: list[tuple[int, ...]] = []
 
     def _attend(self, q, k, v, scale):
-        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[1] % k.shape[1] == 0
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        assert q.shape[1] % k.shape[1] == 0
         self.calls.append(tuple(q.shape))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)) * scale
@@ -36,14 +37,20 @@ class Library:
         return scores.masked_fill(hidden, -torch.inf), k, v
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
-        assert bias is None and with_lse and not dropout and causal and not debug
+        assert bias is None
+        assert with_lse
+        assert not dropout
+        assert causal
+        assert not debug
         scores, _, v = self._attend(q, k, v, scale)
         return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, do, q, k, v, o, lse, seed, offset, bias, cu_q, cu_k, most_q, most_k, dropout, causal, *, scale
     ):
-        assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and (most_q, most_k) == (q.shape[2], k.shape[2])
+        assert lse.is_contiguous()
+        assert lse.shape == (*q.shape[:3], 1)
+        assert (most_q, most_k) == (q.shape[2], k.shape[2])
         groups = k.shape[1]
         scores, k, v = self._attend(q, k, v, scale)
         p = (scores - lse).exp()
@@ -71,14 +78,15 @@ def test_residues_are_right(tokens: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_metadata_decides() -> None:
-    asked = dict(
-        dtype=torch.bfloat16, device_type="cuda", capability=(9, 0), widths=(128, 128), tokens=8192, sequences=1,
-        scale=0.1, deterministic=False,
-    )  # fmt: skip
+    asked = {
+        "dtype": torch.bfloat16, "device_type": "cuda", "capability": (9, 0), "widths": (128, 128),
+        "tokens": 8192, "sequences": 1, "scale": 0.1, "deterministic": False,
+    }  # fmt: skip
     available = types.SimpleNamespace(is_available=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends, "cudnn", available)
-        assert cudnn.takes(**asked) and cudnn.takes(**asked | {"widths": (192, 128)})
+        assert cudnn.takes(**asked)
+        assert cudnn.takes(**asked | {"widths": (192, 128)})
         for change in (
             {"dtype": torch.float32}, {"device_type": "cpu"}, {"capability": None}, {"capability": (8, 0)},
             {"widths": (192, 192)}, {"widths": (128, 65)}, {"tokens": 1023}, {"sequences": 9}, {"scale": -0.1},
