@@ -56,11 +56,10 @@ def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
     subject = Subject({"cmp": "twin"}, "cpu", registry)
-    config = cases.quick_cases()[0].config
-    plan = verify._plan(subject, config, [torch.float32, torch.bfloat16])
+    plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick")
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
-        verify._plan(subject, config, [torch.float32, torch.float16])
+        verify._plan(subject, [torch.float32, torch.float16], "quick")
 
 
 @pytest.mark.parametrize(("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)])

@@ -1,4 +1,4 @@
-"""Pieces that every kernel shares: where a tile lies, and one step of the online softmax."""
+"""Pieces that every kernel shares: where a tile lies, and the end of an online softmax."""
 
 from __future__ import annotations
 
@@ -44,19 +44,6 @@ def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
 def num_compressed(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
     """Compressed tokens of a document of ``length`` tokens: max(0, floor((length - l) / d) + 1)."""
     return tl.where(length < SIZE, 0, (length - SIZE) // STRIDE + 1)
-
-
-@triton.jit
-def softmax_step(scores, m, l, acc):
-    """One step of the online softmax in base 2; scores [M, N] already times log2(e), -inf where hidden.
-
-    Returns p [M, N], and m [M], l [M], acc [M, D] rescaled to the new maximum, l with p added.
-    """
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
-    p = tl.exp2(scores - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    return p, m_new, l * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
 @triton.jit
