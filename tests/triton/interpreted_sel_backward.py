@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from nsa_backend_triton import configs
 from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -113,3 +114,18 @@ def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
     found = gradients(inputs, call, do, truth, deterministic=deterministic)
     for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
         torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other form."""
+    problem = PROBLEMS["h7"]
+    inputs, call, do = problem.inputs()
+    truth = problem.truth(inputs, call, do)
+    added = gradients(inputs, call, do, truth)
+    fixed = gradients(inputs, call, do, truth, deterministic=True)
+    rows = dict(configs.table(0))
+    rows["sel_block_backward"] = [({}, {**rows["sel_block_backward"][0][1], "ORDERED": 1})]
+    monkeypatch.setattr(configs, "table", lambda _: rows)
+    asked = gradients(inputs, call, do, truth)
+    assert not all(torch.equal(x, y) for x, y in zip(added, fixed))
+    assert all(torch.equal(x, y) for x, y in zip(asked, fixed))

@@ -83,16 +83,20 @@ def rows(shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[
 
 def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
     seen: set[object] = set()
-    for deterministic in (False, True) if asked.slot == "sel" else (False,):
-        request = dataclasses.replace(asked, deterministic=deterministic)
+    modes: list[tuple[str, dict[str, bool]]] = [("", {})]
+    if asked.slot == "sel":
+        modes.append((", deterministic", {"deterministic": True}))
+    if asked.slot in ("cmp", "win") and architecture == 90 and asked.dtype != "float32":
+        modes.append((", packed", {"varlen": True}))  # descriptors serve dense calls only: rows of their own
+    for mode, changes in modes:
+        request = dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
         if configs.missing(request, architecture):
             continue
         for launch in launches(request, architecture):
             if launch.binary not in seen:
                 seen.add(launch.binary)
                 width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-                mode = f"{asked.slot}, deterministic" if deterministic else asked.slot
-                yield Row(launch, f"{launch.name} | sm_{architecture} | {mode} | {width}", asked.dtype)
+                yield Row(launch, f"{launch.name} | sm_{architecture} | {asked.slot}{mode} | {width}", asked.dtype)
 
 
 def page() -> Iterator[str]:

@@ -76,5 +76,6 @@ def missing(request: Request, architecture: int) -> list[str]:
         "block": request.geometry.select_block_size,
         "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
+        "pointers": 1,  # what every call can take
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

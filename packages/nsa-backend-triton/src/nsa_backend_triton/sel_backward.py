@@ -2,8 +2,8 @@
 
 With P = exp(scale q k - lse), dP = do v^T and delta = sum of do o:  dS = scale P (dP - delta),
 dv = P^T do, dk = dS^T q, dq = dS k, over the keys <= t of the blocks chosen by t (Eq. 4 over the union of Eq. 12).
-By default one pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic`` takes dk and dv
-from fixed partial sums, and dq tile by tile: 7 products.
+One pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic``, and ORDERED in the table
+where that is faster, takes dk and dv from fixed partial sums, and dq tile by tile: 7 products.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def block_gradients(
         dk, dv = (x.new_empty((items * parts * settings["KEYS"], x.shape[-1]), dtype=wide) for x in (k, v))
     else:
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-    tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK")}
+    tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
     sel_block_backward[(items * parts,)](
         q, k, v, problem.do, problem.lse, problem.delta, lists.tokens, lists.offsets, seqs.cu,
         dk if dq is None else dq, dk, dv, *problem.strides(),
@@ -149,7 +149,7 @@ def backward(
     problem = prepare(do, q, k, v, o, lse, call=call)
     lists = sel_lists.build(blocks, problem.seqs, call.geometry)
     settings = problem.settings("sel_block_backward")
-    ordered = call.deterministic
+    ordered = call.deterministic or bool(settings.get("ORDERED"))
     dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered, add_dq=not ordered)
     if dq is None:
         dq = tile_gradients(problem, blocks, problem.settings("sel_tile_backward"))

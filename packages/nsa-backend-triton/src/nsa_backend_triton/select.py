@@ -249,7 +249,8 @@ def forward(
     seqs, geometry = Sequences.of(q, call, compressed=True), call.geometry
     groups, dk = k_cmp.shape[-2:]
     group, n = q.shape[-2] // groups, geometry.num_selected_blocks
-    settings = settings or configs.pick("select_forward", architecture(q.device), head_dim=dk, itemsize=q.itemsize)
+    traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group}
+    settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
     block_d = max(16, triton.next_power_of_2(dk))
     most = settings["Q_BYTES"] // (block_d * q.itemsize)
     heads, pieces = split_heads(group, settings["COLUMNS"], most)

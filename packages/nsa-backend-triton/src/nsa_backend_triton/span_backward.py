@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import heads_together, key_descriptor, launch_options
+from nsa_backend_triton.span_forward import descriptors_fit, heads_together, key_descriptor, launch_options
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
@@ -276,7 +276,7 @@ def backward(
     return dq, dk, dv
 
 
-def _pick(kernel: str, q: Tensor, v: Tensor, window: int) -> configs.Settings:
+def _pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> configs.Settings:
     heads, dk = q.shape[-2:]
     return configs.pick(
         kernel,
@@ -286,6 +286,7 @@ def _pick(kernel: str, q: Tensor, v: Tensor, window: int) -> configs.Settings:
         itemsize=q.itemsize,
         window=window,
         heads=heads,
+        pointers=int(not described),
     )
 
 
@@ -299,7 +300,7 @@ def _dq(
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq as q, and delta = sum(do o) as lse."""
-    settings = settings or _pick("span_dq", q, v, span[2])
+    settings = settings or _pick("span_dq", q, v, span[2], descriptors_fit(seqs.packed, k, v))
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     together = heads_together(group, settings["HEADS"])
     tokens, tma = settings["BLOCK_M"] // together, bool(settings.get("TMA"))
@@ -324,7 +325,7 @@ def _dkdv(
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv as k, v."""
-    settings = settings or _pick("span_dkdv", q, v, span[2])
+    settings = settings or _pick("span_dkdv", q, v, span[2], descriptors_fit(seqs.packed, q, do))
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]

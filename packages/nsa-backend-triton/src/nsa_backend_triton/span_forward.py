@@ -26,39 +26,26 @@ TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a
 
 
 @triton.jit
-def _tile_start(i, low, skip_from, skip_to, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    """First key of tile i; the tiles skip_from .. skip_to are left out."""
-    if MASKED:
-        i += tl.where(i >= skip_from, skip_to - skip_from, 0)
-    return low + i * BLOCK_N
-
-
-@triton.jit
 def _walk(
-    q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, before, keys, left,
-    right, factor, k_row, v_row,
+    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
+    k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc, p, alpha.
+    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
 
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
-    LATE: the values of a tile are taken one tile later, while its successor's softmax runs; p, alpha and ``before`` are
-    what the tile before the first left behind.
     """
     column = tl.arange(0, BLOCK_N)
     for i in tl.range(0, tiles):
-        j = _tile_start(i, low, skip_from, skip_to, BLOCK_N, MASKED)
+        j = low + i * BLOCK_N
+        if MASKED:
+            j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
         if TMA:
             k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        if LATE:
-            late = tl.where(i > 0, _tile_start(i - 1, low, skip_from, skip_to, BLOCK_N, MASKED), before)
-            v = _values(V, V_TMA, batch, kv_head, late, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         if MASKED:
             s = hide(s, column, left - j, right - j, WINDOW > 0, True)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -68,22 +55,13 @@ def _walk(
         p = tl.exp2(s * factor - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
-        if not LATE:
-            v = _values(V, V_TMA, batch, kv_head, j, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, MASKED)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+        if TMA:
+            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
         m = m_new
-    return m, l, acc, p, alpha
-
-
-@triton.jit
-def _values(
-    V, V_TMA, batch, kv_head, j, keys, v_row,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """v [N, Dv] of the keys from j on."""
-    if TMA:
-        return V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
-    return load_rows(V + tl.cast(j, tl.int64) * v_row, tl.arange(0, BLOCK_N), keys - j, v_row, DV, BLOCK_DV, MASKED)
+    return m, l, acc
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
@@ -95,8 +73,7 @@ def span_forward(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr, LOOPS: tl.constexpr,
-    LATE: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
@@ -131,27 +108,16 @@ def span_forward(
     acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], ACC)
     left = token - WINDOW + 1
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
-    tiles = tl.cdiv(high - low, BLOCK_N)
-    skip_from, skip_to = 0, 0
-    p = tl.zeros([TOKENS * HEADS, BLOCK_N], ACC)
-    alpha = tl.full([TOKENS * HEADS], 1.0, ACC)
-    before = low
-    if LOOPS == 2:
-        skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
-        m, l, acc, p, alpha = _walk(
-            q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, before,
-            keys, left, right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, False,
-        )  # fmt: skip
-        before = tl.where(skip_to > skip_from, low + (skip_to - 1) * BLOCK_N, low)
-    masked = tiles - (skip_to - skip_from)
-    m, l, acc, p, alpha = _walk(
-        q, m, l, acc, p, alpha, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, before, keys, left,
-        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, LATE, True,
+    skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
+    masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
+    m, l, acc = _walk(
+        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right, factor,
+        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
     )  # fmt: skip
-    if LATE:
-        before = tl.where(masked > 0, _tile_start(masked - 1, low, skip_from, skip_to, BLOCK_N, True), before)
-        v = _values(V, V_TMA, batch, kv_head, before, keys, v_row, DV, BLOCK_DV, BLOCK_N, TMA, True)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+    m, l, acc = _walk(
+        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right, factor,
+        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
+    )  # fmt: skip
     o, lse = finish(m, l, acc)
 
     column = tl.arange(0, BLOCK_DV)
@@ -166,13 +132,17 @@ def heads_together(group: int, most: int) -> int:
     return min(group & -group, most)
 
 
-def descriptors_fit(packed: bool, *per_key: Tensor) -> bool:
-    """Whether TMA descriptors can read these [B, L, G, D]: aligned and not empty.
+def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
+    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D a power of two from 16.
 
     Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
     """
     return not packed and all(
-        x.numel() and x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:-1]) for x in per_key
+        x.numel()
+        and x.data_ptr() % 16 == 0
+        and all(n > 0 and n * x.itemsize % 16 == 0 for n in x.stride()[:-1])
+        and x.shape[-1] == max(16, triton.next_power_of_2(x.shape[-1]))
+        for x in rows
     )
 
 
@@ -225,7 +195,6 @@ def forward(
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
-        ACC=accumulator(q.dtype), TMA=tma, LOOPS=settings.get("LOOPS", 2), LATE=bool(settings.get("LATE")),
-        **launch_options(settings),
+        ACC=accumulator(q.dtype), TMA=tma, **launch_options(settings),
     )  # fmt: skip
     return o, lse
