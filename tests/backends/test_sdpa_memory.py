@@ -5,6 +5,7 @@ Buffers inside PyTorch's own kernels do not show here; tests/gpu measures them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from nsa_backend_sdpa import aten, cmp, combine, engine, sel, select, win, workspace
+from nsa_backend_sdpa import aten, cmp, combine, cudnn, engine, sel, select, win, workspace
 from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
 
@@ -53,6 +54,13 @@ class Peak(TorchDispatchMode):
 def _meta_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     real = aten.route
     monkeypatch.setattr(engine, "NARROW_DEVICES", {"cuda", "meta"})
+    takes = cudnn.takes
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(
+        cudnn, "serves", lambda q, v, call: takes(
+            q.dtype, "cuda", (9, 0), (q.shape[-1], v.shape[-1]), q.shape[1], q.shape[0], call.scale, call.deterministic
+        ),
+    )  # fmt: skip
     monkeypatch.setattr(aten, "route", lambda dtype, device, width, capability: real(dtype, "cuda", width, (9, 0)))
 
 
@@ -67,10 +75,12 @@ def allocated(request: Request) -> int:
     dtype, batch = getattr(torch, request.dtype), request.batch
 
     def tensor(length: int, heads: int, *width: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(batch, length, heads, *width, dtype=kind, device="meta")
+        lead = () if request.varlen else (batch,)
+        return torch.empty(*lead, length, heads, *width, dtype=kind, device="meta")
 
     stats = engine.stats_dtype(dtype)
-    keys = geometry.num_compressed(rows) if slot in ("cmp", "select") else rows
+    compressed = geometry.max_compressed if request.varlen else geometry.num_compressed
+    keys = compressed(rows) if slot in ("cmp", "select") else rows
     q, do = tensor(rows, request.n_heads, request.head_dim), tensor(rows, request.n_heads, request.v_head_dim)
     k, v = tensor(keys, request.n_kv_heads, request.head_dim), tensor(keys, request.n_kv_heads, request.v_head_dim)
     inputs = {
@@ -80,7 +90,12 @@ def allocated(request: Request) -> int:
         "win": (q, k, v),
         "combine": (tensor(rows, request.n_heads, 3, kind=stats), do, do, do),
     }[slot]
-    call = SlotCall(geometry, 0.125, max_seqlen=rows, deterministic=request.deterministic)
+    cu_seqlens = None
+    if request.varlen:
+        cu_seqlens = torch.empty(len(DOCUMENTS) + 1, dtype=torch.int32, device="meta")
+        cu_seqlens.tolist = lambda: [0, *itertools.accumulate(DOCUMENTS)]  # what has no data is asked for it
+    longest = max(DOCUMENTS) if request.varlen else rows
+    call = SlotCall(geometry, 0.125, cu_seqlens, longest, deterministic=request.deterministic)
     with Peak() as peak:
         out = MODULES[slot].forward(*inputs, call=call)
         saved = out if slot in ("cmp", "sel", "win") else ()
@@ -101,7 +116,12 @@ SHAPES = {
     "w>=S": {"geometry": BlockGeometry(window_size=6000), "dtype": "float32", "seq_len": 3000},
     "w>4096": {"geometry": BlockGeometry(window_size=6000), "seq_len": 9000},
     "deterministic": {"deterministic": True},
+    "short": {"seq_len": 2048},
+    "few heads": {"seq_len": 2048, "n_heads": 2},
+    "several steps": {"seq_len": 16384, "needs_grad": False},
+    "packed": {"seq_len": 8192, "varlen": True, "batch": 3},
 }
+DOCUMENTS = (8000, 150, 42)  # lengths of packed documents: what is stated is a bound, for one document of all tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -109,8 +129,9 @@ SHAPES = {
 def test_row_47_workspace_is_what_is_allocated(slot: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = dict(SHAPES[shape])
     request = make_request(slot, fields.pop("seq_len", 5000), **fields)
-    # The kernel's own fp32 dq is not seen here.
+    # What the libraries hold inside is not seen here.
     monkeypatch.setattr(workspace, "flash_accumulator", lambda *sizes: 0)
+    monkeypatch.setattr(workspace, "cudnn_scratch", lambda *sizes: 0)
     told, real = getattr(workspace, slot)(request), allocated(request)
     assert abs(told - real) <= 0.05 * real, f"told {told}, allocated {real}, ratio {told / real:.3f}"
 
@@ -121,6 +142,14 @@ def test_memory_grows_at_most_as_s_to_the_1_1(slot: str) -> None:
     mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     assert slope <= 1.1, slope
+
+
+def test_cudnn_holds_gradients_of_every_head_that_shares_keys() -> None:
+    """dq and delta in fp32; with h > 1, dk and dv of each query head before they are summed."""
+    rows, keys = 16 * 12 * 127, 16 * 2 * 127
+    alone = workspace.cudnn_scratch(rows, keys, 1, (64, 128), 2)
+    assert alone == rows * (64 * 4 + 4)
+    assert workspace.cudnn_scratch(rows, keys, 6, (64, 128), 2) == alone + rows * (64 + 128) * 2
 
 
 def test_packed_calls_are_bounded_too() -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import importlib
 import math
 import threading
+import types
 from typing import Any
 
 import pytest
+import torch
 
 from nsa_core import BlockGeometry, Request
 
 pytest.importorskip("triton")
+configs = importlib.import_module("nsa_backend_triton.configs")
+launch = importlib.import_module("nsa_backend_triton.launch")
 requests = importlib.import_module("nsa_backend_triton.requests")
 compile_table = importlib.import_module("nsa_backend_triton.compile_table")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
@@ -60,6 +64,29 @@ def test_a_dry_run_leaves_other_threads_alone() -> None:
         assert workspace._dry.get()
     assert seen == [False]
     assert JITFunction.run is stock
+
+
+def described_multiprocessors(architecture: int) -> int:
+    with launch.described(architecture):
+        return launch.multiprocessors(torch.device("meta"))
+
+
+def test_a_gpu_that_is_not_there_has_the_multiprocessors_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = {architecture: described_multiprocessors(architecture) for architecture in configs.TABLES}
+    assert told.pop(0) == 3, "the interpreter"
+    assert {told[a] for a in (80, 86, 89, 90, 120)} == {108, 84, 142, 132, 188}
+    assert min(told.values()) >= 16, "every architecture that has configurations"
+
+
+def test_a_gpu_that_is_there_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_capability", lambda device: 89)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=58)
+    )
+    assert (described_multiprocessors(89), described_multiprocessors(90)) == (58, 132)
 
 
 LENGTHS = (1, 31, 32, 127, 1000, 1024, 4097, 8192, 65536, 1 << 20)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from nsa_core import NSAConfig, Unsupported, resolve
-from nsa_core.contract import SLOTS
+from nsa_core import BlockGeometry, NSAConfig, Unsupported, resolve
+from nsa_core.contract import SLOTS, SlotCall, import_named
+from nsa_core.ops import Kernel
 from nsa_core.plan import Plan
 from nsa_core.registry import default_registry
-from nsa_core.verify.cases import Case, CaseData
+from nsa_core.verify.cases import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -26,47 +31,53 @@ ODD = NSAConfig(
 )  # fmt: skip
 CASES = {
     "2k": Case("2k", REPORTS, (2048,)),
-    "16k": Case("16k", REPORTS, (16384,)),
-    "batch": Case("batch", REPORTS, (2048,), batch=4),
+    "batch": Case("batch", REPORTS, (2048,), batch=3),
     "packed": Case("packed", REPORTS, (3000, 1000, 4192), packed=True),
     "192/128": Case("192/128", PAPER, (4096,)),
     "few heads": Case("few heads", FEW, (2048,)),
     "65/80": Case("65/80", ODD, (2048,), batch=2),
 }
-FORWARD_ONLY = ("16k", "packed", "few heads")
-BACKENDS = [
-    (entry.name, slot)
+LONG = Case("16k", REPORTS, (16384,))
+# Lengths are not in a request. What depends on the longest document is stated for one document of all tokens.
+ONE_LONG = Case("one long", REPORTS, (8000, 150, 42), packed=True)
+BOUNDS = {("sdpa", "cmp")}
+SPECS = {
+    (entry.name, slot): entry.spec.slots[slot]
     for entry in default_registry().entries
     if entry.status == "ready" and entry.spec
     for slot in SLOTS
     if slot in entry.spec.slots
-]
-INPUTS = {
-    "cmp": ("q", "k_cmp", "v_cmp"),
-    "select": ("q", "k_cmp"),
-    "sel": ("q", "k_sel", "v_sel"),
-    "win": ("q", "k_win", "v_win"),
 }
+BACKENDS = list(SPECS)
+WITH_BACKWARD = [key for key, spec in SPECS.items() if spec.backward]
+OTHER_WHEN_DETERMINISTIC = [key for key in WITH_BACKWARD if not SPECS[key].deterministic]
 
 
-def inputs_of(slot: str, case: Case, data: CaseData) -> list[torch.Tensor]:
-    """The slot's tensors; what another slot would return is made here, so that one backend's memory is looked at."""
+def inputs_of(slot: str, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """(the slot's tensors, do, cu_seqlens), made on the GPU: memory depends on shapes alone."""
     generator = torch.Generator("cuda").manual_seed(0)
+    config, geometry, tokens = case.config, case.config.geometry, case.tokens
+    lead = (tokens,) if case.packed else (case.batch, tokens)
+    keys = (geometry.max_compressed(tokens),) if case.packed else (case.batch, geometry.num_compressed(tokens))
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    heads, groups, d_k, d_v = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
+    do, q = normal(*lead, heads, d_v), normal(*lead, heads, d_k)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device="cuda")
     if slot == "combine":
-        return [
-            data.gates,
-            *(torch.randn(data.do.shape, generator=generator, device="cuda").to(data.do) for _ in "123"),
-        ]
-    tensors = [getattr(data, name) for name in INPUTS[slot]]
-    *lead, tokens, heads, _ = data.q.shape
-    if slot == "select":
-        tensors.append(torch.full((*lead, heads, tokens), 3.0, device="cuda"))
+        tensors = [normal(*lead, heads, 3, dtype=torch.float32), *(normal(*lead, heads, d_v) for _ in "123")]
+    elif slot == "select":
+        lse = torch.full((*lead[:-1], heads, tokens), 3.0, device="cuda")
+        tensors = [q, normal(*keys, groups, d_k), lse]
+    else:
+        rows = keys if slot == "cmp" else lead
+        tensors = [q, normal(*rows, groups, d_k), normal(*rows, groups, d_v)]
     if slot == "sel":
-        geometry = case.config.geometry
-        most = geometry.num_select_blocks(min(case.lengths))
-        shape = (*lead, tokens, case.config.n_kv_heads, geometry.num_selected_blocks)
+        most, shape = geometry.num_select_blocks(min(case.lengths)), (*lead, groups, geometry.num_selected_blocks)
         tensors.append(torch.randint(most, shape, generator=generator, device="cuda", dtype=torch.int32))
-    return tensors
+    return tensors, do, cu_seqlens if case.packed else None
 
 
 def asked() -> int:
@@ -94,6 +105,46 @@ def peak_of(once: Callable[[], None]) -> int:
     return peak - before
 
 
+class Operators(TorchDispatchMode):
+    """Per operator: the peak while it ran, and what it held inside beyond its results, both where largest."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+        self.rows: dict[str, tuple[int, int, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+        torch.cuda.reset_peak_memory_stats()
+        out = func(*args, **(kwargs or {}))
+        stats = torch.cuda.memory_stats()
+        peak = int(stats["requested_bytes.all.peak"])
+        inside = peak - max(held, int(stats["requested_bytes.all.current"]))
+        made = " ".join(str(tuple(x.shape)) for x in tree_iter(out) if isinstance(x, torch.Tensor))
+        self.rows[str(func)] = max(self.rows.get(str(func), (0, 0, "")), (peak - self.before, inside, made))
+        return out
+
+    def __str__(self) -> str:
+        high = sorted(self.rows.items(), key=lambda row: row[1][0], reverse=True)[:6]
+        deep = sorted(self.rows.items(), key=lambda row: row[1][1], reverse=True)[:4]
+        lines = [f"  peak {p / 2**20:9.3f} MiB, inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (p, i, o) in high]
+        lines += ["  most inside:"]
+        return "\n".join(lines + [f"  inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (_, i, o) in deep])
+
+
+def breakdown(
+    backend: str, kernel: Kernel, inputs: list[torch.Tensor], do: torch.Tensor, call: SlotCall, *, backward: bool
+) -> str:
+    """Which of PyTorch's operators the peak is at, and which allocate inside; the backend's functions called bare."""
+    spec, inputs = SPECS[backend, kernel.slot], [x.detach() for x in inputs]
+    with Operators(asked()) as operators:
+        out = import_named(spec.forward)(*inputs, call=call)
+        if backward:
+            assert spec.backward
+            import_named(spec.backward)(do, *inputs, *(out if kernel.slot != "combine" else ()), call=call)
+    return str(operators)
+
+
 def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
     sizes = {"batch": len(case.lengths) if case.packed else case.batch, "seq_len": case.tokens}
     try:
@@ -107,19 +158,25 @@ def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
 
 def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
     plan = plan_of(backend, slot, case, **options)
-    data = case.data(torch.bfloat16, "cuda")
-    inputs = inputs_of(slot, case, data)
+    inputs, do, cu_seqlens = inputs_of(slot, case)
     wanted = [x.requires_grad_() for x in inputs if x.is_floating_point()] if options["needs_grad"] else []
     kernel, backward = getattr(plan, slot), options["needs_grad"] and slot != "select"
 
     def once() -> None:
-        result = kernel(*inputs, cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen)
+        result = kernel(*inputs, cu_seqlens=cu_seqlens, max_seqlen=max(case.lengths))
         if backward:
-            torch.autograd.grad(result if slot == "combine" else result[0], wanted, data.do)
+            torch.autograd.grad(result if slot == "combine" else result[0], wanted, do)
 
     peak, stated = peak_of(once), plan.workspace_bytes(plan.requests[slot])
-    print(f"peak {peak / 2**20:.1f} MiB, stated {stated / 2**20:.1f} MiB, {stated / peak:.3f}")
-    assert abs(peak - stated) <= 0.05 * peak, f"peak {peak}, stated {stated}, ratio {stated / peak:.3f}"
+    how = " ".join([case.name, backend, slot, *(name for name, on in options.items() if on)])
+    line = f"row 47: {how}: peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB, {stated / peak:.3f}"
+    print(line)
+    bound = case.packed and case is not ONE_LONG and (backend, slot) in BOUNDS
+    if peak - stated > 0.05 * peak or (stated - peak > 0.05 * peak and not bound):
+        geometry = BlockGeometry.from_ints(kernel.geometry)
+        call = SlotCall(geometry, kernel.scale, cu_seqlens, max(case.lengths), kernel.deterministic)
+        found = breakdown(backend, kernel, inputs, do, call, backward=backward)
+        pytest.fail(f"{line}\n{found}", pytrace=False)
 
 
 EACH = pytest.mark.parametrize(("backend", "slot"), BACKENDS)
@@ -131,13 +188,22 @@ def test_row_47_forward_and_backward(name: str, backend: str, slot: str) -> None
     assert_stated(backend, slot, CASES[name], needs_grad=True)
 
 
-@EACH
-@pytest.mark.parametrize("name", FORWARD_ONLY)
-def test_row_47_forward(name: str, backend: str, slot: str) -> None:
-    assert_stated(backend, slot, CASES[name], needs_grad=False)
+@pytest.mark.parametrize(("backend", "slot"), [key for key in BACKENDS if key in BOUNDS])
+def test_row_47_one_long_document(backend: str, slot: str) -> None:
+    assert_stated(backend, slot, ONE_LONG, needs_grad=True)
 
 
 @EACH
+def test_row_47_forward_long(backend: str, slot: str) -> None:
+    assert_stated(backend, slot, LONG, needs_grad=False)
+
+
+@pytest.mark.parametrize(("backend", "slot"), WITH_BACKWARD)
+def test_row_47_forward_few_heads(backend: str, slot: str) -> None:
+    assert_stated(backend, slot, CASES["few heads"], needs_grad=False)
+
+
+@pytest.mark.parametrize(("backend", "slot"), OTHER_WHEN_DETERMINISTIC)
 @pytest.mark.parametrize("name", ["2k", "packed"])
 def test_row_47_deterministic(name: str, backend: str, slot: str) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True, deterministic=True)

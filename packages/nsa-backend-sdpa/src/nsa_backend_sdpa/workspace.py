@@ -18,6 +18,8 @@ from nsa_backend_sdpa.tiles import runs
 from nsa_backend_sdpa.win import Cut as WinCut
 from nsa_core.contract import Request
 
+_SMALL_SORT = 4096  # elements of a row that PyTorch's CUDA sort sorts in place
+
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
@@ -62,6 +64,14 @@ class _Sizes:
         """All rows: T."""
         seq_len = self.request.seq_len or 0
         return seq_len if self.request.varlen else seq_len * self.documents
+
+    @property
+    def compressed(self) -> int:
+        """All rows of k_cmp."""
+        geometry = self.request.geometry
+        if self.request.varlen:
+            return geometry.max_compressed(self.tokens)
+        return self.documents * geometry.num_compressed(self.longest)
 
     @property
     def longest(self) -> int:
@@ -120,22 +130,30 @@ def select(request: Request) -> int:
     cut = SelectCut.of(request.geometry, size.longest, request.n_kv_heads, size.heads, size.stat, size.budget)
     per_document = 0 if request.varlen else -(-size.longest // cut.size)
     count = size.tokens // cut.size + size.documents if request.varlen else size.documents * per_document
-    largest = 0
+    largest = before = 0
     for part, longest in runs(count, cut.tiles, cut.size, size.longest, per_document):
-        largest = max(largest, _select_step(size, part.stop - part.start, cut, longest))
+        tiles, blocks = part.stop - part.start, geometry.num_select_blocks(longest)
+        scores = tiles * cut.groups * cut.size * blocks * size.stat
+        again = cut.groups < request.n_kv_heads  # a step of several parts begins beside its own last scores
+        largest = max(largest, _select_step(size, tiles, cut, longest, scores if again else before))
+        before = scores
     return size.tokens * request.n_kv_heads * geometry.num_selected_blocks * 4 + largest
 
 
-def _select_step(size: _Sizes, tiles: int, cut: SelectCut, longest: int) -> int:
-    """The probabilities of some tiles, their sums per block, or the sort."""
+def _select_step(size: _Sizes, tiles: int, cut: SelectCut, longest: int, before: int) -> int:
+    """The probabilities of some tiles, their sums per block, beside the scores of the step ``before``; or the sort."""
     request, rows = size.request, tiles * cut.groups * cut.size
     columns, count = select_columns(request.geometry, longest), request.geometry.num_select_blocks(longest)
     p, hidden = rows * size.heads * columns * size.stat, tiles * cut.size * columns
     tile = rows * size.heads * request.head_dim * size.operand
     keys = tiles * cut.groups * columns * request.head_dim * size.operand
+    lse, places = rows * size.heads * size.stat, 8 * tiles * (cut.size + columns)
     sums, score = rows * count * size.heads * size.stat, rows * count * size.stat
     sort = rows * count * (3 * size.stat + 9)
-    return max(2 * tile + hidden, p + hidden + tile + keys, p + sums, sums + score, sort)
+    if count > _SMALL_SORT:  # a second copy of values and int64 places, and the places it began with
+        sort += rows * count * (size.stat + 16)
+    gathering = hidden + places + max(2 * tile, tile + 2 * keys, tile + keys + p + 2 * lse)
+    return max(before + gathering, before + p + sums, before + sums + score, sort)
 
 
 def sel(request: Request) -> int:
@@ -210,21 +228,26 @@ def _covering_window(size: _Sizes, d_rows: int) -> int:
 
 
 def cmp(request: Request) -> int:
-    """q, o, do and lse folded, and one causal call with as many rows as compressed tokens."""
-    size, geometry = _Sizes(request), request.geometry
-    runs = geometry.num_compressed(size.longest)
-    rows = size.documents if not request.varlen else 1
-    if not runs:
+    """Dense: what one call of the route takes. Packed, lengths are not told: a bound, of one document of all tokens."""
+    size = _Sizes(request)
+    if not request.geometry.num_compressed(size.longest):
         return 0 if not size.tokens else _peak(size, size.outputs, 0)
-    if cudnn.takes(
-        size.dtype, request.device, request.capability, (request.head_dim, request.v_head_dim), size.longest, rows, 1.0,
-        request.deterministic,
+    if not cudnn.takes(
+        size.dtype, request.device, request.capability, (request.head_dim, request.v_head_dim), size.longest,
+        1 if request.varlen else size.documents, 1.0, request.deterministic,
     ):  # fmt: skip
-        return _cudnn(size, runs)
+        return _folded(size, size.longest)
+    # Packed, the longest document that cuDNN leaves to the other route may take more.
+    return max(_cudnn(size), _folded(size, cudnn.LEAST_TOKENS - 1) if request.varlen else 0)
+
+
+def _folded(size: _Sizes, longest: int) -> int:
+    """q, o, do and lse folded, and one causal call with as many rows as compressed tokens."""
+    request, geometry = size.request, size.request.geometry
+    runs, rows = geometry.num_compressed(longest), 1 if request.varlen else size.documents
     folded = rows * runs * geometry.compress_stride * request.n_heads
     heads = geometry.compress_stride * size.heads
-    compressed = geometry.max_compressed(size.tokens) if request.varlen else rows * runs
-    keys = compressed * request.n_kv_heads * size.width * size.item
+    keys = size.compressed * request.n_kv_heads * size.width * size.item
     copies = keys if rows > 1 else 0
     forward, backward = _causal(size, rows * request.n_kv_heads, heads, runs, request.deterministic, True)
     before = size.outputs + folded * request.head_dim * size.item + copies
@@ -233,16 +256,25 @@ def cmp(request: Request) -> int:
     return _peak(size, before + forward[0], held + backward[0])
 
 
-def _cudnn(size: _Sizes, runs: int) -> int:
+def _cudnn(size: _Sizes) -> int:
     """A sequence's o or gradients per residue beside the results, from the larger of its two calls."""
     request, d_k, d_v, stat = size.request, size.request.head_dim, size.request.v_head_dim, size.stat
     parts = cudnn.parts(size.longest, request.geometry)
     rows = max((part.stop - part.start) * count * request.n_heads for part, count in parts)
     keys = max((part.stop - part.start) * count * request.n_kv_heads for part, count in parts)
-    total = size.documents * (size.longest * request.n_heads * d_k + runs * request.n_kv_heads * size.width) * size.item
-    sums = 2 * runs * request.n_kv_heads * size.width * stat
-    backward = total + sums + rows * (d_k * size.item + stat) + keys * size.width * size.item
-    return _peak(size, size.outputs + rows * (d_v * size.item + stat), backward + rows * (d_k + 1) * stat)
+    runs, several = request.geometry.num_compressed(size.longest), not request.varlen and size.documents > 1
+    results = (size.tokens * request.n_heads * d_k + size.compressed * request.n_kv_heads * size.width) * size.item
+    sums = (1 + several) * runs * request.n_kv_heads * size.width * stat  # made beside those of the sequence before
+    residues = rows * d_k * size.item + keys * size.width * size.item
+    inside = rows * stat + cudnn_scratch(rows, keys, size.heads, (d_k, d_v), size.item)  # lse, and the library's own
+    adding = runs * request.n_kv_heads * max(d_k, d_v) * stat
+    backward = results + sums + residues + max(inside, adding)
+    return _peak(size, size.outputs + rows * (d_v * size.item + stat), backward)
+
+
+def cudnn_scratch(rows: int, keys: int, heads: int, widths: tuple[int, int], item: int) -> int:
+    """What cuDNN 9 holds inside a backward: dq and rowsum(do * o) in fp32; heads that share keys: dk, dv of each."""
+    return rows * (widths[0] + 1) * 4 + (keys * heads * sum(widths) * item if heads > 1 else 0)
 
 
 def _causal(

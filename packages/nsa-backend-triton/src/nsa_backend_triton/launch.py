@@ -51,10 +51,27 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+# Of the largest GPU of each architecture: A100, A40, Orin, L40S, H200, B200, RTX PRO 6000, GB10. Memory that is told
+# beforehand for a GPU that is not there is a bound then.
+_MULTIPROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
+
+
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of ``device``; without data, those of the usual GPU; 3 in the interpreter."""
-    if device.type != "cuda":
-        return {80: 108, 90: 132}.get(architecture(device), 3)
+    """Streaming multiprocessors of ``device``; 3 in the interpreter.
+
+    Without data: those of the current GPU where it is of the described architecture, or of the largest one of it.
+    """
+    if device.type == "cuda":
+        return _count(device)
+    described = architecture(device)
+    if described and torch.cuda.is_available():
+        current = torch.device("cuda", torch.cuda.current_device())
+        if _capability(current) == described:
+            return _count(current)
+    return _MULTIPROCESSORS.get(described, max(_MULTIPROCESSORS.values())) if described else 3
+
+
+def _count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
