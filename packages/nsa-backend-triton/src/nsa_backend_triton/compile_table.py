@@ -25,7 +25,7 @@ SHAPES = {
     "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     "float32": ((64, 64), (256, 256)),
 }
-MOST_SPILLS = {"bfloat16": 2304, "float32": 71680}  # bytes a thread, stores and loads together
+MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
 _BASE = Request(
     slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
     device="cuda", needs_grad=True, batch=1, seq_len=8192,
