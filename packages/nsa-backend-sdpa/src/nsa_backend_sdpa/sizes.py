@@ -18,6 +18,7 @@ class Sizes:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of q."""
         return torch.float64 if self.request.dtype == "float64" else getattr(torch, self.request.dtype)
 
     @property
@@ -42,10 +43,12 @@ class Sizes:
 
     @property
     def budget(self) -> int:
+        """The bound on one tile of scores, in bytes."""
         return engine.score_bytes(self.request.device)
 
     @property
     def documents(self) -> int:
+        """Sequences, or documents when packed; at least 1."""
         return max(1, self.request.batch or 1)
 
     @property
@@ -64,6 +67,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
+        """Tokens of a sequence; packed, lengths are not told: of all documents together."""
         return self.request.seq_len or 0
 
     @property
