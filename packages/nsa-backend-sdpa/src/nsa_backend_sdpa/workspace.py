@@ -6,14 +6,11 @@ the tensors of the modules they describe; index tensors of a step are left out. 
 
 from __future__ import annotations
 
-import dataclasses
-
-import torch
-
 from nsa_backend_sdpa import aten, cudnn, engine
 from nsa_backend_sdpa.sel import queries_per_run as sel_queries
 from nsa_backend_sdpa.select import Cut as SelectCut
 from nsa_backend_sdpa.select import columns as select_columns
+from nsa_backend_sdpa.sizes import Sizes
 from nsa_backend_sdpa.tiles import runs
 from nsa_backend_sdpa.win import Cut as WinCut
 from nsa_core.contract import Request
@@ -21,100 +18,14 @@ from nsa_core.contract import Request
 _SMALL_SORT = 4096  # elements of a row that PyTorch's CUDA sort sorts in place
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """A request in numbers."""
-
-    request: Request
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.request.dtype == "float64" else getattr(torch, self.request.dtype)
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of q."""
-        return self.dtype.itemsize
-
-    @property
-    def stat(self) -> int:
-        """Bytes of a score."""
-        return engine.stats_dtype(self.dtype).itemsize
-
-    @property
-    def operand(self) -> int:
-        """Bytes of an element inside a product."""
-        return self.item if self.request.device in engine.NARROW_DEVICES else self.stat
-
-    @property
-    def narrow(self) -> int:
-        """Bytes of an element of P once rounded for its product; 0: P is not copied."""
-        return self.operand if self.operand != self.stat else 0
-
-    @property
-    def budget(self) -> int:
-        return engine.score_bytes(self.request.device)
-
-    @property
-    def documents(self) -> int:
-        return max(1, self.request.batch or 1)
-
-    @property
-    def tokens(self) -> int:
-        """All rows: T."""
-        seq_len = self.request.seq_len or 0
-        return seq_len if self.request.varlen else seq_len * self.documents
-
-    @property
-    def compressed(self) -> int:
-        """All rows of k_cmp."""
-        geometry = self.request.geometry
-        if self.request.varlen:
-            return geometry.max_compressed(self.tokens)
-        return self.documents * geometry.num_compressed(self.longest)
-
-    @property
-    def longest(self) -> int:
-        return self.request.seq_len or 0
-
-    @property
-    def heads(self) -> int:
-        """Query heads of a group: h."""
-        return self.request.n_heads // self.request.n_kv_heads
-
-    @property
-    def outputs(self) -> int:
-        """o and lse."""
-        return self.tokens * self.request.n_heads * (self.request.v_head_dim * self.item + self.stat)
-
-    @property
-    def width(self) -> int:
-        """Dk + Dv."""
-        return self.request.head_dim + self.request.v_head_dim
-
-    def attend(self, rows: int, scores: int) -> int:
-        """What engine.attend allocates for ``rows`` query heads."""
-        return scores * (self.stat + self.narrow) + rows * self.request.v_head_dim * self.stat
-
-    def attend_backward(self, rows: int, keys: int, scores: int) -> int:
-        """What engine.attend_backward allocates for ``rows`` query heads and ``keys`` keys, all kv heads together."""
-        d_k, d_v = self.request.head_dim, self.request.v_head_dim
-        middle = 2 * scores * self.stat + keys * d_v * self.stat
-        return max(middle, scores * self.operand + (keys * self.width + rows * d_k) * self.stat)
-
-    def delta(self, rows: int) -> int:
-        """rowsum(do * o): a product, do widened, o gathered."""
-        return rows * self.request.v_head_dim * (self.stat + (self.stat if self.narrow else 0) + self.operand)
-
-
-def _peak(size: _Sizes, forward: int, backward: int) -> int:
+def _peak(size: Sizes, forward: int, backward: int) -> int:
     """``forward`` holds its outputs; ``backward`` is what it adds to them."""
     return max(forward, size.outputs + backward) if size.request.needs_grad else forward
 
 
 def combine(request: Request) -> int:
     """One product wide, one widened output; backward: the widened do, a product, three gradients and dgates."""
-    size = _Sizes(request)
+    size = Sizes(request)
     item, stat, rows = size.item, size.stat, size.tokens * request.n_heads
     wide = stat if item != stat else 0
     forward = rows * request.v_head_dim * max(stat + wide, stat + (item if wide else 0))
@@ -124,7 +35,7 @@ def combine(request: Request) -> int:
 
 def select(request: Request) -> int:
     """The chosen blocks and a step: its probabilities, their sums per block, or the sort."""
-    size, geometry = _Sizes(request), request.geometry
+    size, geometry = Sizes(request), request.geometry
     if not size.tokens:
         return 0
     cut = SelectCut.of(request.geometry, size.longest, request.n_kv_heads, size.heads, size.stat, size.budget)
@@ -140,7 +51,7 @@ def select(request: Request) -> int:
     return size.tokens * request.n_kv_heads * geometry.num_selected_blocks * 4 + largest
 
 
-def _select_step(size: _Sizes, tiles: int, cut: SelectCut, longest: int, before: int) -> int:
+def _select_step(size: Sizes, tiles: int, cut: SelectCut, longest: int, before: int) -> int:
     """The probabilities of some tiles, their sums per block, beside the scores of the step ``before``; or the sort."""
     request, rows = size.request, tiles * cut.groups * cut.size
     columns, count = select_columns(request.geometry, longest), request.geometry.num_select_blocks(longest)
@@ -158,7 +69,7 @@ def _select_step(size: _Sizes, tiles: int, cut: SelectCut, longest: int, before:
 
 def sel(request: Request) -> int:
     """K and V as blocks, and a run: gathered keys and values, scores; backward: their gradients, in fp32 (fp64)."""
-    size, geometry = _Sizes(request), request.geometry
+    size, geometry = Sizes(request), request.geometry
     block, groups, tokens = geometry.select_block_size, request.n_kv_heads, size.tokens
     if not tokens:
         return 0
@@ -182,7 +93,7 @@ def sel(request: Request) -> int:
 
 def win(request: Request) -> int:
     """A step of tiles; a window over the whole sequence: one causal call."""
-    size, geometry, groups = _Sizes(request), request.geometry, request.n_kv_heads
+    size, geometry, groups = Sizes(request), request.geometry, request.n_kv_heads
     tokens = size.tokens
     if not tokens:
         return 0
@@ -209,7 +120,7 @@ def win(request: Request) -> int:
     return _peak(size, forward, d_rows + d_keys * size.stat + max(step, rounding))
 
 
-def _covering_window(size: _Sizes, d_rows: int) -> int:
+def _covering_window(size: Sizes, d_rows: int) -> int:
     request = size.request
     rows, copied = size.tokens * request.n_heads, size.documents > 1
     keys = size.tokens * request.n_kv_heads * size.width
@@ -229,7 +140,7 @@ def _covering_window(size: _Sizes, d_rows: int) -> int:
 
 def cmp(request: Request) -> int:
     """Dense: what one call of the route takes. Packed, lengths are not told: a bound, of one document of all tokens."""
-    size = _Sizes(request)
+    size = Sizes(request)
     if not request.geometry.num_compressed(size.longest):
         return 0 if not size.tokens else _peak(size, size.outputs, 0)
     if not cudnn.takes(
@@ -241,7 +152,7 @@ def cmp(request: Request) -> int:
     return max(_cudnn(size), _folded(size, cudnn.LEAST_TOKENS - 1) if request.varlen else 0)
 
 
-def _folded(size: _Sizes, longest: int) -> int:
+def _folded(size: Sizes, longest: int) -> int:
     """q, o, do and lse folded, and one causal call with as many rows as compressed tokens."""
     request, geometry = size.request, size.request.geometry
     runs, rows = geometry.num_compressed(longest), 1 if request.varlen else size.documents
@@ -256,7 +167,7 @@ def _folded(size: _Sizes, longest: int) -> int:
     return _peak(size, before + forward[0], held + backward[0])
 
 
-def _cudnn(size: _Sizes) -> int:
+def _cudnn(size: Sizes) -> int:
     """A sequence's o or gradients per residue beside the results, from the larger of its two calls."""
     request, d_k, d_v, stat = size.request, size.request.head_dim, size.request.v_head_dim, size.stat
     parts = cudnn.parts(size.longest, request.geometry)
@@ -278,7 +189,7 @@ def cudnn_scratch(rows: int, keys: int, heads: int, widths: tuple[int, int], ite
 
 
 def _causal(
-    size: _Sizes, count: int, heads: int, length: int, deterministic: bool, by_row: bool
+    size: Sizes, count: int, heads: int, length: int, deterministic: bool, by_row: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """aten.causal and aten.causal_backward: (peak, what is left in the results) of each.
 

@@ -51,8 +51,8 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-# Of the largest GPU of each architecture: A100, A40, Orin, L40S, H200, B200, RTX PRO 6000, GB10. Memory that is told
-# beforehand for a GPU that is not there is a bound then.
+# Of the largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000, GB10): so what is told
+# of a GPU that is not there is a bound.
 _MULTIPROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
 
 
