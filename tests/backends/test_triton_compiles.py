@@ -14,7 +14,7 @@ compile_table = importlib.import_module("nsa_backend_triton.compile_table")
 offline = importlib.import_module("nsa_backend_triton.offline")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-LINES = {line.rsplit("|", 5)[0]: line for line in PAGE.splitlines() if line.startswith("| ")}
+LINES = frozenset(PAGE.splitlines())  # a kernel may be launched twice for one row's title, for dk and for dv
 SAME_TRITON = f"triton {triton.__version__}," in PAGE
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 
@@ -26,7 +26,7 @@ def check(rows) -> int:
         assert cost.shared <= offline.SHARED[row.launch.architecture], row.title
         assert cost.spills <= compile_table.MOST_SPILLS[row.dtype], row.title
         if SAME_TRITON:
-            assert LINES.get(f"| {row.title} ") == row.line()
+            assert row.line() in LINES
     return count
 
 
