@@ -146,10 +146,11 @@ def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
     deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    waited = time.monotonic() - deadline + 60
+    assert child.poll() is None, f"ended by itself within {waited:.1f} s: {child.communicate()}"
     os.killpg(child.pid, signal.SIGINT)
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert err == "nsa: interrupted\n"
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, "nsa: interrupted\n"), f"after {waited:.1f} s: {out}"
     state = pathlib.Path(f"/proc/{note.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
