@@ -1,7 +1,9 @@
-"""Shared by every test: what needs a CUDA GPU is skipped where there is none; the mutation score ends a run."""
+"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, and the mutation score at the end."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,3 +36,26 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section(f"mutation score: {killed} of {len(mutants)} killed")
     for m in sorted(mutants, key=lambda m: str(m["mutant"])):
         terminalreporter.line(f"{m['mutant']:56} {m['seconds']:5.1f} s  {m['killed_by'] or 'SURVIVED'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run `nsa` here, where torch is loaded already."""
+    from nsa_cli.app import main
+
+    def run(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Done(int(caught.value.code or 0), captured.out, captured.err)
+
+    return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 import sys
@@ -32,27 +31,6 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(timing, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run `nsa` here, where torch is loaded already."""
-    from nsa_cli.app import main
-
-    def run(*arguments: str) -> Done:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        captured = capsys.readouterr()
-        return Done(int(caught.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-
-from nsa_cli.app import main
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +16,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run `nsa` here, where torch is loaded already."""
-
-    def run(*arguments: str) -> Done:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        captured = capsys.readouterr()
-        return Done(int(caught.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

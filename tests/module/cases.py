@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, NSAttention
 
 SMALL = {
     "dim": 24,
@@ -25,6 +25,11 @@ SMALL = {
 def small(**changes: object) -> NSAConfig:
     """l=8, d=4, l'=8, n=4, w=9, 4 query heads over 2, 8/6 wide; ``changes`` replace fields."""
     return NSAConfig(**{**SMALL, **changes})
+
+
+def layer_of(dtype: torch.dtype = torch.float64, **changes: object) -> NSAttention:
+    """A layer of :func:`small` in ``dtype``."""
+    return NSAttention(small(**changes)).to(dtype)
 
 
 class Inputs(NamedTuple):

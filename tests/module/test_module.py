@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from cases import boundaries, small
+from cases import boundaries, layer_of, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
@@ -25,10 +25,6 @@ OPTIONS = {
     "mlp gate": {"gate": "mlp"},
     **{kind: {"compress": kind} for kind in COMPRESS_KINDS if kind != "mlp"},
 }
-
-
-def layer_of(dtype=torch.float64, **options):
-    return NSAttention(small(**options)).to(dtype)
 
 
 def by_hand(attn, x):

@@ -7,70 +7,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cases import boundaries, small
-from dense_backend import dense_plan
+from cases import boundaries, layer_of, small
 from nsa_core import NSAError, NSAttention, nsa_attention
-from nsa_core.config import COMPRESS_KINDS
-from nsa_core.rope import rope_table, rotate
 
 pytestmark = pytest.mark.usefixtures("planned")
-OPTIONS = {
-    "default": {},
-    "rope off": {"rope": False},
-    "rope first": {"rope_before_compress": True},
-    "shared": {"shared_kv": True},
-    "shared, rope first": {"shared_kv": True, "rope_before_compress": True},
-    "qk_norm": {"qk_norm": True},
-    "mlp gate": {"gate": "mlp"},
-    **{kind: {"compress": kind} for kind in COMPRESS_KINDS if kind != "mlp"},
-}
-
-
-def layer_of(dtype=torch.float64, **options):
-    return NSAttention(small(**options)).to(dtype)
-
-
-def by_hand(attn, x):
-    """The layer from its parameters, for x [B, S, dim], with the parts tested elsewhere."""
-    c, state = attn.config, dict(attn.named_parameters())
-    flat = x @ state["qkv.weight"].T
-
-    def part(start, heads, width):
-        return flat[..., start : start + heads * width].unflatten(-1, (heads, width)), start + heads * width
-
-    q, at = part(0, c.n_heads, c.qk_dim)
-    k, v = [], []
-    for _ in range(1 if c.shared_kv else 3):
-        taken, at = part(at, c.n_kv_heads, c.qk_dim)
-        k.append(taken)
-    for _ in range(1 if c.shared_kv else 3):
-        taken, at = part(at, c.n_kv_heads, c.v_dim)
-        v.append(taken)
-    assert at == flat.shape[-1]
-    k, v = k * (3 // len(k)), v * (3 // len(v))
-    if c.qk_norm:
-        q, *k = (
-            y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state[name]
-            for y, name in zip((q, *k), ("q_norm.weight", *["k_norm.weight"] * 3))
-        )
-
-    def turn(y, step=1):
-        if not c.rope:
-            return y
-        return rotate(y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype))
-
-    k_cmp = attn.phi_k(turn(k[0])) if c.rope_before_compress else turn(attn.phi_k(k[0]), c.compress_stride)
-    o = nsa_attention(
-        turn(q),
-        (None, turn(k[1]), turn(k[2])),
-        (None, v[1], v[2]),
-        attn.gate(x),
-        config=c,
-        k_cmp=k_cmp,
-        v_cmp=attn.phi_v(v[0]),
-        plan=dense_plan(c, x.dtype),
-    )
-    return o.flatten(-2) @ state["out.weight"].T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

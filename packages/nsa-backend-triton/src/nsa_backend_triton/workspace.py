@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from nsa_core.contract import Request
 
 _BLOCK = 512  # bytes: what PyTorch's CUDA allocator rounds a size up to
 _dry = contextvars.ContextVar("dry", default=False)
+_one_at_a_time = threading.RLock()  # two threads that patch and restore in turn would leave a patch behind
 
 
 class Peak(TorchDispatchMode):
@@ -92,7 +94,7 @@ def peak(request: Request) -> int:
         return 0  # no key that anyone could see: the core makes no call
     module = importlib.import_module(f"nsa_backend_triton.{request.slot}")
     major, minor = request.capability or (0, 0)
-    with launch.described(10 * major + minor), _no_launches(), Peak() as counted:
+    with _one_at_a_time, launch.described(10 * major + minor), _no_launches(), Peak() as counted:
         out = module.forward(*given, call=call)
         if request.needs_grad and request.slot != "select":
             kept = module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)
