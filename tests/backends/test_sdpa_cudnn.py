@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from nsa_backend_sdpa import cudnn
-from nsa_core import NSAConfig, resolve
+from nsa_backend_sdpa import cudnn, probe
+from nsa_core import NSAConfig, Request, resolve
 from nsa_core.verify.cases import Case
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.subject import run_slot
@@ -93,6 +93,24 @@ def test_metadata_decides() -> None:
             {"deterministic": True},
         ):  # fmt: skip
             assert not cudnn.takes(**asked | change), change
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, True), ({"seq_len": None, "batch": None}, True), ({"slot": "win"}, False), ({"varlen": True}, False),
+        ({"capability": (8, 0)}, False), ({"seq_len": 512}, False), ({"deterministic": True}, False),
+    ],
+)  # fmt: skip
+def test_auto_prefers_it_where_it_runs(
+    changes: dict[str, object], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends, "cudnn", types.SimpleNamespace(is_available=lambda: True))
+    asked = Request(
+        slot="cmp", geometry=CONFIG.geometry, n_heads=4, n_kv_heads=2, head_dim=128, v_head_dim=128, dtype="bfloat16",
+        device="cuda", capability=(9, 0), batch=1, seq_len=8192,
+    )  # fmt: skip
+    assert probe.rank(dataclasses.replace(asked, **changes)) == (probe.CUDNN_RANK if first else 0)
 
 
 @pytest.mark.gpu
