@@ -56,18 +56,38 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
     assert done.stdout
 
 
+PLAIN = """
+import typer
+from rich.console import Console
+from rich.table import Table
+
+def say(word: str = "x", often: int = 1) -> None:
+    table = Table("word")
+    table.add_row(word * often)
+    Console().print(table)
+
+typer.run(say)
+"""
+
+
+def processor_seconds(*arguments: str) -> float:
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join)
 def test_help_and_metadata_answer_in_300_ms(arguments):
-    """Processor time, the best of five: what the command costs, whatever else this machine is doing."""
+    """Processor time, best of five, beside what typer and rich alone cost for one option and one table.
 
-    def seconds() -> float:
-        child = subprocess.Popen([sys.executable, "-m", "nsa_cli", *arguments], stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        assert child.returncode == 0
-        return used.ru_utime + used.ru_stime
-
-    assert min(seconds() for _ in range(5)) < 0.3
+    The two are timed in turn: on a processor on which those libraries alone take much of the 300 ms, the command may
+    take twice that.
+    """
+    pairs = [(processor_seconds("-m", "nsa_cli", *arguments), processor_seconds("-c", PLAIN)) for _ in range(5)]
+    command, plain = (min(times) for times in zip(*pairs, strict=True))
+    assert command < max(0.3, 2 * plain), f"{command:.3f} s, plain {plain:.3f} s"
 
 
 def nothing_usable() -> BackendUnavailable:
@@ -142,7 +162,14 @@ def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
     (info / "entry_points.txt").write_text("[nsa.backends]\nhangs = toy_hangs\n")
     source = f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     (site / "toy_hangs.py").write_text(source)
-    child = start("backends", "list", env={"PYTHONPATH": str(site)}, start_new_session=True)
+    child = start(
+        "backends",
+        "list",
+        env={"PYTHONPATH": str(site)},
+        start_new_session=True,
+        # A shell's background job, which a test run may be, hands SIGINT down as ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
