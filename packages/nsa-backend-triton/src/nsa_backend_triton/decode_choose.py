@@ -20,7 +20,7 @@ from nsa_backend_triton.tile import LOG2E, num_compressed
 def _group_scores(
     SCORES, LSE, PAIRS, visible, score_row, lse_head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, TAPS: tl.constexpr,
-    RATIO: tl.constexpr, OVER: tl.constexpr, SLOTS: tl.constexpr, ACC: tl.constexpr,
+    RATIO: tl.constexpr, OVER: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """A pair of numbers for each block, whose sum is its score: from its own compressed tokens, from those before it.
 
@@ -31,19 +31,25 @@ def _group_scores(
     own = tl.minimum(RATIO - tap, OVER)[None, :]
     carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)[None, :]
     turns = tl.cdiv(visible, BLOCKS * RATIO)
-    for turn in tl.range(turns):
+    aligned = tl.cdiv(visible, 16) * 16  # of the row: so that 16 bytes at a time have one mask
+    lse = ()
+    for piece in tl.static_range(PIECES):
+        head = piece * HEADS + tl.arange(0, HEADS)
+        sums = tl.load(LSE + head * lse_head, mask=head < GROUP, other=float("inf"), cache_modifier=".cg")
+        lse = lse + (sums * LOG2E,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+    for turn in tl.range(turns, num_stages=STAGES):
         block = turn * BLOCKS + of_tile
         key = block[:, None] * RATIO + tap[None, :]
         here = (key < visible) & (tap < RATIO)[None, :]
         total = tl.zeros([BLOCKS, TAPS], ACC)
         for piece in tl.static_range(PIECES):
             head = piece * HEADS + tl.arange(0, HEADS)
-            lse = tl.load(LSE + head * lse_head, mask=head < GROUP, other=float("inf"), cache_modifier=".cg") * LOG2E
             at = SCORES + head[:, None, None] * score_row + key[None, :, :]
-            wanted = here[None, :, :] & (head < GROUP)[:, None, None]
+            wanted = (key < aligned)[None, :, :] & (head < GROUP)[:, None, None]
             s = tl.load(at, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-            # Not exp2 alone: of -inf less an lse of -inf it would be NaN.
-            total += tl.sum(tl.where(wanted, tl.exp2(s - lse[:, None, None]), 0.0), 0)
+            # Not exp2 alone: past the visible ones s is anything, and of -inf less an lse of -inf it would be NaN.
+            p = tl.where(here[None, :, :], tl.exp2(s - lse[piece][:, None, None]), 0.0)
+            total += tl.sum(p, 0)
         # Not 0 x total: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
         mine = tl.sum(tl.where(own > 0, total * own.to(ACC), 0.0), 1)
         after = tl.sum(tl.where(carry > 0, total * carry.to(ACC), 0.0), 1)
@@ -59,7 +65,8 @@ def choose(
     token, number, SCORES, LSE, PAIRS, PLACES, OUT, score_row, lse_head, pair_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, TAPS: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of ``token``, negative: padding, all -1. SCORES, LSE, OUT point at it.
 
@@ -74,7 +81,7 @@ def choose(
         PLACES += number * (2 * SLOTS)
         _group_scores(
             SCORES, LSE, PAIRS, num_compressed(token + 1, SIZE, STRIDE), score_row // 16 * 16, lse_head,
-            GROUP, HEADS, PIECES, BLOCKS, TAPS, SELECT // STRIDE, SIZE // STRIDE, SLOTS, ACC,
+            GROUP, HEADS, PIECES, BLOCKS, TAPS, SELECT // STRIDE, SIZE // STRIDE, SLOTS, STAGES, ACC,
         )  # fmt: skip
         tl.debug_barrier()  # scores written by other threads of the program
         one = token + tl.arange(0, 1)
@@ -89,7 +96,7 @@ def decode_choose(
     GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr,
     TAPS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr,
     SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    ACC: tl.constexpr,
+    STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program a token and kv head, where a walk's tile holds several tokens; logits [B, rows, Hq, score_row]."""
     number = tl.program_id(0)
@@ -101,5 +108,5 @@ def decode_choose(
         token, number, SCORES + number * GROUP * (score_row // 16 * 16),
         LSE + seq * lse_seq + group * GROUP * lse_head + row, PAIRS, PLACES,
         OUT + seq * out_seq + (row * GROUPS + group) * N, score_row, lse_head, pair_row,
-        GROUP, HEADS, PIECES, BLOCKS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, CHUNKS, LANES, ACC,
+        GROUP, HEADS, PIECES, BLOCKS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, CHUNKS, LANES, STAGES, ACC,
     )  # fmt: skip

@@ -130,7 +130,7 @@ class Span:
             "SELECT": geometry.select_block_size, "N": geometry.num_selected_blocks, "SLOTS": self.slots,
             "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "CHUNKS": self.chunks,
             "LANES": self.chosen["LANES"], "GROUPS": self.groups, "GROUP": self.heads // self.groups,
-            "ACC": accumulator(q.dtype), **self.shape,
+            "STAGES": self.chosen["STAGES"], "ACC": accumulator(q.dtype), **self.shape,
         }  # fmt: skip
         decode_span[(self.programs,)](
             q, k, v, k_win, v_win, o, o_win, lse, lse_win, scores, stats, parts, places[0], pairs, places[1], out,

@@ -32,7 +32,7 @@ def _program(
     BLOCK_DV: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ATTEND: tl.constexpr,
     KEEP: tl.constexpr, CHOOSE: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, SELECT: tl.constexpr,
     BLOCKS_PER_TURN: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Program ``index`` of a branch; ``program`` numbers its scratch among those of both branches."""
     group, split, unit = index % GROUPS, index // GROUPS % splits, index // GROUPS // splits
@@ -82,7 +82,7 @@ def _program(
                 LSE + seq * lse_seq + group * GROUP * lse_head + tile, PAIRS, PLACES,
                 BLOCKS + seq * out_seq + (tile * GROUPS + group) * N, score_row, lse_head, pair_row,
                 GROUP, HEADS, PIECES, BLOCKS_PER_TURN, TAPS, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, CHUNKS,
-                LANES, ACC,
+                LANES, STAGES, ACC,
             )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def decode_span(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ATTEND: tl.constexpr, KEEP: tl.constexpr, CHOOSE: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
     SELECT: tl.constexpr, BLOCKS_PER_TURN: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """See the module. Programs before ``cmp_programs`` walk the compressed tokens, the others the window's ring.
 
@@ -119,7 +119,7 @@ def decode_span(
                 lse_seq, lse_head, out_seq, table_row, factor, first, rows, max_len, page_rows, splits, score_row,
                 pair_row, CMP, PAGE, GROUPS, GROUP, TOKENS, M, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, SIZE, STRIDE, WINDOW,
                 ATTEND, KEEP, CHOOSE, HEADS, PIECES, SELECT, BLOCKS_PER_TURN, TAPS, N, SLOTS, INIT, LOCAL, CHUNKS,
-                LANES, ACC,
+                LANES, STAGES, ACC,
             )  # fmt: skip
     if HAS_WIN:
         if program >= cmp_programs:
@@ -129,5 +129,5 @@ def decode_span(
                 vw_row, vw_head, o_seq, o_row, lse_seq, lse_head, out_seq, table_row, factor, first, rows, max_len,
                 ring, win_splits, score_row, pair_row, WIN, 0, GROUPS, GROUP, TOKENS, M, KEYS, DK, DV, BLOCK_DK,
                 BLOCK_DV, SIZE, STRIDE, WINDOW, True, False, False, HEADS, PIECES, SELECT, BLOCKS_PER_TURN, TAPS, N,
-                SLOTS, INIT, LOCAL, CHUNKS, LANES, ACC,
+                SLOTS, INIT, LOCAL, CHUNKS, LANES, STAGES, ACC,
             )  # fmt: skip
