@@ -1,7 +1,7 @@
 """Decode forms: cmp, select, sel and win alone, and a whole step in two launches.
 
-    step   decode_span (compressed tokens and window; the last program of a token chooses its blocks), decode_sel (the
-           chosen blocks, and the gates). Several tokens a step: decode_choose between the two.
+step   decode_span (compressed tokens and window; the last program of a token chooses its blocks), decode_sel (the
+       chosen blocks, and the gates). Several tokens a step: decode_choose between the two.
 """
 
 from __future__ import annotations

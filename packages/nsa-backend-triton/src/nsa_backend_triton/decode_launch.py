@@ -26,7 +26,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.device) -> int:

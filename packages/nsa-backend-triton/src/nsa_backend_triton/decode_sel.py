@@ -1,6 +1,6 @@
 """Decode over the chosen blocks, and the gates.
 
-    o_sel = softmax(scale q k^T) v over the tokens of the chosen blocks up to t;  o = g_cmp o_cmp + g_sel o_sel + g_win o_win
+    o_sel = softmax(scale q k^T) v over the tokens of the chosen blocks up to t,  o = sum of g_c o_c over the branches
 
 A program owns the heads of a group of one token (M >= 16 rows) and a share of its n l' keys, KEYS at a time:
 (Dk + Dv) * KEYS * itemsize bytes from HBM a tile, 16 operations a byte in bf16 at M = 16. HBM binds. The last program

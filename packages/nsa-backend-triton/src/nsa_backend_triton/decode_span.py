@@ -4,12 +4,12 @@
 
 A program owns a tile of query rows (TOKENS tokens x the heads of a group, padded to M >= 16) and a share of its keys,
 KEYS at a time: (Dk + Dv) * KEYS * itemsize bytes from HBM and 2 * M * KEYS * (Dk + Dv) operations a tile. At M = 16
-that is 16 operations a byte in bf16: HBM binds, so what counts is bytes in flight: num_stages tiles of K and V in
+that is 16 operations a byte in bf16: HBM binds, so what counts is bytes in flight: num_stages - 1 tiles of K and V in
 shared memory, two or more programs a multiprocessor. Logits that the choice needs go to memory in fp32, 4 M KEYS bytes
-(an eighth of the keys' at M = 16, Dk = Dv = 128), and are read by the program that is last with its rows, soon enough to
-be in L2 still. Kv heads vary fastest (rows of all heads are neighbours in memory), then splits: a unit ends, and its
-choice is made, while later units still stream; programs of the window come last and fill what the last choices leave
-idle.
+a tile (an eighth of the keys' at M = 16, Dk = Dv = 128), and are read by the program that is last with its rows, soon
+enough to be in L2 still. Kv heads vary fastest (rows of all heads are neighbours in memory), then splits: a unit ends,
+and its choice is made, while later units still stream; programs of the window come last and fill what the last choices
+leave idle.
 """
 
 from __future__ import annotations
@@ -104,14 +104,15 @@ def decode_span(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ATTEND: tl.constexpr, KEEP: tl.constexpr, CHOOSE: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
     SELECT: tl.constexpr, BLOCKS_PER_TURN: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """See the module. Programs before ``cmp_programs`` walk the compressed tokens, the others the window's ring.
 
     ATTEND: o and lse are wanted; KEEP: logits are left in SCORES; CHOOSE: the last program of a token chooses.
     """
     program = tl.program_id(0)
-    if HAS_CMP:
+    if HAS_CMP:  # noqa: SIM102  a constant, which decides what is compiled
         if program < cmp_programs:
             _program(
                 program, program, Q, K, V, O, LSE, SCORES, STATS, PARTS, COUNTERS, PAIRS, PLACES, BLOCKS, STARTS,
@@ -121,7 +122,7 @@ def decode_span(
                 ATTEND, KEEP, CHOOSE, HEADS, PIECES, SELECT, BLOCKS_PER_TURN, TAPS, N, SLOTS, INIT, LOCAL, CHUNKS,
                 LANES, STAGES, ACC,
             )  # fmt: skip
-    if HAS_WIN:
+    if HAS_WIN:  # noqa: SIM102
         if program >= cmp_programs:
             _program(
                 program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SCORES, STATS, PARTS, COUNTERS,

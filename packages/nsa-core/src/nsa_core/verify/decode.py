@@ -17,6 +17,8 @@ from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
 
+ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -157,8 +159,11 @@ def quick_steps() -> tuple[Step, ...]:
     return (
         Step(Case("one token", tiny, ()), ragged, (1,) * len(ragged)),
         Step(Case("one token, pages", tiny, ()), ragged, (1,) * len(ragged), page_size=16),
-        Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 40, 66), (5, 0, 3, 5, 1), rows=5, page_size=32),
+        Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 0, 66), (5, 0, 3, 0, 1), rows=5, page_size=32),
+        Step(Case("a chunk", tiny, ()), (21, 10), (10, 10), rows=10, page_size=16),
         Step(Case("reports 12/2/64", small, ()), (150, 33), (1, 1), page_size=64),
         Step(Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()), (70, 20), (2, 2), rows=2),
         Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (90,), (1,)),
+        Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (100, 48), (1, 1), page_size=48),
+        Step(Case("equal scores", tiny, (), sharpness=0.0), (75, 40), (1, 1)),
     )
