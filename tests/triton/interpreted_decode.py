@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from nsa_backend_triton import configs, decode, decode_launch
+from nsa_backend_triton import configs, decode, decode_launch, workspace
 from nsa_core.contract import SLOTS, DecodeCall
-from nsa_core.verify.decode import Step, StepData, decode_parity, quick_steps, step_data
+from nsa_core.verify.decode import StepData, decode_parity, quick_steps, step_data
 from nsa_core.verify.decode_fused import append_parity, step_parity
 from nsa_core.verify.interpreter import strict
 from nsa_core.verify.subject import Subject, bits
@@ -18,6 +18,8 @@ from nsa_core.verify.subject import Subject, bits
 SUBJECT = Subject(dict.fromkeys(SLOTS, "triton"))
 STEPS = {step.case.name: step for step in quick_steps()}
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+PAGES = dataclasses.replace(STEPS["one token, pages"], lengths=(1, 8, 17, 24, 77), new=(1,) * 5)
+STEPS |= {PAGES.case.name: PAGES}
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 QUICK = [(name, FP64) for name in STEPS if name != "one token"] + [("h=1", FP32), ("h=20", BF16)]
 REST = [(name, dtype) for name in STEPS for dtype in (FP64, FP32, BF16) if (name, dtype) not in QUICK]
@@ -29,7 +31,7 @@ SHORT = dataclasses.replace(ONE, lengths=(75, 0, 21), new=(1, 0, 1), page_size=1
 
 def many_splits() -> mock._patch:
     """As on a GPU with room for every tile in a program of its own."""
-    return mock.patch.object(decode_launch, "multiprocessors", lambda _: 1000)
+    return mock.patch.object(decode_launch, "multiprocessors", return_value=1000)
 
 
 def run_step(data: StepData, call: DecodeCall | None = None, **settings) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,6 +158,24 @@ def test_a_step_that_replays_with_other_numbers_in_its_tensors():
     assert (o[1] == 0).all()
     assert torch.isfinite(lone[[0, 2]]).all()
     assert (lone_blocks[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win"])
+def test_the_dry_run_counts_what_a_run_makes(slot):
+    step = dataclasses.replace(ONE, lengths=(77,), page_size=16)
+    data = step_data(step, FP32)
+    plan = SUBJECT.plan(step.case.config, FP32, needs_grad=False, phase="decode", page_size=16)
+    request = dataclasses.replace(plan.requests[slot], batch=1, seq_len=77)
+    q, s = data.q, data.stores
+    lse, blocks = q.new_zeros(1, 2, 1), torch.zeros((1, 1, 2, 4), dtype=torch.int32)
+    given = {
+        "cmp": (q, s["k_cmp"], s["v_cmp"]), "select": (q, s["k_cmp"], lse), "sel": (q, s["k_sel"], s["v_sel"], blocks),
+        "win": (q, s["k_win"], s["v_win"]),
+    }[slot]  # fmt: skip
+    with strict(), workspace.Peak(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted:
+        out = getattr(decode, slot)(*given, call=data.call)
+        del out
+    assert 0.9 * counted.peak <= plan.workspace_bytes(request) <= counted.peak
 
 
 APPENDS = {

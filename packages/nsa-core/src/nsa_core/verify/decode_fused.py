@@ -41,8 +41,9 @@ def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fi
         chosen = torch.full((1, length, *blocks.shape[2:]), -1, dtype=torch.int32)
         chosen[0, rows] = blocks[b, :new].cpu()
         golden, rounded, magnitude, lse = _composed(w, chosen, step, dtype, torch.tensor(rows))
-        got = [heads_first(x) for x in (o[b : b + 1, :new].cpu(), golden, rounded, magnitude)]
-        yield from judged("decode", "step", case, dtype, {"o": judge(*got, dtype)})
+        found = heads_first(o[b : b + 1, :new].cpu())
+        whole = judge(found, heads_first(golden), heads_first(rounded), heads_first(magnitude), dtype)
+        yield from judged("decode", "step", case, dtype, {"o": whole})
         verdict = judge_selection(w["q"], w["k_cmp"], lse, chosen, geometry, scale, rows=rows)
         said = verdict.why or f"regret {verdict.regret:.2g}"
         flags = ("decode", "step", case.name, name_of(dtype), "blocks", verdict.ok, verdict.regret / 8)
@@ -102,7 +103,7 @@ Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
-    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores without a number."""
+    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores of NaN."""
     batch, m = data.q.shape[:2]
     config, generator = step.case.config, torch.Generator().manual_seed(step.case.seed)
     groups, dk, dv = config.n_kv_heads, config.qk_dim, config.v_dim
