@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import pathlib
+import sys
 from unittest import mock
 
 import pytest
@@ -194,3 +197,28 @@ def test_append_writes_what_plain_code_does(name, dtype):
         findings = [*append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)]
     assert len(findings) == len(step.new) + 6
     assert not [f for f in findings if not f.ok]
+
+
+def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch):
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "triton_decode.py"
+    spec = importlib.util.spec_from_file_location("triton_decode", path)
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "triton_decode", bench)
+    spec.loader.exec_module(bench)
+    with strict():
+        assert bench.check("cpu", (FP32,), [dataclasses.replace(ONE, lengths=(40,))])
+        shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
+        times = dict.fromkeys(("graph_ms", "eager_ms"), lambda run: (run(), 2e-3)[1])
+        make = bench.make
+        monkeypatch.setattr(bench, "make", lambda shape, _, dtype: make(shape, "cpu", dtype))
+        for name, value in times.items():
+            monkeypatch.setattr(bench, name, value)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"LANES": 3}, {})], True, FP32)
+    said = capsys.readouterr().out.splitlines()
+    # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
+    assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}
+    assert len(found) == 2
+    assert sum("off by" in text for text in said) == 2
+    assert sum("Error" in text for text in said) == 1
+    assert said[-1].endswith("append and step: 0.0020 ms")

@@ -58,10 +58,10 @@ def decode_sel(
     is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV, True)
     if is_last:
         o, lse = finish(m, l, acc)
-        column = tl.arange(0, BLOCK_DV)
-        mask = exists[:, None] & (column < DV)[None, :]
+        wide = tl.arange(0, BLOCK_DV)
+        mask = exists[:, None] & (wide < DV)[None, :]
         if GATED:
-            other = ((tl.cast(seq, tl.int64) * rows + row) * (GROUPS * GROUP) + head)[:, None] * DV + column[None, :]
+            other = ((tl.cast(seq, tl.int64) * rows + row) * (GROUPS * GROUP) + head)[:, None] * DV + wide[None, :]
             gate = GATES + seq * g_seq + row * g_row + head * g_head
             o *= tl.load(gate + 1, mask=exists, other=0.0)[:, None]
             o = tl.load(gate, mask=exists, other=0.0)[:, None] * tl.load(O_CMP + other, mask=mask, other=0.0) + o
@@ -69,5 +69,5 @@ def decode_sel(
             o = tl.where(inside, o, 0.0)  # a gate of padding may be NaN
         else:
             tl.store(LSE + seq * lse_seq + head * lse_head + row, lse, mask=exists)
-        o_at = O + seq * o_seq + row * o_row + (head * DV)[:, None] + column[None, :]
+        o_at = O + seq * o_seq + row * o_row + (head * DV)[:, None] + wide[None, :]
         tl.store(o_at, o.to(O.dtype.element_ty), mask=mask)

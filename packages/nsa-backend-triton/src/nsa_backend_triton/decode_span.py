@@ -70,9 +70,9 @@ def _program(
         lse_at = LSE + seq * lse_seq + head * lse_head + local
         if ATTEND:
             o, lse = finish(m, l, acc)
-            column = tl.arange(0, BLOCK_DV)
-            o_at = O + seq * o_seq + (local * o_row + head * DV)[:, None] + column[None, :]
-            tl.store(o_at, o.to(O.dtype.element_ty), mask=exists[:, None] & (column < DV)[None, :])
+            wide = tl.arange(0, BLOCK_DV)
+            o_at = O + seq * o_seq + (local * o_row + head * DV)[:, None] + wide[None, :]
+            tl.store(o_at, o.to(O.dtype.element_ty), mask=exists[:, None] & (wide < DV)[None, :])
             tl.store(lse_at, lse, mask=exists)
         if CHOOSE:
             tl.debug_barrier()  # lse, and logits of a program that is alone, written by other threads of it
