@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
+from nsa_backend_triton.decode_launch import cdiv, power
 from nsa_backend_triton.launch import architecture
 from nsa_core.contract import DecodeCall
 
@@ -125,14 +126,14 @@ def append(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = rope or (q, q)
-    together = min(chosen["HEADS"], triton.next_power_of_2(heads))
-    parts = 3 + (triton.cdiv(heads, together) if rope else 0)
+    together = min(chosen["HEADS"], power(heads))
+    parts = 3 + (cdiv(heads, together) if rope else 0)
     decode_append[(batch * rows * parts,)](
         q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table, *q.stride()[:3],
         *(n for x in given for n in x.stride()[:3]), rows, raw[0].shape[1], sel[0].shape[1], win[0].shape[1],
         call.block_table.shape[1], cos.shape[0], call.block_table.stride(0),
-        N_HEADS=heads, GROUPS=groups, HEADS=together, KV_HEADS=triton.next_power_of_2(groups), DK=dk, DV=dv,
-        BLOCK_DK=max(2, triton.next_power_of_2(dk)), BLOCK_DV=triton.next_power_of_2(dv), ROPE=rope is not None,
+        N_HEADS=heads, GROUPS=groups, HEADS=together, KV_HEADS=power(groups), DK=dk, DV=dv,
+        BLOCK_DK=max(2, power(dk)), BLOCK_DV=power(dv), ROPE=rope is not None,
         ROTATE_RAW=rotate_raw, num_warps=chosen["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip
     return out

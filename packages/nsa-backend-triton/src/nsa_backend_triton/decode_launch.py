@@ -7,7 +7,6 @@ So a step replays from a CUDA graph with other numbers in the same tensors. Bits
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_backend_triton import configs
@@ -25,8 +24,19 @@ _STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant o
 Pair = tuple[Tensor, Tensor]
 
 
+# Plain integers: triton's own cdiv and next_power_of_2 take 10 us a call on the host.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power(n: int) -> int:
+    """The least power of two that is >= n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, power(width))
 
 
 def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.device) -> int:
@@ -75,29 +85,29 @@ class Span:
         self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
         self.keys = self.chosen["KEYS"]
         most = max(1, self.chosen["ROWS"] // group)
-        self.tokens = min(triton.next_power_of_2(rows), 1 << (most.bit_length() - 1))
+        self.tokens = min(power(rows), 1 << (most.bit_length() - 1))
         self.tail = choose and self.tokens == 1 and bool(self.chosen["TAIL"])
         self.max_len = call.max_len
         if cmp is not None:
             self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride)
-        units = self.batch * triton.cdiv(rows, self.tokens) * self.groups
+        units = self.batch * cdiv(rows, self.tokens) * self.groups
         compressed = geometry.num_compressed(self.max_len)
         window = min(geometry.window_size, self.max_len) + self.tokens - 1
-        self.splits = _splits(units, triton.cdiv(compressed, self.keys), self.chosen, q.device)
-        self.win_splits = _splits(units, triton.cdiv(window, self.keys), self.chosen, q.device)
+        self.splits = _splits(units, cdiv(compressed, self.keys), self.chosen, q.device)
+        self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device)
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
         self.slots = _padded(geometry.num_selected_blocks)
-        taps = triton.next_power_of_2(geometry.select_block_size // geometry.compress_stride)
-        heads = min(triton.next_power_of_2(group), max(1, self.chosen["SCORES"] // taps))
+        taps = power(geometry.select_block_size // geometry.compress_stride)
+        heads = min(power(group), max(1, self.chosen["SCORES"] // taps))
         turn = max(1, self.chosen["SCORES"] // (taps * heads))
-        self.chunks = max(self.chosen["CHUNKS"], triton.cdiv(2 * self.slots, self.chosen["LANES"]))
-        self.score_row = max(1, triton.cdiv(compressed, 64)) * 64
+        self.chunks = max(self.chosen["CHUNKS"], cdiv(2 * self.slots, self.chosen["LANES"]))
+        self.score_row = max(1, cdiv(compressed, 64)) * 64
         self.pair_row = scratch_row(
             geometry.num_select_blocks(self.max_len), turn, self.slots, self.chunks * self.chosen["LANES"]
         )
-        self.shape = {"HEADS": heads, "PIECES": triton.cdiv(group, heads), "TAPS": taps}
+        self.shape = {"HEADS": heads, "PIECES": cdiv(group, heads), "TAPS": taps}
         self.turn = turn
 
     @property
@@ -165,7 +175,7 @@ class Sel:
         self.chosen = chosen or configs.pick("decode_sel", architecture(q.device), **traits)
         self.keys = self.chosen["KEYS"]
         units = q.shape[0] * rows * self.groups
-        tiles = triton.cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.keys)
+        tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.keys)
         self.splits = _splits(units, tiles, self.chosen, q.device)
         self.programs, self.m, self.block_dv = units * self.splits, _padded(self.group), _padded(v.shape[3])
         self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1])

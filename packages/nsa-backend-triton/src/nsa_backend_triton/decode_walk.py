@@ -69,7 +69,7 @@ def _locate(
 def _rows(X, page, row, there, x_page, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """x [KEYS, BLOCK]; 0 where a key is not there: what no sequence owns may be NaN."""
     column = tl.arange(0, BLOCK)
-    at = X + (page.to(tl.int64) * x_page + row * x_row)[:, None] + column[None, :]
+    at = X + (page.to(tl.int64) * x_page + row.to(tl.int64) * x_row)[:, None] + column[None, :]
     return tl.load(at, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 

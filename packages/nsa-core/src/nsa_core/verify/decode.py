@@ -1,7 +1,7 @@
 """Decode forms against the oracle: a step at the end of sequences of different lengths, over a cache full of NaN.
 
 Every store is filled with NaN before the sequences' own tokens are put in: pages in an order of their own, rings at
-the places the contract names. What a kernel reads beyond them shows.
+the places the contract names; pages that no token needs are -1. What a kernel reads beyond them shows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def step_data(step: Step, dtype: torch.dtype, device: torch.device | str = "cpu"
     size = step.page_size or -(-longest // geometry.select_block_size) * geometry.select_block_size
     pages = -(-longest // size)
     table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(case.seed)).view(batch, pages).int()
+    for b, length in enumerate(step.lengths):
+        table[b, -(-length // size) :] = -1  # never read
     ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)  # larger than it must be, too
     whole = {name: getattr(data, name) for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")}
     at = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
