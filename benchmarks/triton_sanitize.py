@@ -47,7 +47,7 @@ def main() -> None:
             findings = [*step_parity(subject, step, torch.bfloat16)]
             findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
             wrong = [f.quantity for f in findings if not f.ok]
-            print(f"{name}, decode of {new}: {'ran' if not wrong else wrong}", flush=True)
+            print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
 
 
 if __name__ == "__main__":
