@@ -45,7 +45,7 @@ def step(
     if cache is None or packed:
         why = "new goes with cache=" if cache is None else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
         raise InvalidInput(why)
-    capturing = cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = _is_capturing(cache.device)
     _refuse(attn, x, cache, capturing)
     arrival = arrival_of(cache, x.shape[1], new, capturing)
     with torch.no_grad():
@@ -62,6 +62,10 @@ def step(
             for i in range(0, arrival.rows, cache.max_step)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, capturing: bool) -> None:
