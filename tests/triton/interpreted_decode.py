@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import pathlib
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from nsa_backend_triton import configs, decode, decode_launch, workspace
+from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.ops import record_dispatch
 from nsa_core.verify.decode import StepData, decode_parity, quick_steps, step_data
 from nsa_core.verify.decode_fused import append_parity, step_parity
 from nsa_core.verify.interpreter import strict
@@ -222,3 +225,20 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
     assert sum("off by" in text for text in said) == 2
     assert sum("Error" in text for text in said) == 1
     assert said[-1].endswith("append and step: 0.0020 ms")
+
+
+def test_a_layer_decodes_as_on_plain_pytorch():
+    """Through a paged cache: a prompt, steps of one token, a step of several, each by the fused forms."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(ONE.case.config, dim=16, rope=True)
+    layer, x = NSAttention(config).double(), torch.randn(2, 22, 16, dtype=FP64)
+    outputs = {}
+    for name in ("sdpa", "triton"):
+        layer.backends = name
+        with torch.no_grad(), strict() if name == "triton" else contextlib.nullcontext(), record_dispatch() as seen:
+            cache = layer.new_cache(2, 32, page_size=16)
+            pieces = x.split([17, 1, 4], 1)
+            outputs[name] = torch.cat([layer(piece, cache=cache) for piece in pieces], 1)
+    ran = {(call.backend, call.slot, call.direction) for call in seen}
+    assert {("triton", "append", "decode"), ("triton", "step", "decode")} <= ran
+    assert torch.allclose(outputs["triton"], outputs["sdpa"], rtol=1e-9, atol=1e-9)
