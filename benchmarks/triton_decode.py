@@ -87,6 +87,7 @@ CHANGES: list[tuple[Change, Change]] = [
     ({"SCORES": 8192}, {"PROGRAMS": 8}),
     ({"STAGES": 1}, {"num_stages": 6}),
     ({"LEAST": 4}, {"LEAST": 4}),
+    ({"PDL": 1}, {"PDL": 1}),
     ({"ROWS": 32}, {}),  # of several tokens a step
     ({"ROWS": 16}, {}),
 ]

@@ -69,7 +69,8 @@ class Span:
     """One launch of decode_span over ``rows`` tokens of a step: the branches given, and the choice where it is asked.
 
     The table's KEYS, ROWS (queries a program), PROGRAMS (a multiprocessor), LEAST (tiles a split), TAIL (1: the last
-    program of a token chooses, 0: a launch of its own), SCORES (logits a turn), CHUNKS and LANES (of the ranking).
+    program of a token chooses, 0: a launch of its own), SCORES (logits a turn), STAGES (of their loads), CHUNKS and
+    LANES (of the ranking), PDL (1, from sm_90 on: decode_sel is launched before this one has ended).
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Span:
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]), TOKENS=self.tokens,
             M=self.m, KEYS=self.keys, DK=self.dk, DV=self.dv, BLOCK_DK=_padded(self.dk), BLOCK_DV=self.block_dv,
             WINDOW=geometry.window_size, ATTEND=self.attend, KEEP=self.choose, CHOOSE=self.tail,
-            BLOCKS_PER_TURN=self.turn, **choice, **launch_options(self.chosen),
+            BLOCKS_PER_TURN=self.turn, PDL=bool(self.chosen.get("PDL")), **choice, **launch_options(self.chosen),
         )  # fmt: skip
         if self.choose and not self.tail:
             assert blocks is not None
@@ -164,7 +165,7 @@ class Span:
 
 
 class Sel:
-    """One launch of decode_sel over ``rows`` tokens; ``gated``: with the gates and the other branches' outputs."""
+    """One launch of decode_sel over ``rows`` tokens. The table's KEYS, PROGRAMS, LEAST and PDL are as Span's."""
 
     def __init__(
         self, q: Tensor, rows: int, k: Tensor, v: Tensor, call: DecodeCall, chosen: configs.Settings | None = None
@@ -198,6 +199,7 @@ class Sel:
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
         o_cmp, o_win = others or (o, o)
         gate = lse if gates is None else gates
+        early = gates is not None and bool(self.chosen.get("PDL"))
         decode_sel[(self.programs,)](
             q, gate, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters, call.starts, call.lengths,
             call.block_table, *q.stride()[:3], *gate.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -206,5 +208,6 @@ class Sel:
             PAGE=_page(k.shape[1]), GROUPS=self.groups, GROUP=self.group, M=self.m, KEYS=self.keys, DK=q.shape[3],
             DV=v.shape[3], BLOCK_DK=_padded(q.shape[3]), BLOCK_DV=self.block_dv,
             SELECT=call.geometry.select_block_size, N=n, SLOTS=_padded(n), DISTINCT=gates is not None,
-            GATED=gates is not None, ACC=accumulator(q.dtype), **launch_options(self.chosen),
+            GATED=gates is not None, ACC=accumulator(q.dtype), PDL=early, **launch_options(self.chosen),
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -26,9 +26,15 @@ def decode_sel(
     PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, SELECT: tl.constexpr,
     N: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module. DISTINCT: blocks are as decode_span chose them; else in any order, with duplicates and strays."""
+    """See the module. DISTINCT: blocks are as decode_span chose them; else in any order, with duplicates and strays.
+
+    PDL: launched before the kernel in front has ended; its writes are there after the wait.
+    """
     program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     group, split, unit = program % GROUPS, program // GROUPS % splits, program // GROUPS // splits
     seq, row = unit // rows, unit % rows
     begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)

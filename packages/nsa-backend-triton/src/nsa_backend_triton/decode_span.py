@@ -105,13 +105,16 @@ def decode_span(
     ATTEND: tl.constexpr, KEEP: tl.constexpr, CHOOSE: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
     SELECT: tl.constexpr, BLOCKS_PER_TURN: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr,
+    ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module. Programs before ``cmp_programs`` walk the compressed tokens, the others the window's ring.
 
     ATTEND: o and lse are wanted; KEEP: logits are left in SCORES; CHOOSE: the last program of a token chooses.
+    PDL: the launch after this one, which must wait, may come as soon as every program has begun.
     """
     program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if HAS_CMP:  # noqa: SIM102  a constant, which decides what is compiled
         if program < cmp_programs:
             _program(
