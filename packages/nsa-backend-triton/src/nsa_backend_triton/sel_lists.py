@@ -124,8 +124,9 @@ def sel_keys_kernel(
     inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
     if KEPT:
         valid = inside[:, None] & (place < N)[None, :]
-        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=valid, other=0).to(tl.int32)
         counts = tl.load(LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0) != 0
+        # Only what counts is a candidate: a block out of range would overflow the sum below.
+        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0).to(tl.int32)
     else:
         block = candidates(base, row, length, N, NP, L, TILE, stride_t)
         counts = inside[:, None] & (block >= 0)

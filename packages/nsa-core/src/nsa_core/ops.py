@@ -119,8 +119,9 @@ def _checked(
 
 
 def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Nothing to compute: no tokens, or no compressed token that anyone could see."""
-    return tensors[0].numel() == 0 or (slot == "cmp" and tensors[1].shape[-3] == 0)
+    """Nothing to compute: no tokens, no compressed token that anyone could see, or no block in the caller's list."""
+    unseen = (slot == "cmp" and tensors[1].shape[-3] == 0) or (slot == "sel" and tensors[3].shape[-1] == 0)
+    return tensors[0].numel() == 0 or unseen
 
 
 class SlotOp:
