@@ -10,10 +10,10 @@ import dataclasses
 import itertools
 
 import torch
-from observed import keys_read, ranges, slot_kernel
 
 from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
+from observed import keys_read, ranges, slot_kernel
 
 PATTERNS = ("random", "sequential", "duplicates", "gaps", "single_valid")
 EDGES = ("empty", "all_minus_one", "adjacent", "repeated", "clamped")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from observed import slot_kernel
 
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.parity import judge_slot
+from observed import slot_kernel
 
 SMALL = BlockGeometry(8, 4, 8, 4, window_size=1)
 # dtype, B, S, w. The reports' 7: fp32 and fp16 by three windows, and one batched prefill.

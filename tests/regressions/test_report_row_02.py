@@ -1,6 +1,6 @@
 """Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7, and more, finite and equal to the truth.
 
-There only finiteness was asked. Our own kernels run the cases on the CPU too: tests/triton/interpreted_report_row_02.py.
+There only finiteness was asked. On the CPU our own kernels run them in tests/triton/interpreted_report_row_02.py.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from observed import slot_kernel
-from row_02 import CASES, SMALL, judge_window
 
 from nsa_core import ops
 from nsa_core.errors import InvalidInput
+from observed import slot_kernel
+from row_02 import CASES, SMALL, judge_window
 
 WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
 WHERE += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")]

@@ -29,9 +29,9 @@ carry ``cu_seqlens`` (int32, on the device) and ``max_seqlen`` (host int). A slo
 
 ``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema, shape inference for torch.compile,
 autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, no compressed
-token, or n = 0 blocks given to `sel`) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out
-otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below autograd:
-torch.func.vjp works inside a backward, torch.autograd.grad does not.
+token, `sel` given n = 0 blocks) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor
+laid out otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
+autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not.
 What each slot computes: docs/semantics.md.
 """
 
