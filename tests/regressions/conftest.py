@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,21 @@ def _seed() -> Iterator[None]:
 
 
 @pytest.fixture
-def fa2_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU the slots of fa2 run over the stand-in; on a GPU over the library that is installed there."""
+def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """On the CPU the slots of fa2 run over a stand-in, returned; on a GPU over the library installed there."""
     from fa2_standin import Library, make
 
     from nsa_backend_fa2 import providers
 
-    real, provider = providers.serving, make("2.8.3.post2", Library())
-    monkeypatch.setattr(providers, "serving", lambda: real() if torch.cuda.is_available() else provider)
+    if torch.cuda.is_available():
+        return None
+    library = Library()
+    provider = make("2.8.3.post2", library)
+    monkeypatch.setattr(providers, "serving", lambda: provider)
+    return library
+
+
+@pytest.fixture
+def figure(record_property: Any) -> Any:
+    """Call it with what a check measured: a line after the run, for docs/report-rows.md."""
+    return lambda text: record_property("figure", text)
