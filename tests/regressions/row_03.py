@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from observed import keys_read, slot_kernel
 
 from nsa_core import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.verify.parity import judge_slot
+from observed import keys_read, slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=24)
 LENGTHS = (5, 8, 41, 77)  # below l, l, and with partial blocks

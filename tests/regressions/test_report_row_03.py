@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from row_03 import FAULTS, INVARIANTS, kernels_of
 
 from nsa_core.layout import BlockGeometry
+from row_03 import FAULTS, INVARIANTS, kernels_of
 
 WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
 WHERE += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")]
