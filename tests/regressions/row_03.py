@@ -1,4 +1,4 @@
-"""Six invariants of NSA, each a check of a set of kernels that raises AssertionError, and faults that each must find."""
+"""Six invariants of NSA, each a check of kernels that raises AssertionError, and faults that each must find."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def inv_6(kernels: Kernels) -> None:
             assert sum(len(branch[t][g]) for branch in read) == predicted, (length, g)
 
 
-INVARIANTS: dict[str, Callable[[Kernels], None]] = {f"INV-{i + 1}": f for i, f in enumerate((inv_1, inv_2, inv_3, inv_4, inv_5, inv_6))}  # fmt: skip
+_ALL = (inv_1, inv_2, inv_3, inv_4, inv_5, inv_6)
+INVARIANTS: dict[str, Callable[[Kernels], None]] = {f"INV-{i}": check for i, check in enumerate(_ALL, 1)}
 
 
 def _next_token(kernel: Any) -> Any:

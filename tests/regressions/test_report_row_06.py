@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -62,6 +61,6 @@ def test_report_row_06_varlen_trains_as_dense(figure: Any) -> None:
 
 
 def test_report_row_06_can_fail() -> None:
-    with pytest.raises(AssertionError):
-        dense, varlen = losses(packed=False), losses(packed=True, fault=7)
-        assert max(abs(a - b) for a, b in zip(dense, varlen)) < 1e-3
+    """Boundaries seven tokens late: documents see each other, and the losses part."""
+    dense, varlen = losses(packed=False), losses(packed=True, fault=7)
+    assert max(abs(a - b) for a, b in zip(dense, varlen)) > 1e-3

@@ -32,9 +32,10 @@ def test_report_row_19_gate_spread_per_layer(gate: str, figure: Any) -> None:
     expected = 0.5 * 768**-0.5 if gate == "linear" else 0.5 / 0.6 * 192**-0.5
     last = [layer.gate if gate == "linear" else layer.gate[2] for layer in layers]
     spreads, outputs = [float(g.weight.detach().std()) for g in last], [float(g.detach().std()) for g in gates]
+    middle = sum(float(g.detach().mean()) for g in gates) / LAYERS
     figure(
         f"weights' std {min(spreads):.4f} to {max(spreads):.4f} (expected {expected:.4f}), gates' std "
-        f"{min(outputs):.3f} to {max(outputs):.3f} around {sum(float(g.detach().mean()) for g in gates) / LAYERS:.3f}, 12 layers"
+        f"{min(outputs):.3f} to {max(outputs):.3f} around {middle:.3f}, 12 layers"
     )
     for layer, spread, given, final in zip(layers, spreads, gates, last):
         assert spread == pytest.approx(expected, rel=0.05), layer.layer
