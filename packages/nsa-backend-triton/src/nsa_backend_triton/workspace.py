@@ -64,7 +64,8 @@ def peak(request: Request) -> int:
             kept = module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)
             del kept
         del out
-    return counted.peak
+    total: int = counted.peak
+    return total
 
 
 cmp = select = sel = win = combine = peak

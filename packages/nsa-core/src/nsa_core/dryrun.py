@@ -26,7 +26,8 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self, *given: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live: int = 0
+        self.peak: int = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in given}
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +63,7 @@ def _inside(func: Any, args: Any, kwargs: Any) -> int:
         if values.shape[dim] <= _SORTED_IN_PLACE:
             return 0
         # A second copy of the values and of their int64 places, and the places it began with.
-        return int(values.numel()) * (values.element_size() + 16)
+        return int(values.numel() * (values.element_size() + 16))
     if name == "index_put_":  # sorts: indices and places, both sorted, and a second buffer of each, int64
         return 6 * 8 * int(args[1][0].numel())
     return 0
