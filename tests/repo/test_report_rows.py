@@ -90,7 +90,7 @@ def fault(words: list[str], repo: Any) -> str:
     words = words[1:]
     while hasattr(command, "commands"):
         if not words or words[0] not in command.commands:
-            if getattr(command, "invoke_without_command", False) and words and words[0].startswith("-"):
+            if command.invoke_without_command and (not words or words[0].startswith("-")):
                 break
             return f"nsa has no {' '.join(words[:1])}"
         command, words = command.commands[words[0]], words[1:]
@@ -102,6 +102,21 @@ def fault(words: list[str], repo: Any) -> str:
 def test_commands_that_gave_a_figure_exist(repo: Any) -> None:
     wrong = {row.number: fault(*commands(row), repo) for row in rows(repo) if row.figure != PENDING}
     assert not any(wrong.values()), {number: text for number, text in wrong.items() if text}
+
+
+def documented(text: str) -> list[list[str]]:
+    """The commands of a page's indented blocks, continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    shown = [line.strip().split("#")[0] for line in lines if re.match(r" {4}(nsa|python benchmarks/\S+\.py) ", line)]
+    return [shlex.split(line) for line in shown]
+
+
+@pytest.mark.parametrize(("page", "least"), [("docs/bench.md", 6), ("benchmarks/README.md", 3)])
+def test_commands_of_a_page_exist(page: str, least: int, repo: Any) -> None:
+    found = documented(repo.text(page))
+    assert len(found) >= least
+    wrong = {" ".join(words): fault(words, repo) for words in found}
+    assert not any(wrong.values()), {command: text for command, text in wrong.items() if text}
 
 
 @pytest.mark.parametrize(
