@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -90,7 +92,13 @@ def choose(backend: str, case: Row01, geometry: BlockGeometry, dtype: torch.dtyp
 
 
 def check(
-    selector: str, backend: str, case: Row01, block: int = 4, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    selector: str,
+    backend: str,
+    case: Row01,
+    block: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    fault: Callable[[Any], Any] = lambda kernel: kernel,
 ) -> None:
     """``selector`` chooses where the case leaves it to a backend, ``backend`` reads what was chosen.
 
@@ -100,7 +108,7 @@ def check(
     given = case.blocks(block)
     blocks = choose(selector, case, geometry, torch.float32, device) if given is None else given
     read = keys_read(
-        slot_kernel(backend, "sel", geometry), (case.batch, tokens, case.groups, 2), tokens, blocks,
+        fault(slot_kernel(backend, "sel", geometry)), (case.batch, tokens, case.groups, 2), tokens, blocks,
         dtype=dtype, device=device,
     )  # fmt: skip
     chosen = blocks.tolist()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from nsa_core.layout import BlockGeometry
@@ -10,13 +13,16 @@ from observed import slot_kernel
 GEOMETRY = BlockGeometry(8, 4, 16, 4, 1, 1, 16)
 
 
-def group_sets_agree(backend: str, device: str = "cpu", length: int = 141) -> None:
+def group_sets_agree(
+    backend: str, device: str = "cpu", length: int = 141, fault: Callable[[Any], Any] = lambda select: select
+) -> None:
     """Blocks of a group and batch entry, bit for bit: alone, among others, groups permuted, and again."""
     generator = torch.Generator().manual_seed(0)
     groups, heads, width, batch = 3, 2, 16, 2
     q = torch.randn(batch, length, groups, heads, width, generator=generator).to(device)
     k_cmp = torch.randn(batch, GEOMETRY.num_compressed(length), groups, width, generator=generator).to(device)
     cmp, select = (slot_kernel(backend, slot, GEOMETRY, 0.25) for slot in ("cmp", "select"))
+    select = fault(select)
 
     def chosen(rows: slice, order: list[int]) -> torch.Tensor:
         """Blocks [B, S, groups in ``order``, n]."""

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import ops
-from nsa_core.contract import SLOTS, SlotCall
+from nsa_core.contract import SLOTS, SlotCall, import_named
 from nsa_core.ops import output_specs
-from observed import slot_kernel
+from nsa_core.registry import default_registry
 from row_14 import GEOMETRY, group_sets_agree
 
 CUDA = [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "triton")]
@@ -25,17 +24,12 @@ def test_report_row_14_group_sets_are_bit_identical(backend: str, device: str) -
     group_sets_agree(backend, device)
 
 
-def test_report_row_14_finds_scores_that_mix_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot_kernel("sdpa", "select", GEOMETRY)
-    operator = ops._ops["sdpa", "select"][0]
-    whole = operator._forward
+def test_report_row_14_finds_scores_that_mix_groups() -> None:
+    def mixed(select: Any) -> Any:
+        return lambda q, k_cmp, lse: select(q, k_cmp + 0.1 * k_cmp.mean(-2, keepdim=True), lse)
 
-    def mixed(q: torch.Tensor, k_cmp: torch.Tensor, lse: torch.Tensor, *, call: SlotCall) -> Any:
-        return whole(q, k_cmp + 0.1 * k_cmp.mean(-2, keepdim=True), lse, call=call)
-
-    monkeypatch.setattr(operator, "_forward", mixed)
     with pytest.raises(AssertionError):
-        group_sets_agree("sdpa")
+        group_sets_agree("sdpa", fault=mixed)
 
 
 def on_meta(slot: str, packed: bool) -> tuple[list[torch.Tensor], SlotCall]:
@@ -58,17 +52,19 @@ def on_meta(slot: str, packed: bool) -> tuple[list[torch.Tensor], SlotCall]:
     return tensors, SlotCall(GEOMETRY, 0.25, cu, 90 if packed else length)
 
 
-def run_on_meta(slot: str, packed: bool) -> None:
+def run_on_meta(slot: str, packed: bool, fault: Any = lambda forward: forward) -> None:
     """Forward and backward of sdpa's own functions."""
-    slot_kernel("sdpa", slot, GEOMETRY)
-    operator = ops._ops["sdpa", slot][0]
+    spec = default_registry().get("sdpa").spec
+    assert spec is not None
     tensors, call = on_meta(slot, packed)
-    outs = operator._forward(*tensors, call=call)
+    outs = fault(import_named(spec.slots[slot].forward))(*tensors, call=call)
     outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
     expected = output_specs(slot, tensors, GEOMETRY.num_selected_blocks)
     assert [(tuple(o.shape), o.dtype) for o in outs] == expected
-    if operator._backward is not None:
-        operator._backward(torch.empty_like(outs[0]), *tensors, *(outs if len(outs) == 2 else ()), call=call)
+    backward = spec.slots[slot].backward
+    if backward is not None:
+        saved = outs if len(outs) == 2 else ()
+        import_named(backward)(torch.empty_like(outs[0]), *tensors, *saved, call=call)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -81,10 +77,9 @@ def test_report_row_14_nothing_is_read_back_to_the_host(slot: str, packed: bool)
         run_on_meta(slot, packed)
 
 
-def test_report_row_14_finds_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot_kernel("sdpa", "win", GEOMETRY)
-    operator = ops._ops["sdpa", "win"][0]
-    whole = operator._forward
-    monkeypatch.setattr(operator, "_forward", lambda *x, call: (x[0].max().item(), whole(*x, call=call))[1])
+def test_report_row_14_finds_a_read() -> None:
+    def reading(forward: Any) -> Any:
+        return lambda *x, call: (x[0].max().item(), forward(*x, call=call))[1]
+
     with pytest.raises(RuntimeError, match="meta"):
-        run_on_meta("win", packed=False)
+        run_on_meta("win", packed=False, fault=reading)
