@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nsa_core.layout import BlockGeometry
 from observed import keys_read, slot_kernel
 
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_report_row_01_any_blocks(data: st.DataObject) -> None:
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.data())
+def test_report_row_01_any_blocks(data: Any) -> None:
     """Any integers in any order: the keys read are those of the distinct blocks, cut at the query."""
     size, tokens = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 24))
     width = data.draw(st.integers(0, 6))
