@@ -60,6 +60,20 @@ def assert_zeros(found: dict[str, torch.Tensor]) -> None:
         assert (tensor == 0).all(), name
 
 
+@pytest.mark.parametrize(("backend", "device"), WHERE)
+def test_report_row_24_no_list_of_blocks_at_all(backend: str, device: str, fa2_here: None) -> None:
+    """`sel` given [B, S, G, 0]: every row sees nothing."""
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    leaves = [torch.randn(2, 9, heads, 16, device=device).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    blocks = torch.empty(2, 9, 2, 0, dtype=torch.int32, device=device)
+    with record_dispatch() as trace:
+        o, lse = slot_kernel(backend, "sel", GEOMETRY, 0.25)(*leaves, blocks)
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+    assert not trace  # nothing to compute: nobody is called
+    assert (lse == -torch.inf).all()
+    assert not any(tensor.any() for tensor in (o, *grads))
+
+
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -> None:
     config = NSAConfig(
