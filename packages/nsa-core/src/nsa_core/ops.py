@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 
+from nsa_core import differentiable
 from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
-from nsa_core.validate import SLOT_AXES, check_cu_seqlens, check_slot
+from nsa_core.validate import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()}
@@ -35,7 +37,7 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def output_specs(slot: str, tensors: Sequence[torch.Tensor], n_selected: int) -> list[TensorSpec]:
+def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> list[TensorSpec]:
     """(shape, dtype) of each output of ``slot`` for these inputs."""
     if slot == "combine":
         return [(tuple(tensors[1].shape), tensors[1].dtype)]
@@ -70,11 +72,6 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current CUDA device; nothing elsewhere."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for tensors on ``device``."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -85,37 +82,46 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[objec
     return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
-    for trace in _traces:
-        trace.append(DispatchRecord(backend, slot, direction))
-    try:
-        with _current_device(device), no_autocast(device):  # a backend's fp32 products stay fp32
-            yield
-    except (NSAError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}") from error
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _surroundings(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where a backend runs: ``device`` current, autocast off, so that its fp32 products stay fp32."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not (elsewhere or autocasts(device)):
+        return _AS_IT_IS
+    stack = contextlib.ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    stack.enter_context(no_autocast(device))
+    return stack
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _checked(
-    backend: str, slot: str, direction: str, results: Any, specs: list[TensorSpec], device: torch.device
-) -> list[torch.Tensor]:
-    results = [results] if isinstance(results, torch.Tensor) else list(results)
+def _faults(results: list[Any], specs: Sequence[TensorSpec], device: torch.device) -> str:
+    """How a backend's results differ from ``specs``; empty: they do not."""
     wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
     for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
-        got = (tuple(result.shape), result.dtype, result.device)
-        if got != (tuple(shape), dtype, device):
-            wrong.append(
-                f"result {index} is {got[0]} {got[1]} on {got[2]}, expected {tuple(shape)} {dtype} on {device}"
-            )
-    if wrong:
-        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong))
-    return [result.contiguous() for result in results]
+        if result.shape != shape or result.dtype != dtype or result.device != device:
+            got = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+            wrong.append(f"result {index} is {got}, expected {tuple(shape)} {dtype} on {device}")
+    return "; ".join(wrong)
+
+
+@functools.lru_cache(maxsize=4096)
+def _outputs(
+    slot: str, tensors: tuple[Metadata, ...], cu: Metadata | None, geometry: BlockGeometry
+) -> list[TensorSpec]:
+    """:func:`output_specs` of inputs that fit; remembered, so that a layer's next step is not checked again.
+
+    Raises:
+        InvalidInput: as check_slot.
+    """
+    check_slot(slot, tensors, cu, geometry)
+    return output_specs(slot, tensors, geometry.num_selected_blocks)
 
 
 def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
@@ -148,9 +154,9 @@ class SlotOp:
                 f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-            torch.library.register_autograd(name, self._autograd, setup_context=self._setup_context, lib=self._lib)
-            torch.library.register_autograd(
-                f"{name}_backward", self._double, setup_context=lambda ctx, inputs, output: None, lib=self._lib
+            differentiable.register(self._lib, short, self.op, self._setup_context, self._autograd)
+            differentiable.register(
+                self._lib, f"{short}_backward", self.backward_op, lambda ctx, inputs, output: None, self._double
             )
 
     def _define(
@@ -163,17 +169,43 @@ class SlotOp:
 
     def _forward_impl(self, *args: Any) -> Any:
         tensors, call = [_unit_stride(t) for t in args[: self._n]], _slot_call(args[self._n :])
-        check_slot(self.slot, tensors, call.cu_seqlens, call.geometry)
-        check_cu_seqlens(call.cu_seqlens, tensors[0].shape[0])
-        specs, device = output_specs(self.slot, tensors, call.geometry.num_selected_blocks), tensors[0].device
+        cu, device = call.cu_seqlens, tensors[0].device
+        specs = _outputs(
+            self.slot, tuple(map(Metadata.of, tensors)), None if cu is None else Metadata.of(cu), call.geometry
+        )
+        check_cu_seqlens(cu, tensors[0].shape[0])
         if _trivial(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with _running(self.backend, self.slot, "forward", device):
-                outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
+            outs = self._run("forward", self._forward, tensors, call, specs)
         return outs[0] if self._n_out == 1 else tuple(outs)
+
+    def _run(
+        self,
+        direction: str,
+        function: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        call: SlotCall,
+        specs: Sequence[TensorSpec],
+    ) -> list[torch.Tensor]:
+        """The results of a backend's function, contiguous; what is wrong with it or them names backend and slot."""
+        for trace in _traces:
+            trace.append(DispatchRecord(self.backend, self.slot, direction))
+        device = tensors[0].device
+        try:
+            with _surroundings(device):
+                results = function(*tensors, call=call)
+            results = [results] if isinstance(results, torch.Tensor) else list(results)
+            if wrong := _faults(results, specs, device):
+                raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, {direction} returned {wrong}")
+            return [result.contiguous() for result in results]
+        except (NSAError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            text = f"backend {self.backend!r}, slot {self.slot!r}, {direction}: {type(error).__name__}: {error}"
+            raise NSAError(text) from error
 
     def _forward_fake(self, *args: Any) -> Any:
         tensors, geometry = args[: self._n], BlockGeometry.from_ints(args[self._n + 3])
@@ -185,15 +217,12 @@ class SlotOp:
     def _backward_impl(self, *args: Any) -> Any:
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
         inputs = saved[: self._n]
-        specs = [(tuple(inputs[i].shape), inputs[i].dtype) for i in self._grads]
-        device = inputs[0].device
+        specs = [(inputs[i].shape, inputs[i].dtype) for i in self._grads]
         if _trivial(self.slot, inputs):
-            outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
+            outs = [torch.zeros(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in specs]
         else:
             assert self._backward is not None  # _setup_context refuses a forward-only slot
-            tensors = [_unit_stride(t) for t in (grad, *saved)]
-            with _running(self.backend, self.slot, "backward", device):
-                outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
+            outs = self._run("backward", self._backward, [_unit_stride(t) for t in (grad, *saved)], call, specs)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
