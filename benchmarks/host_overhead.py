@@ -31,7 +31,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from nsa_backend_triton import launch
+from nsa_backend_triton import launch, prepared
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
@@ -78,6 +78,14 @@ class NoKernel(CompiledKernel):
         self.launches += 1
 
 
+def _sm_90(device: torch.device) -> int:
+    return ARCHITECTURE
+
+
+def _yes(x: torch.Tensor) -> bool:
+    return True
+
+
 @contextlib.contextmanager
 def no_gpu() -> Iterator[list[NoKernel]]:
     """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is launched."""
@@ -91,7 +99,8 @@ def no_gpu() -> Iterator[list[NoKernel]]:
     launch.interpreted.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        stack.enter_context(mock.patch.object(launch, "_capability", return_value=ARCHITECTURE))
+        stack.enter_context(mock.patch.object(launch, "_capability", _sm_90))
+        stack.enter_context(mock.patch.object(prepared, "remembers", _yes))
         stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
         triton.runtime.driver.set_active(NoDriver())
         yield made

@@ -6,12 +6,15 @@ Bound by memory.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton import launch
+from nsa_backend_triton.launch import accumulator, strides
+from nsa_backend_triton.prepared import Launch, remembered
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len"])
@@ -30,15 +33,19 @@ def attention_delta(
     tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
 
 
+@remembered
+def _prepare(do: Tensor, o: Tensor, packed: bool) -> Launch:
+    *lead, tokens, heads, dim = do.shape
+    width = triton.next_power_of_2(dim)
+    size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
+    return Launch(
+        attention_delta, (triton.cdiv(count, size),), *strides(do, packed), *strides(o, packed), count, tokens,
+        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, ACC=accumulator(do.dtype), num_warps=8,
+    )  # fmt: skip
+
+
 def rows(do: Tensor, o: Tensor, *, packed: bool) -> Tensor:
     """delta [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv], in fp32 (fp64 for fp64)."""
-    wide = torch.float64 if do.dtype == torch.float64 else torch.float32
-    delta = do.new_empty(do.shape[:-1], dtype=wide)
-    width = triton.next_power_of_2(do.shape[-1])
-    size = max(1, 8192 // width)
-    attention_delta[(triton.cdiv(delta.numel(), size),)](
-        do, o, delta, *launch.strides(do, packed), *launch.strides(o, packed), delta.numel(), do.shape[-3],
-        HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, ACC=launch.accumulator(do.dtype),
-        num_warps=8,
-    )  # fmt: skip
+    delta = do.new_empty(do.shape[:-1], dtype=torch.float64 if do.dtype == torch.float64 else torch.float32)
+    _prepare(do, o, packed)(do, o, delta)
     return delta
