@@ -31,10 +31,7 @@ Made = TypeVar("Made")
 
 def aligned(*tensors: object) -> bool:
     """Whether every tensor among them begins on 16 bytes; descriptors do, or could not be made."""
-    for x in tensors:
-        if isinstance(x, Tensor) and x.data_ptr() % 16:
-            return False
-    return True
+    return all(not (isinstance(x, Tensor) and x.data_ptr() % 16) for x in tensors)
 
 
 class Launch:
@@ -55,7 +52,7 @@ class Launch:
         if isinstance(compiled, CompiledKernel) and aligned(*tensors):
             constants = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             rest = (*self._numbers, *(self._constants[name] for name in constants))
-            self._compiled = compiled[(*self._grid, 1, 1)], rest
+            self._compiled = compiled[self._grid[0], 1, 1], rest
 
 
 def remembers(x: Tensor) -> bool:
@@ -64,7 +61,7 @@ def remembers(x: Tensor) -> bool:
 
 
 def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """``make``, run once per metadata of its arguments, of which the first is a tensor.
+    """``make``, run once per metadata of its arguments, of which the first is a tensor or a tuple that begins with one.
 
     It may read a tensor's shape, strides, dtype and device, but no address, and keep none; sequences and calls have
     no boundaries for it.
@@ -73,7 +70,7 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
     @functools.wraps(make)
     def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        first = args[0]
+        first = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(first, Tensor)
         if not remembers(first):
             return make(*args, **kwargs)
@@ -95,6 +92,8 @@ def _metadata(x: object) -> Hashable:
         return x.n, x.seq_len, x.packed
     if isinstance(x, SlotCall):
         return x.geometry, x.scale, x.max_seqlen, x.deterministic
+    if isinstance(x, tuple):
+        return tuple(map(_metadata, x))
     if isinstance(x, dict):
         return tuple((name, _metadata(value)) for name, value in x.items())
     assert isinstance(x, Hashable)

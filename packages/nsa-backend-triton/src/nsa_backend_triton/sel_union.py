@@ -27,7 +27,8 @@ class Unions(NamedTuple):
         entries: int32 [G * tiles, 2, T * n] blocks, descending, and behind them for each its tokens as bits.
         counts: int32 [G * tiles, 2] how many entries; how many of them, the first ones, hold keys that some token of
             the tile may not see.
-        left: int8 [rows, G, n] 1 where a pair counts and is in no entry, when asked for; without, or with least = 1, any numbers.
+        left: int8 [rows, G, n] 1 where a pair counts and is in no entry. Any numbers with least = 1, where every pair
+            is in one, and when not asked for.
     """
 
     entries: Tensor

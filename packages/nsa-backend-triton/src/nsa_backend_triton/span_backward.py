@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -287,9 +288,10 @@ def backward(
     dq_launch(q, k, v, *descriptors, o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp)
 
     made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1])
-    grads = sums = (k.new_empty(k.shape), v.new_empty(v.shape))
+    grads = k.new_empty(k.shape), v.new_empty(v.shape)
+    sums: tuple[Tensor, ...] = grads
     if made.parts:
-        sums = (lse.new_empty((made.parts, *k.shape)), lse.new_empty((made.parts, *v.shape)))
+        sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
     rows = made.rows
     descriptors = (key_descriptor(q, rows), key_descriptor(do, rows)) if rows else (None, None)
     made.dkdv(q, k, v, do, *descriptors, lse, delta, *sums, seqs.cu, seqs.cu_cmp)

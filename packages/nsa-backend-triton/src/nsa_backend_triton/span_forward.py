@@ -147,7 +147,7 @@ def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
     )
 
 
-class _Descriptor(TensorDescriptor):
+class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no types
     """A descriptor of what descriptors_fit has seen: not validated once more at every launch."""
 
     def __post_init__(self) -> None:

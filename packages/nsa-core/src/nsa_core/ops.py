@@ -21,6 +21,7 @@ from nsa_core import differentiable
 from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
+from nsa_core.surroundings import surroundings
 from nsa_core.validate import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
@@ -55,7 +56,7 @@ class DispatchRecord:
 
     backend: str
     slot: str
-    direction: str  # forward or backward
+    direction: str  # forward, backward or decode
 
 
 _traces: list[list[DispatchRecord]] = []
@@ -72,43 +73,40 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on ``device``."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+@contextlib.contextmanager
+def running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
+    """Around a call of a backend's function: recorded, on its device, its errors naming it.
 
-
-def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off, where it is on, for tensors on ``device``."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def _surroundings(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Where a backend runs: ``device`` current, autocast off, so that its fp32 products stay fp32."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not (elsewhere or autocasts(device)):
-        return _AS_IT_IS
-    stack = contextlib.ExitStack()
-    if elsewhere:
-        stack.enter_context(torch.cuda.device(device))
-    stack.enter_context(no_autocast(device))
-    return stack
+    Raises:
+        NSAError: the function raised; its own NSAErrors and running out of memory pass unchanged.
+    """
+    for trace in _traces:
+        trace.append(DispatchRecord(backend, slot, direction))
+    try:
+        with surroundings(device):
+            yield
+    except (NSAError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}") from error
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _faults(results: list[Any], specs: Sequence[TensorSpec], device: torch.device) -> str:
-    """How a backend's results differ from ``specs``; empty: they do not."""
+def _checked(
+    backend: str, slot: str, direction: str, results: Any, specs: Sequence[TensorSpec], device: torch.device
+) -> list[torch.Tensor]:
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
     wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
     for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
         if result.shape != shape or result.dtype != dtype or result.device != device:
             got = f"{tuple(result.shape)} {result.dtype} on {result.device}"
             wrong.append(f"result {index} is {got}, expected {tuple(shape)} {dtype} on {device}")
-    return "; ".join(wrong)
+    if wrong:
+        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong))
+    return [result.contiguous() for result in results]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,33 +177,9 @@ class SlotOp:
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            outs = self._run("forward", self._forward, tensors, call, specs)
+            with running(self.backend, self.slot, "forward", device):
+                outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
         return outs[0] if self._n_out == 1 else tuple(outs)
-
-    def _run(
-        self,
-        direction: str,
-        function: Callable[..., Any],
-        tensors: Sequence[torch.Tensor],
-        call: SlotCall,
-        specs: Sequence[TensorSpec],
-    ) -> list[torch.Tensor]:
-        """The results of a backend's function, contiguous; what is wrong with it or them names backend and slot."""
-        for trace in _traces:
-            trace.append(DispatchRecord(self.backend, self.slot, direction))
-        device = tensors[0].device
-        try:
-            with _surroundings(device):
-                results = function(*tensors, call=call)
-            results = [results] if isinstance(results, torch.Tensor) else list(results)
-            if wrong := _faults(results, specs, device):
-                raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, {direction} returned {wrong}")
-            return [result.contiguous() for result in results]
-        except (NSAError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            text = f"backend {self.backend!r}, slot {self.slot!r}, {direction}: {type(error).__name__}: {error}"
-            raise NSAError(text) from error
 
     def _forward_fake(self, *args: Any) -> Any:
         tensors, geometry = args[: self._n], BlockGeometry.from_ints(args[self._n + 3])
@@ -217,12 +191,14 @@ class SlotOp:
     def _backward_impl(self, *args: Any) -> Any:
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
         inputs = saved[: self._n]
-        specs = [(inputs[i].shape, inputs[i].dtype) for i in self._grads]
+        specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         if _trivial(self.slot, inputs):
-            outs = [torch.zeros(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in specs]
+            outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
             assert self._backward is not None  # _setup_context refuses a forward-only slot
-            outs = self._run("backward", self._backward, [_unit_stride(t) for t in (grad, *saved)], call, specs)
+            tensors = [_unit_stride(t) for t in (grad, *saved)]
+            with running(self.backend, self.slot, "backward", device):
+                outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
