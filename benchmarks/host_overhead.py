@@ -5,8 +5,8 @@
 The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core. Backend ``triton``
 runs its own host code for an sm_90; a launch stops where Triton would call the driver (specialisation of the arguments,
 the search for the binary and the TMA descriptors' Python are in, the C call is not). Lengths are short, so that the few
-PyTorch operators in between cost what their dispatch costs. us: the first decile of --repeats calls, others' load left
-out; ``ops``: PyTorch operators below autograd; ``launches``: Triton kernels.
+PyTorch operators in between cost what their dispatch costs. us: of CPU time, the first decile of --repeats calls;
+``ops``: PyTorch operators below autograd, outside of the slots; ``launches``: Triton kernels.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def measure(backend: str, piece: str, step: Callable[[], Any], kernels: list[NoK
         step()
     launches, times = sum(k.launches for k in kernels) - before, []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         step()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return Row(backend, piece, sorted(times)[len(times) // 10] * 1e6, launches, dict(counted.seen.most_common()))
 
 

@@ -61,7 +61,7 @@ def remembers(x: Tensor) -> bool:
 
 
 def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """``make``, run once per metadata of its arguments, of which the first is a tensor or a tuple that begins with one.
+    """``make``, run once per metadata of its arguments; the first is a tensor, or a NamedTuple that begins with one.
 
     It may read a tensor's shape, strides, dtype and device, but no address, and keep none; sequences and calls have
     no boundaries for it.
@@ -70,8 +70,7 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
     @functools.wraps(make)
     def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        first = args[0][0] if isinstance(args[0], tuple) else args[0]
-        assert isinstance(first, Tensor)
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
         if not remembers(first):
             return make(*args, **kwargs)
         key = (first.device, *map(_metadata, args))
@@ -85,16 +84,25 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     return look_up
 
 
-def _metadata(x: object) -> Hashable:
+def _tensor(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.dtype
+
+
+_READ: dict[type, Callable[[Any], Hashable]] = {
+    Tensor: _tensor,
+    Sequences: lambda x: (x.n, x.seq_len, x.packed),
+    SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
+    dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
+}
+
+
+def _metadata(x: Any) -> Hashable:
+    read = _READ.get(type(x))
+    if read is not None:
+        return read(x)
     if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype
-    if isinstance(x, Sequences):
-        return x.n, x.seq_len, x.packed
-    if isinstance(x, SlotCall):
-        return x.geometry, x.scale, x.max_seqlen, x.deterministic
-    if isinstance(x, tuple):
+        return _tensor(x)
+    if isinstance(x, tuple) and type(x) is not tuple:  # a plain one holds plain values
         return tuple(map(_metadata, x))
-    if isinstance(x, dict):
-        return tuple((name, _metadata(value)) for name, value in x.items())
-    assert isinstance(x, Hashable)
-    return x
+    plain: Hashable = x
+    return plain

@@ -7,7 +7,7 @@ in a block, followed by a combination of r results. So the tokens are copied onc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,15 +71,45 @@ class _Chunks:
         return total
 
 
+def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
+    mean: torch.Tensor = x.unfold(1, size, stride).mean(-1, dtype=stats_dtype(x.dtype)).to(x.dtype)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """mean_compress of a dense tensor: the gradient that PyTorch would find op by op, as one node and in fewer ops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
+        ctx.size, ctx.stride, ctx.shape = size, stride, x.shape
+        return _dense_mean(x, size, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        batch, length, *rest = ctx.shape
+        rows, places = length // ctx.stride, ctx.size // ctx.stride
+        around = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))  # a chunk's blocks: places, from one on
+        chunks = around.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
+        tokens = grad.new_empty((batch, rows, ctx.stride, *rest)).copy_(chunks.unsqueeze(2)).flatten(1, 2)
+        tail = length - rows * ctx.stride
+        return (F.pad(tokens, (0, 0, 0, 0, 0, tail)) if tail else tokens), None, None
+
+
 def mean_compress(
     x: torch.Tensor,  # [B, S, G, D] or packed [T, G, D]
     geometry: BlockGeometry,
     packed: PackedBlocks | None = None,
 ) -> torch.Tensor:
     """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32 (fp64 for fp64)."""
+    size, stride = geometry.compress_block_size, geometry.compress_stride
+    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    if plain and packed is None and x.shape[1] >= size:  # else op by op, for PyTorch to transform
+        wanted = torch.is_grad_enabled() and x.requires_grad
+        return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = _Chunks(x, geometry, packed)
     sums = chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype)).unsqueeze(-1).expand(*(-1,) * x.dim(), chunks.places)
-    return (chunks.total(sums) / geometry.compress_block_size).to(x.dtype)
+    mean = (chunks.total(sums) / size).to(x.dtype)
+    return mean
 
 
 class Phi(nn.Module):

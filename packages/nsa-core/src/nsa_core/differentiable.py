@@ -6,11 +6,19 @@ those make it walk the schema at every call, which took half of an operator's ho
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def once() -> contextlib.AbstractContextManager[Any]:
+    """Around an operator's backward: where nobody differentiates it, its own autograd kernel has nothing to do."""
+    return _AS_IT_IS if torch.is_grad_enabled() else _AutoDispatchBelowAutograd()
 
 
 def register(

@@ -13,6 +13,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -73,22 +74,28 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-@contextlib.contextmanager
-def running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
+class running:  # noqa: N801  a context manager, read as a function; a class because it costs half
     """Around a call of a backend's function: recorded, on its device, its errors naming it.
 
     Raises:
         NSAError: the function raised; its own NSAErrors and running out of memory pass unchanged.
     """
-    for trace in _traces:
-        trace.append(DispatchRecord(backend, slot, direction))
-    try:
-        with surroundings(device):
-            yield
-    except (NSAError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}") from error
+
+    def __init__(self, backend: str, slot: str, direction: str, device: torch.device) -> None:
+        self._of, self._around = (backend, slot, direction), surroundings(device)
+
+    def __enter__(self) -> None:
+        for trace in _traces:
+            trace.append(DispatchRecord(*self._of))
+        self._around.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, where: TracebackType | None) -> None:
+        self._around.__exit__(type(error) if error else None, error, where)
+        if error is None or isinstance(error, (NSAError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+            return
+        backend, slot, direction = self._of
+        text = f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}"
+        raise NSAError(text) from error
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,7 +227,8 @@ class SlotOp:
         given: list[Any] = [None] * (self._n + 5)
         if grads[0] is None:
             return tuple(given)
-        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
+        with differentiable.once():
+            results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)
