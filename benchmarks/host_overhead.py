@@ -39,6 +39,7 @@ from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_core.plan import Plan
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
+DEVICE = 99  # not one that real kernels are kept for
 
 
 class NoDriver:
@@ -48,7 +49,7 @@ class NoDriver:
         fill_tma_descriptor = staticmethod(lambda *arguments: 0)
 
     def get_current_device(self) -> int:
-        return 0
+        return DEVICE
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -64,6 +65,7 @@ class NoKernel(CompiledKernel):
         self.module = self.function = self.packed_metadata = self.hash = 0
         self.name, self.src = "nothing", None
         self.launches = 0
+        self.arguments: tuple[Any, ...] = ()
         descriptors = [kind for kind in signature.values() if str(kind).startswith("tensordesc")]
         fields = ("swizzle", "elem_size", "elem_type", "block_size")
         meta = [{**dict.fromkeys(fields, 0), "fp4_padded": False} for _ in descriptors]
@@ -76,6 +78,7 @@ class NoKernel(CompiledKernel):
 
     def _launch(self, *arguments: Any) -> None:
         self.launches += 1
+        self.arguments = arguments
 
 
 def _sm_90(device: torch.device) -> int:
@@ -93,16 +96,15 @@ def no_gpu() -> Iterator[list[NoKernel]]:
 
     def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
         made.append(NoKernel(signature))
-        kernel.device_caches[0][0][key] = made[-1]
+        kernel.device_caches[DEVICE][0][key] = made[-1]
         return made[-1]
 
-    launch.interpreted.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
         stack.enter_context(mock.patch.object(launch, "_capability", _sm_90))
         stack.enter_context(mock.patch.object(prepared, "remembers", _yes))
         stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
-        triton.runtime.driver.set_active(NoDriver())
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", NoDriver()))
         yield made
 
 

@@ -72,7 +72,13 @@ class _Chunks:
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
-    mean: torch.Tensor = x.unfold(1, size, stride).mean(-1, dtype=stats_dtype(x.dtype)).to(x.dtype)
+    rows, blocks = x.shape[1] // stride, (x.shape[1] - size) // stride + 1
+    whole = x if rows * stride == x.shape[1] else x[:, : rows * stride]
+    chunks = whole.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
+    total = chunks if blocks == rows else chunks[:, :blocks]
+    for place in range(1, size // stride):
+        total = total + chunks[:, place : place + blocks]
+    mean: torch.Tensor = total.div_(size).to(x.dtype)
     return mean
 
 
