@@ -16,6 +16,7 @@ from torch import nn
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.surroundings import eager
 
 
 class PackedBlocks(NamedTuple):
@@ -108,8 +109,7 @@ def mean_compress(
 ) -> torch.Tensor:
     """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32 (fp64 for fp64)."""
     size, stride = geometry.compress_block_size, geometry.compress_stride
-    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    if plain and packed is None and x.shape[1] >= size:  # else op by op, for PyTorch to transform
+    if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
         wanted = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = _Chunks(x, geometry, packed)

@@ -1,4 +1,4 @@
-"""What PyTorch does to code around it: the current CUDA device and autocast."""
+"""What PyTorch does to code around it: the current CUDA device, autocast, and whether it transforms it."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def surroundings(device: torch.device) -> contextlib.AbstractContextManager[obje
         stack.enter_context(torch.cuda.device(device))
     stack.enter_context(no_autocast(device))
     return stack
+
+
+def eager() -> bool:
+    """Whether ops run as they are called, so that a gradient of ours may stand for theirs: no compiler, no vmap."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
