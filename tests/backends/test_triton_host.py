@@ -34,6 +34,10 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"
 SORT = {"sort": 1, "_to_copy": 1}
 BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("cmp", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1, "span_sum": 2}),
+    ("cmp", "12/2/64, packed"): (
+        {"span_starts": 1, "span_forward": 1},
+        {"span_starts": 1, "span_dq": 1, "span_dkdv": 1, "span_sum": 2},
+    ),
     ("win", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1}),
     ("select", "12/2/64"): ({"select_forward": 1}, {}),
     ("combine", "12/2/64"): ({"combine_forward": 1}, {"combine_backward": 1}),
@@ -73,14 +77,16 @@ def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[di
 
 @pytest.mark.parametrize(("slot", "shape"), BUDGET, ids=lambda x: str(x))
 def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
+    forward, backward = BUDGET[slot, shape]
+    shape, _, packed = shape.partition(", ")
     hq, g, d = (int(n) for n in shape.split("/"))
     request = Request(
         slot=slot, geometry=BlockGeometry(), n_heads=hq, n_kv_heads=g, head_dim=d,
         v_head_dim=d, dtype="bfloat16", device="cuda", needs_grad=True, batch=1, seq_len=8192,
+        varlen=bool(packed),
     )  # fmt: skip
     do, given, call = requests.inputs(request)
     module = importlib.import_module(f"nsa_backend_triton.{slot}")
-    forward, backward = BUDGET[slot, shape]
     seen, out = counted(module.forward, *given, call=call)
     assert seen == forward
     if backward:

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from nsa_backend_triton import prepared
+from nsa_backend_triton.documents import compressed_starts
 from nsa_core.contract import SlotCall
-from nsa_core.packing import compressed_cu_seqlens
 
 
 @functools.cache
@@ -108,13 +109,16 @@ class Sequences:
         if call.cu_seqlens is None:
             return cls(q, q, q.shape[0], q.shape[1], False)
         cu = call.cu_seqlens
-        return cls(cu, compressed_cu_seqlens(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
+        return cls(cu, compressed_starts(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
 
     def tiles(self, size: int) -> int:
         """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
+
+
+prepared.READ[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:

@@ -20,7 +20,6 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
 
 MOST = 4096  # calls remembered by each function: lengths of a server that never repeats one are not kept for ever
@@ -88,16 +87,16 @@ def _tensor(x: Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype
 
 
-_READ: dict[type, Callable[[Any], Hashable]] = {
+# What tells two arguments of a type apart; other types are told apart by equality.
+READ: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
-    Sequences: lambda x: (x.n, x.seq_len, x.packed),
     SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
     dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
 }
 
 
 def _metadata(x: Any) -> Hashable:
-    read = _READ.get(type(x))
+    read = READ.get(type(x))
     if read is not None:
         return read(x)
     if isinstance(x, Tensor):
