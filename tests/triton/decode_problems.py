@@ -16,7 +16,8 @@ from nsa_core.verify.decode import Step, StepData, step_data
 Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (6, 2, 8, 4, 9)  # l, d, l', n, w
+SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (6, 2, 8, 7, 9)  # l, d, l', n, w
+TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
 
 
 def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: tuple[int, ...], heads: int = 2,
@@ -30,6 +31,9 @@ STEPS = {
     "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
     "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
     "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
+    "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
+    "one key": _step("one key", (4, 4, 4, 1, 5), (6,), (1,), page=4, init_blocks=0, local_blocks=0),
+    "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
     "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
 }
 
@@ -103,7 +107,11 @@ PROBLEMS: tuple[tuple[Form, str, int], ...] = (
     (choice, "two of many", 3),
     (choice, "odd", 1000),
     (strays, "three tokens", 1000),
+    (choice, "one key", 3),
+    (alone, "ragged", 3),
     (alone, "odd", 1000),
+    (alone, "six tokens", 3),
+    (fused, "full", 3),
     (alone, "three tokens", 3),
     (fused, "ragged", 1000),
     (fused, "three tokens", 3),
