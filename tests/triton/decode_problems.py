@@ -32,7 +32,9 @@ STEPS = {
     "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
     "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
-    "one key": _step("one key", (4, 4, 4, 1, 5), (6,), (1,), page=4, init_blocks=0, local_blocks=0),
+    "one key": _step(
+        "one key", (4, 4, 4, 3, 5), (6,), (1,), page=4, num_selected_blocks=1, init_blocks=0, local_blocks=0
+    ),
     "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
     "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
 }
