@@ -1,0 +1,67 @@
+"""What training itself proves: nothing leaks, what can be learned is learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from nsa_core import NSAConfig, module
+from nsa_core.default_plan import default_plan
+from nsa_core.lm.config import LMConfig
+from nsa_core.lm.sentinel import LIMIT, leak_sentinel
+
+WINDOW, VOCAB = 16, 32
+LAYER = NSAConfig(
+    dim=32, n_heads=2, n_kv_heads=1, head_dim=16, compress_block_size=4, compress_stride=2, select_block_size=4,
+    num_selected_blocks=4, window_size=WINDOW,
+)  # fmt: skip
+MODEL = LMConfig(LAYER, 1, VOCAB, 32)
+
+
+def leaking(visible):
+    """A cmp slot whose token t sees the compressed tokens of ``visible(t, i)``, in place of those that have ended."""
+
+    def cmp(q, k_cmp, v_cmp, **packing):
+        t, i = torch.arange(q.shape[1])[:, None], torch.arange(k_cmp.shape[1])
+        scores = torch.einsum("bthd,bid->bhti", q, k_cmp[:, :, 0]) * LAYER.softmax_scale
+        scores = scores.masked_fill(~visible(t, i), -torch.inf)
+        seen = visible(t, i).any(-1)
+        p = scores.softmax(-1).masked_fill(~seen[:, None], 0.0)
+        return torch.einsum("bhti,bid->bthd", p, v_cmp[:, :, 0]), scores.logsumexp(-1).detach()
+
+    return cmp
+
+
+def end(i):
+    return i * LAYER.compress_stride + LAYER.compress_block_size - 1
+
+
+LEAKS = {
+    "none": lambda t, i: end(i) <= t,
+    "off by one": lambda t, i: end(i) <= t + 1,
+    "softmax over all compressed tokens": lambda t, i: end(i) >= 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [WINDOW, 2 * WINDOW, 4 * WINDOW])
+def test_nothing_leaks(length):
+    found = leak_sentinel(MODEL, length)
+    assert found.floor == math.log(VOCAB)
+    assert found.quiet, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leak", LEAKS)
+def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
+    monkeypatch.setattr(
+        module, "default_plan", lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak]))
+    )
+    found = leak_sentinel(MODEL, 2 * WINDOW)
+    if leak == "none":  # the planting itself leaks nothing
+        assert found.quiet, found
+    else:
+        assert found.loss < found.floor - 2 * LIMIT, found
