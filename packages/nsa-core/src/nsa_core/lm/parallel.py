@@ -67,21 +67,20 @@ class Replica:
             raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
         self.model, self.sharded = model, world.size > 1 and kind == "fsdp"
         self._wrapped: Any = model
+        if compiled:  # one compilation serves all blocks, and what gathers parameters and gradients stays outside
+            for block in model.blocks:
+                block.compile()
         if self.sharded:
-            self._shard(compiled)
+            self._shard()
         elif world.size > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
             self._wrapped = DistributedDataParallel(model, device_ids=ids)
         self.forward: Callable[..., torch.Tensor] = self._wrapped
-        if compiled and not self.sharded:
-            self.forward = torch.compile(self._wrapped)
 
-    def _shard(self, compiled: bool) -> None:
+    def _shard(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for block in self.model.blocks:
-            if compiled:  # block by block: gathering parameters stays outside
-                block.compile()
             fully_shard(block)
         fully_shard(self.model)
 

@@ -1,4 +1,4 @@
-"""The leak sentinel: on tokens that are uniform and fresh at every step, no model gets below ln V unless it sees them."""
+"""The leak sentinel: on uniform tokens, fresh at every step, no model gets below ln V unless it sees them."""
 
 from __future__ import annotations
 

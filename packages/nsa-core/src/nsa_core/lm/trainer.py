@@ -80,7 +80,7 @@ class Trainer:
         self.optimizer.step()
         self.step_number += 1
         self.tokens += recipe.batch * self.data.rows.length
-        sums = torch.stack((total / max(1, counted), total.new_tensor(float(stopping))))
+        sums = torch.stack((total / max(1, counted), torch.full_like(total, float(stopping))))
         return Measured(self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate)
 
     def _part(self, batch: Batch) -> torch.Tensor:
