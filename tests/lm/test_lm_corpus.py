@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+import standins
 from nsa_core import InvalidInput
 from nsa_core.bench.corpus import library_documents, library_text
 from nsa_core.errors import BackendUnavailable
@@ -123,21 +124,33 @@ def test_a_streamed_data_set_is_read_from_any_place(monkeypatch):
     ]  # fmt: skip
 
 
-def test_parquet_is_read_group_by_group(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+@pytest.fixture(params=["the library", "a stand-in"])
+def write_parquet(request, monkeypatch):
+    """``write(path, columns, rows a group)``, by pyarrow or for the stand-in."""
+    if request.param == "the library":
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        return lambda path, columns, group: parquet.write_table(arrow.table(columns), path, row_group_size=group)
+    stand_in = types.SimpleNamespace(ParquetFile=standins.ParquetFile, ArrowException=standins.ArrowException)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    return lambda path, columns, group: path.write_text(json.dumps({"columns": columns, "group": group}))
+
+
+def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
+    file = tmp_path / "x.parquet"
     texts = [f"row {n}" for n in range(25)] + [None]
-    parquet.write_table(arrow.table({"text": texts, "n": range(26)}), tmp_path / "x.parquet", row_group_size=10)
-    found = epoch(tmp_path / "x.parquet")
+    write_parquet(file, {"text": texts, "n": list(range(26))}, 10)
+    found = epoch(file)
     assert sorted(found) == sorted(t or "" for t in texts)
-    assert found != epoch(tmp_path / "x.parquet", 1)
+    assert found != epoch(file, 1)
     for start in (3, 10, 17, 26):
-        assert epoch(tmp_path / "x.parquet", start=start) == found[start:]
+        assert epoch(file, start=start) == found[start:]
     with pytest.raises(InvalidInput, match="has no column 'body'; it has text, n"):
-        open_corpus(str(tmp_path / "x.parquet"), field="body")
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+        open_corpus(str(file), field="body")
+    file.write_bytes(b"PAR1")
     with pytest.raises(InvalidInput, match="cannot be read as parquet"):
-        open_corpus(str(tmp_path / "x.parquet"))
+        open_corpus(str(file))
 
 
 def test_the_documentation_inside_python():
@@ -159,22 +172,35 @@ def test_bytes_come_back():
         tokenizer_from_dict({"kind": "other"})
 
 
+@pytest.fixture(params=["the library", "a stand-in"])
+def tokenizers(request, monkeypatch):
+    """The library, or what stands in for it."""
+    if request.param == "the library":
+        return pytest.importorskip("tokenizers")
+    stand_in = types.SimpleNamespace(Tokenizer=standins.Tokenizer)
+    monkeypatch.setitem(sys.modules, "tokenizers", stand_in)
+    return stand_in
+
+
+def words_as_json(vocab):
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+
+
+@pytest.mark.usefixtures("tokenizers")
 def test_a_tokenizer_of_hugging_face(tmp_path):
-    library = pytest.importorskip("tokenizers")
     vocab = {"[UNK]": 0, "one": 1, "two": 2, "</s>": 3}
-    made = library.Tokenizer(library.models.WordLevel(vocab, unk_token="[UNK]"))
-    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(words_as_json(vocab))
     words = read_tokenizer(tmp_path / "tokenizer.json")
-    assert (words.encode("two one </s> three"), words.end, words.vocab_size) == ([2, 1, 0, 0, 0, 0, 0], 3, 64)
+    assert (words.encode("two one </s> three"), words.end, words.vocab_size) == ([2, 1, 0], 3, 64)
     assert words.decode([3, 2, 1, 60, 3]) == "two one"
     again = tokenizer_from_dict(json.loads(json.dumps(words.to_dict())))
     assert again.encode("two one") == [2, 1]
     del vocab["</s>"]
-    plain = library.Tokenizer(library.models.WordLevel(vocab, unk_token="[UNK]"))
-    assert FileTokenizer(plain.to_str()).end == 3  # one more than it has
-    with pytest.raises(InvalidInput, match=r"cannot be read as a tokenizer\.json"):
-        FileTokenizer("{}")
+    assert FileTokenizer(words_as_json(vocab)).end == 3  # one more than it has
+    for broken in ("{}", "no JSON"):
+        with pytest.raises(InvalidInput, match=r"cannot be read as a tokenizer\.json"):
+            FileTokenizer(broken)
 
 
 def test_a_tokenizer_without_its_library(tmp_path, monkeypatch):

@@ -11,7 +11,12 @@ import torch
 from nsa_core import NSAConfig, module
 from nsa_core.default_plan import default_plan
 from nsa_core.lm.config import LMConfig
+from nsa_core.lm.model import LanguageModel
+from nsa_core.lm.parallel import World
+from nsa_core.lm.recipe import Recipe
 from nsa_core.lm.sentinel import LIMIT, leak_sentinel
+from nsa_core.lm.task import DataSpec, open_data
+from nsa_core.lm.trainer import Trainer
 
 WINDOW, VOCAB = 16, 32
 LAYER = NSAConfig(
@@ -65,3 +70,15 @@ def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
         assert found.quiet, found
     else:
         assert found.loss < found.floor - 2 * LIMIT, found
+
+
+@pytest.mark.slow
+def test_associative_recall_is_solved():
+    layer = dataclasses.replace(LAYER, dim=64, n_heads=4, n_kv_heads=2, select_block_size=8, window_size=8)
+    data = open_data(DataSpec("recall", 64, vocab_size=32), held_out_rows=32)
+    recipe = Recipe(steps=300, batch=32, learning_rate=3e-3, warmup=50, weight_decay=0.0)
+    torch.manual_seed(0)
+    trainer = Trainer(LanguageModel(LMConfig(layer, 2, 32, 128)), data, recipe, World(torch.device("cpu")))
+    for _ in range(recipe.steps):
+        trainer.step()
+    assert trainer.accuracy() > 0.99

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -129,13 +132,27 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
     assert checkpoint.read(out).facts["step"] == records[-1]["step"]
 
 
+def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "train.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    known = nsa("train", "--help").out + nsa("generate", "--help").out
+    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for word in re.findall(r"(?<!torchrun )--[a-z][a-z-]*", page):
+        assert re.search(rf"{word}\b", known) or word == "--nproc-per-node", word
+    assert len(commands) == 4
+    monkeypatch.chdir(tmp_path)
+    train, generate = (shlex.split(command)[1:] for command in commands[:2])
+    small = ["--steps", "1", *SMALL[:-2], "--data", README, "--held-out", "0.5"]
+    assert nsa(*train, *small).code == 0
+    assert (tmp_path / "run.png").exists()
+    assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
+
+
 def test_the_benchmark_runs_every_section_small(tmp_path):
     file = tmp_path / "train.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--quick", "--device", "cpu", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
-    import json
-
     rows = json.loads(file.read_text())["rows"]
     assert not [row for row in rows if "reason" in row], rows
     assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}

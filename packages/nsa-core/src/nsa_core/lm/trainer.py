@@ -16,7 +16,7 @@ from nsa_core.lm.checkpoint import Checkpoint
 from nsa_core.lm.data import Batch, batch_of
 from nsa_core.lm.graph import Graphed
 from nsa_core.lm.mass import Mass, selected_mass
-from nsa_core.lm.model import LanguageModel
+from nsa_core.lm.model import IGNORED, LanguageModel
 from nsa_core.lm.parallel import Replica, World, whole
 from nsa_core.lm.recipe import Recipe
 from nsa_core.lm.task import Data
@@ -65,7 +65,7 @@ class Trainer:
         recipe, world = self.recipe, self.world
         rows = [next(self.data.rows) for _ in range(recipe.batch)]
         parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
-        counted = batch_of(rows, packed=False).counted
+        counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
         # Gradients of several processes are averaged, so each takes its share of the sum that many times.
         self._scale = world.size / max(1, counted)
         rate = recipe.rate(self.step_number)
