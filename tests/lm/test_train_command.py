@@ -21,7 +21,6 @@ from nsa_core.lm.recipe import Recipe
 
 pytest.importorskip("safetensors")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-README = str(ROOT / "README.md")
 SMALL = ["--device", "cpu", "--length", "32", "--batch", "2", "--held-out-rows", "1", "--eval-every", "2"]
 
 
@@ -75,7 +74,7 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         (["--out", str(tmp_path / "new"), "--size", "huge"], "one of tiny, toy, m7c_125m, got 'huge'"),
         (["--out", str(tmp_path / "new"), "--data", "nowhere"], "no such file or folder"),
         (["--out", str(tmp_path / "new"), "--backends", "win=nothing", "--data", text, *SMALL], "nothing"),
-        (["--out", str(tmp_path / "new"), "--graph", "--data", text, *SMALL], "one process on one GPU"),
+        (["--out", str(tmp_path / "new"), "--cuda-graph", "--data", text, *SMALL], "one process on one GPU"),
     ):
         done = nsa("train", *arguments)
         assert done.code == 2, done
@@ -142,7 +141,7 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
     assert len(commands) == 4
     monkeypatch.chdir(tmp_path)
     train, generate = (shlex.split(command)[1:] for command in commands[:2])
-    small = ["--steps", "1", *SMALL[:-2], "--data", README, "--held-out", "0.5"]
+    small = ["--steps", "1", *SMALL[:-2], "--data", str(ROOT / "docs"), "--held-out", "0.3"]
     assert nsa(*train, *small).code == 0
     assert (tmp_path / "run.png").exists()
     assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")

@@ -128,6 +128,7 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     rows = open_data(spec, words, given["held_out_rows"])
     model = _model(given, rows.vocab_size, kept)
     trainer = Trainer(model, rows, recipe, world, kept)
+    trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0:
         given["out"].mkdir(exist_ok=True)
     return world, trainer

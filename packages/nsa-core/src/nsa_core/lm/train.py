@@ -111,8 +111,9 @@ class _Run:
         return self._seen
 
     def _before(self) -> None:
-        started = Progress(0, math.nan, 0.0, math.nan, 0, 0.0, 0.0, self.trainer.memory(), **self._evaluated())
-        self._tell(started, {"step": 0, "held_out_loss": started.held_out_loss})
+        found = self._evaluated()
+        started = Progress(0, math.nan, 0.0, math.nan, 0, 0.0, 0.0, self.trainer.memory(), **found)
+        self._tell(started, {"step": 0, **found})
         self._settled_at = time.perf_counter()
 
     def _evaluated(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nsa_core.default_plan import default_plan
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.lm import checkpoint
 from nsa_core.lm.checkpoint import Checkpoint
@@ -20,6 +21,8 @@ from nsa_core.lm.model import IGNORED, LanguageModel
 from nsa_core.lm.parallel import Replica, World, whole
 from nsa_core.lm.recipe import Recipe
 from nsa_core.lm.task import Data
+from nsa_core.module import NSAttention
+from nsa_core.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,18 @@ class Trainer:
             kept.restore(self.model, self.optimizer)
             data.rows.load_state_dict(kept.facts["position"])
             self.step_number, self.tokens = kept.facts["step"], kept.facts["tokens"]
+
+    def plan(self) -> Plan | None:
+        """Which backends the steps will run on; None for dense attention.
+
+        Raises:
+            Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
+        """
+        attn = self.model.blocks[0].attn
+        if not isinstance(attn, NSAttention):
+            return None
+        dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
+        return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends)
 
     def step(self, stopping: bool = False) -> Measured:
         """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to every process."""
