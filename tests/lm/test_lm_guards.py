@@ -47,7 +47,7 @@ def end(i):
 LEAKS = {
     "none": lambda t, i: end(i) <= t,
     "off by one": lambda t, i: end(i) <= t + 1,
-    "softmax over all compressed tokens": lambda t, i: end(i) >= 0,
+    "softmax over all compressed tokens": lambda t, i: (end(i) > t) | (end(i) <= t),
 }
 
 
@@ -65,7 +65,8 @@ def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
     monkeypatch.setattr(
         module, "default_plan", lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak]))
     )
-    found = leak_sentinel(MODEL, 2 * WINDOW)
+    recipe = Recipe(steps=200, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
+    found = leak_sentinel(MODEL, 2 * WINDOW, recipe=recipe, last=50)
     if leak == "none":  # the planting itself leaks nothing
         assert found.quiet, found
     else:
