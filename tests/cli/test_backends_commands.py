@@ -26,7 +26,7 @@ def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
     assert (sdpa["status"], sdpa["distribution"], sdpa["reason"]) == ("ready", "nsa-backend-sdpa", None)
     assert set(sdpa["slots"]) == set(SLOTS)
     for slot, row in sdpa["slots"].items():
-        assert (row["forward"], row["backward"], row["decode"]) == (True, slot != "select", False)
+        assert (row["forward"], row["backward"], row["decode"]) == (True, slot != "select", True)
         assert row["accepted"]
         assert row["reasons"] == []
     for row in document["backends"]:
@@ -45,7 +45,7 @@ def test_list_text_has_a_line_per_backend(nsa):
     row = next(line for line in lines if line.startswith("sdpa"))
     assert row.split()[:9] == [
         "sdpa", of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"], "nsa-backend-sdpa", "ready",
-        "forward+backward", "forward", "forward+backward", "forward+backward", "forward+backward",
+        *["forward+backward+decode" if slot != "select" else "forward+decode" for slot in SLOTS],
     ]  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_explain_passes_every_option_on(nsa, toy):
         "batch": 3, "seq_len": 77, "needs_grad": True, "varlen": True, "deterministic": True, "phase": "prefill",
     }  # fmt: skip
     assert {name: request[name] for name in expected} == expected
-    assert nsa("backends", "explain", "--phase", "decode").code == 3
+    assert nsa("backends", "explain", "--phase", "decode", "--sel", "fa2").code == 3
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def _slot_row(entry: BackendEntry, slot: str, answer: Candidate | None) -> dict[
     return {
         "forward": offered is not None,
         "backward": offered is not None and offered.backward is not None,
-        "decode": False,  # the contract has no decode forms yet
+        "decode": offered is not None and (offered.decode is not None or slot == "combine"),  # whose forward serves
         "accepted": answer is not None and answer.accepted,
         "deterministic": offered.deterministic if offered else None,
         "workspace": offered is not None and offered.workspace is not None,

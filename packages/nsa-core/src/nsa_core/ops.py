@@ -53,7 +53,7 @@ class DispatchRecord:
 
     backend: str
     slot: str
-    direction: str  # forward or backward
+    direction: str  # forward, backward or decode
 
 
 _traces: list[list[DispatchRecord]] = []
@@ -86,7 +86,12 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[objec
 
 
 @contextlib.contextmanager
-def _running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
+def running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
+    """Around a call of a backend's function: recorded, on its device, its errors naming it.
+
+    Raises:
+        NSAError: the function raised; its own NSAErrors and running out of memory pass unchanged.
+    """
     for trace in _traces:
         trace.append(DispatchRecord(backend, slot, direction))
     try:
@@ -171,7 +176,7 @@ class SlotOp:
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with _running(self.backend, self.slot, "forward", device):
+            with running(self.backend, self.slot, "forward", device):
                 outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
         return outs[0] if self._n_out == 1 else tuple(outs)
 
@@ -192,7 +197,7 @@ class SlotOp:
         else:
             assert self._backward is not None  # _setup_context refuses a forward-only slot
             tensors = [_unit_stride(t) for t in (grad, *saved)]
-            with _running(self.backend, self.slot, "backward", device):
+            with running(self.backend, self.slot, "backward", device):
                 outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
         return outs[0] if len(outs) == 1 else tuple(outs)
 

@@ -71,6 +71,7 @@ def survey(
     phase: str = "prefill",
     batch: int | None = None,
     seq_len: int | None = None,
+    page_size: int | None = None,
     registry: Registry,
 ) -> Survey:
     """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.plan.resolve`.
@@ -100,6 +101,7 @@ def survey(
             varlen=varlen,
             batch=batch,
             seq_len=seq_len,
+            page_size=page_size,
         )
         for slot in SLOTS
     }
@@ -185,12 +187,11 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
         assert entry.reason is not None  # an entry has one or the other
         return (entry.reason,)
     reasons = []
-    if request.phase == "decode":
-        text = "decode is not implemented by any backend yet"
-        reasons.append(Reason("decode_not_implemented", text, "plan with phase='prefill'"))
     slot = entry.spec.slots.get(request.slot)
     if slot is None:
-        return (*reasons, Reason("slot_not_offered", f"does not offer {request.slot}"))
+        return (Reason("slot_not_offered", f"does not offer {request.slot}"),)
+    if request.phase == "decode" and slot.decode is None and request.slot != "combine":
+        reasons.append(Reason("no_decode", f"has no decode form of {request.slot}", "use another backend to decode"))
     if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
         reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
     return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
