@@ -31,10 +31,20 @@ def test_the_likeliest_token_is_taken_each_time(model):
 def test_advance_tells_what_comes_after_all_it_was_given(model):
     tokens = torch.randint(256, (2, 20))
     expected = model(tokens)[:, -1].float()
-    cache = None
-    for part in tokens.split([7, 1, 12], 1):
-        logits, cache = advance(model, cache, part)
+    caches = model.new_caches(2, 20)
+    for part in tokens.split([7, 1, 3, 9], 1):
+        logits = advance(model, caches, part)
     torch.testing.assert_close(logits, expected)
+    with pytest.raises(InvalidInput):
+        advance(model, caches, tokens[:, :1])
+
+
+def test_nothing_is_read_again(model):
+    """Of each step the layers see the new token alone."""
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    generate(model, torch.randint(256, (1, 9)), 4)
+    assert seen == [9, 1, 1, 1]
 
 
 def test_draws_are_the_seeds_and_of_the_likeliest(model):

@@ -10,9 +10,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig
+from nsa_core.errors import InvalidInput
 from nsa_core.module import HeadNorm
 from nsa_core.packing import token_places
 from nsa_core.rope import rope_table, rotate
+
+
+class DenseCache:
+    """Keys and values of ``batch`` sequences of one length, at most ``max_len``, for decoding."""
+
+    def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
+        config, weight = attn.config, attn.qkv.weight
+        self.k = weight.new_empty((batch, max_len, config.n_kv_heads, config.qk_dim))
+        self.v = weight.new_empty((batch, max_len, config.n_kv_heads, config.v_dim))
+        self.length = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything so far, with k [B, n, G, Dk] and v [B, n, G, Dv] behind it.
+
+        Raises:
+            InvalidInput: it does not fit.
+        """
+        first, end = self.length, self.length + k.shape[1]
+        if end > self.k.shape[1]:
+            raise InvalidInput(f"the cache has {first} of {self.k.shape[1]} tokens, {k.shape[1]} more do not fit")
+        self.k[:, first:end], self.v[:, first:end], self.length = k.detach(), v.detach(), end
+        return self.k[:, :end], self.v[:, :end]
 
 
 class DenseAttention(nn.Module):
@@ -35,19 +58,28 @@ class DenseAttention(nn.Module):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
     def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: DenseCache | None = None,
     ) -> torch.Tensor:
-        """The layer's output, of x's shape; ``max_seqlen`` is not needed."""
-        config, rows = self.config, x.shape[-2]
+        """The layer's output, of x's shape; ``max_seqlen`` is not needed.
+
+        With ``cache`` x holds the next tokens of each sequence, which are added to it.
+        """
+        config, rows, first = self.config, x.shape[-2], 0 if cache is None else cache.length
         q, k, v = self.qkv(x).split(self._widths, dim=-1)
         q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
         k, v = self.k_norm(k.unflatten(-1, (config.n_kv_heads, -1))), v.unflatten(-1, (config.n_kv_heads, -1))
         if config.rope:
-            places = (
-                torch.arange(rows, device=x.device) if cu_seqlens is None else token_places(cu_seqlens, rows).position
-            )
+            places = torch.arange(first, first + rows, device=x.device)
+            if cu_seqlens is not None:
+                places = token_places(cu_seqlens, rows).position
             table = rope_table(places, config.qk_dim, config.rope_base, q.dtype)
             q, k = rotate(q, table), rotate(k, table)
+        if cache is not None:
+            k, v = cache.append(k, v)
         o = causal(q, k, v, config.softmax_scale) if cu_seqlens is None else self._packed(q, k, v, cu_seqlens)
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
@@ -62,13 +94,17 @@ class DenseAttention(nn.Module):
 
 
 def causal(
-    q: torch.Tensor,  # [B, S, Hq, Dk]
+    q: torch.Tensor,  # [B, n, Hq, Dk]
     k: torch.Tensor,  # [B, S, G, Dk]
     v: torch.Tensor,  # [B, S, G, Dv]
     scale: float,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v over keys <= t, [B, S, Hq, Dv], by PyTorch's fused kernels."""
+    """softmax(q k^T scale) v over keys <= t, [B, n, Hq, Dv], by PyTorch's kernels; q are the last n of S."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped, (rows, keys) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
+    if rows != keys:
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        return o.transpose(1, 2)
     assert q.shape[2] == k.shape[2], "is_causal aligns top-left: only for as many queries as keys"
-    grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)

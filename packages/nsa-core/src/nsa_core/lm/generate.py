@@ -1,28 +1,22 @@
-"""Tokens one after another from a language model.
-
-:func:`advance` is the only place that knows how what came before is kept. Today it keeps the tokens and reads them all
-again at every step.
-"""
+"""Tokens one after another from a language model, over the caches of its layers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.model import LanguageModel
-
-Cache = torch.Tensor  # int64 [B, S]: every token so far
+from nsa_core.lm.model import Cache, LanguageModel
 
 
-def advance(model: LanguageModel, cache: Cache | None, tokens: torch.Tensor) -> tuple[torch.Tensor, Cache]:
-    """Read ``tokens`` int64 [B, n] behind what ``cache`` holds.
+def advance(model: LanguageModel, caches: Sequence[Cache], tokens: torch.Tensor) -> torch.Tensor:
+    """Read ``tokens`` int64 [B, n] behind what ``caches`` hold, and add them: logits fp32 [B, vocab_size] of the next.
 
-    Returns:
-        logits fp32 [B, vocab_size] of the token after the last, and the cache that holds them too.
+    ``caches`` are those of :meth:`LanguageModel.new_caches`.
     """
-    cache = tokens if cache is None else torch.cat((cache, tokens), dim=1)
-    last = model.hidden(cache)[:, -1]
-    return torch.nn.functional.linear(last, model.embed.weight).float(), cache
+    last = model.hidden(tokens, caches=caches)[:, -1]
+    return torch.nn.functional.linear(last, model.embed.weight).float()
 
 
 @torch.no_grad()
@@ -43,6 +37,7 @@ def generate(
 
     Raises:
         InvalidInput: an argument is out of range; all of them are named.
+        Unsupported: no backend decodes here.
     """
     wrong = []
     if prompt.dim() != 2 or prompt.shape[1] < 1:
@@ -58,9 +53,9 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     made = prompt.new_empty((len(prompt), 0))
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    tokens, cache = prompt, None
+    tokens, caches = prompt, model.new_caches(len(prompt), prompt.shape[1] + max_new_tokens)
     for _ in range(max_new_tokens):
-        logits, cache = advance(model, cache, tokens)
+        logits = advance(model, caches, tokens)
         drawn = _draw(logits.cpu(), temperature, top_k, generator).to(prompt.device)
         if end is not None:
             drawn = drawn.masked_fill(ended, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nsa_core.cache import NSACache
 from nsa_core.errors import InvalidInput
 from nsa_core.lm.config import LMConfig
-from nsa_core.lm.dense import DenseAttention
+from nsa_core.lm.dense import DenseAttention, DenseCache
 from nsa_core.module import NSAttention
 
 IGNORED = -100  # a target that is not trained on
+Cache = NSACache | DenseCache
 _LOGITS_AT_ONCE = 1 << 28  # fp32 logits: 1 GiB
 
 
@@ -53,11 +55,23 @@ class Block(nn.Module):
             for linear in (self.attn.out, self.mlp.down):
                 linear.weight *= (2 * config.n_layers) ** -0.5
 
-    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
         """x [B, S, dim], or packed [T, dim] -> the same shape."""
-        x = x + self.attn(self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        x = x + self.attn(self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
         result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
         return result
+
+    def new_cache(self, batch: int, max_len: int) -> Cache:
+        """An empty cache of the attention, for ``batch`` sequences of up to ``max_len`` tokens."""
+        if isinstance(self.attn, DenseAttention):
+            return DenseCache(self.attn, batch, max_len)
+        return self.attn.new_cache(batch, max_len)
 
 
 class LanguageModel(nn.Module):
@@ -96,17 +110,38 @@ class LanguageModel(nn.Module):
         return F.linear(x, self.embed.weight) if targets is None else self._loss(x, targets)
 
     def hidden(
-        self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        caches: Sequence[Cache] | None = None,
     ) -> torch.Tensor:
-        """What the output embedding is applied to, [..., dim]."""
+        """What the output embedding is applied to, [..., dim].
+
+        With ``caches``, those of :meth:`new_caches`, tokens [B, n] are the next of each sequence and are added to them.
+        """
         x = self.embed(tokens)
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
+        for layer, block in enumerate(self.blocks):
+            if caches is not None:
+                x = block(x, cache=caches[layer])
+            elif self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cu_seqlens, max_seqlen, use_reentrant=False)
             else:
                 x = block(x, cu_seqlens, max_seqlen)
         result: torch.Tensor = self.norm(x)
         return result
+
+    def new_caches(self, batch: int, max_len: int) -> list[Cache]:
+        """An empty cache a layer, for ``batch`` sequences of up to ``max_len`` tokens.
+
+        Raises:
+            Unsupported: no backend decodes here.
+        """
+        made: list[Cache] = []
+        for block in self.blocks:
+            assert isinstance(block, Block)  # as __init__ made it
+            made.append(block.new_cache(batch, max_len))
+        return made
 
     def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x, targets = x.flatten(0, -2), targets.flatten()
