@@ -32,10 +32,9 @@ def test_two_processes_give_the_loss_of_one(tmp_path, kind):
     data = ["--data", str(text), "--length", "32", "--batch", "4", "--accumulate", "2", "--warmup", "1"]
     data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
     alone = trained(tmp_path / "alone", 4, *data, together=False)
-    shared = trained(tmp_path / "shared", 3, *data, "--parallel", kind)
+    trained(tmp_path / "shared", 2, *data, "--parallel", kind)
     shared = trained(tmp_path / "shared", 4, "--resume", "--held-out-rows", "2")
-    assert [r["step"] for r in shared] == [0, 1, 2, 3, 4]
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
     for one, two in zip(alone, shared):
-        # At step 3 the first of the two runs was at its end, where a cosine of 3 steps is lower than one of 4.
         for name in ("loss", "held_out_loss", "grad_norm"):
-            assert two.get(name) == pytest.approx(one.get(name), abs=2e-4 if one["step"] < 3 else 0.1), (one, two)
+            assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)

@@ -10,6 +10,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.lm.model import Cache, LanguageModel
 
 
+@torch.no_grad()
 def advance(model: LanguageModel, caches: Sequence[Cache], tokens: torch.Tensor) -> torch.Tensor:
     """Read ``tokens`` int64 [B, n] behind what ``caches`` hold, and add them: logits fp32 [B, vocab_size] of the next.
 
