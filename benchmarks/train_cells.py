@@ -113,16 +113,22 @@ class Bench:
         return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.plan.device)))
 
     def times(self, trainer: Trainer, at_least: int = 5, at_most: int = 10**6) -> Iterator[float]:
-        """Seconds of each step, until plan.seconds have gone by."""
-        until = time.monotonic() + self.plan.seconds
-        count = 0
+        """Seconds from the end of each step to that of the next, as the training loop runs them, for plan.seconds.
+
+        A step is given to the device before the one before it is waited for.
+        """
+        self.sync()
+        waiting, last = trainer.step(), 0.0
+        until, count = time.monotonic() + self.plan.seconds, 0
         while count < at_least or (time.monotonic() < until and count < at_most):
-            self.sync()
-            started = time.perf_counter()
-            trainer.step()
-            self.sync()
-            yield time.perf_counter() - started
-            count += 1
+            following = trainer.step()
+            waiting.values.tolist()
+            now = time.perf_counter()
+            if last:  # the first has nothing before it to be measured from
+                yield now - last
+                count += 1
+            waiting, last = following, now
+        self.sync()
 
 
 class Repeated:
