@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,4 +166,7 @@ class Trainer:
         """The most bytes held so far: on the GPU, or by this process."""
         if self.world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.world.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import resource  # not everywhere
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
