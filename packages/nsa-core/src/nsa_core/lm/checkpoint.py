@@ -59,7 +59,7 @@ class Checkpoint:
         """Put parameters, moments and random states back; every process has to call this."""
         load_whole(model, self._of(_MODEL))
         state = self._of(_OPTIMIZER)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters() if state else ():  # none before the first step
             kept = optimizer.state[parameter]
             for key in ("exp_avg", "exp_avg_sq"):
                 kept[key] = share_of(state[f"{name}.{key}"], parameter)
@@ -77,7 +77,9 @@ def gathered(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str
     found = {f"{_RANDOM}{name}": state for name, state in random_state().items()}
     for name, parameter in model.named_parameters():
         found[f"{_MODEL}{name}"] = whole(parameter)
-        for key, value in optimizer.state[parameter].items():
+        # What FSDP gathers for a forward are other parameters than those that it trains.
+        assert parameter in optimizer.state or not optimizer.state, f"{name} is not what the optimizer has"
+        for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{_OPTIMIZER}{name}.{key}"] = whole(value)
     return {name: tensor.cpu().contiguous().clone() for name, tensor in found.items()}
 

@@ -84,6 +84,11 @@ class Replica:
             fully_shard(block)
         fully_shard(self.model)
 
+    def rest(self) -> None:
+        """After a forward without backward: give back what was gathered for it, as a backward would."""
+        if self.sharded:
+            self._wrapped.reshard()
+
     def syncing(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Around forward and backward of one part of a step; gradients meet in the ``last``."""
         if self.sharded:

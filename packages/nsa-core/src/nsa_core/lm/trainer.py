@@ -123,6 +123,7 @@ class Trainer:
             with self._autocast():
                 loss += float(self.model(*batch[:1], batch.cu_seqlens, batch.max_seqlen, batch.targets))
             counted += batch.counted
+        self.replica.rest()
         return loss / counted if counted else math.nan
 
     @torch.no_grad()
@@ -135,6 +136,7 @@ class Trainer:
                 best = self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen).argmax(-1)
             right += int((best == batch.targets).sum())
             counted += batch.counted
+        self.replica.rest()
         return right / counted if counted else math.nan
 
     def selected_mass(self) -> list[Mass] | None:
