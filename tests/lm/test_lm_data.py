@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 
 import pytest
 import torch
 
 from nsa_core import InvalidInput
 from nsa_core.lm.corpus import ListCorpus
-from nsa_core.lm.data import Row, TextRows, batch_of, is_held_out
+from nsa_core.lm.data import Row, TextRows, batch_of, is_held_out, unigram_entropy
 from nsa_core.lm.model import IGNORED
 from nsa_core.lm.synthetic import RecallRows, UniformRows
 from nsa_core.lm.tokens import ByteTokenizer
@@ -57,6 +58,11 @@ def test_rows_are_the_documents_in_order(rows, documents):
                 current = []
     assert not current
     assert sorted(texts) == sorted(t for t in documents if not is_held_out(t, SHARE))
+
+
+def test_the_entropy_of_tokens_without_what_precedes():
+    rows = [Row([0] * 4, [1, 2, 1, IGNORED], [4]), Row([0], [3], [1])]
+    assert unigram_entropy(rows) == pytest.approx(1.5 * math.log(2))
 
 
 def test_no_document_is_on_both_sides(rows, documents):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,12 +188,17 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
     console.print(table)
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
-    if trainer.data.spec.data == "uniform":
-        import math
+    if trainer.data.tokenizer is not None:
+        from nsa_core.lm.data import unigram_entropy
 
-        console.print(
-            f"ln {trainer.data.vocab_size} = {math.log(trainer.data.vocab_size):.4f}: no loss may stay below it"
-        )
+        console.print(f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}")
+    if trainer.data.spec.data == "uniform":
+        last = [p.loss for p in done if p.step][-100:]
+        floor = f"ln {trainer.data.vocab_size} = {math.log(trainer.data.vocab_size):.4f}"
+        if last:
+            console.print(
+                f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4f}; nothing gets below {floor}"
+            )
     facts = dataclasses.asdict(trainer.data.spec)
     console.print(f"{trainer.tokens:,} tokens of {facts['data']}, kept in {out}", style="bold green")
 

@@ -7,7 +7,9 @@ and its attention does not reach back.
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +76,13 @@ def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
     places = max(8, 1 << (len(lengths) - 1).bit_length())
     bounds = torch.tensor([0, *lengths, *[0] * (places - len(lengths))]).cumsum(0).to(torch.int32)
     return Batch(tokens.flatten(), targets.flatten(), bounds, tokens.shape[1], counted)
+
+
+def unigram_entropy(rows: Sequence[Row]) -> float:
+    """Nats per target of who knows how often each token comes, and nothing of what came before it."""
+    counts = collections.Counter(t for row in rows for t in row.targets if t != IGNORED)
+    total = sum(counts.values())
+    return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 def is_held_out(document: str, share: float) -> bool:
