@@ -97,6 +97,7 @@ def test_no_step_waits_for_the_device():
 
 
 def test_a_resumed_run_goes_on(tmp_path):
+    pytest.importorskip("safetensors")
     from nsa_core.lm import checkpoint
 
     options = {"precision": "bfloat16"}

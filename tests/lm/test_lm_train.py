@@ -111,6 +111,15 @@ def test_a_second_interrupt_ends_at_once(trainer, tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_stop_that_another_process_was_asked_for(trainer, tmp_path):
+    made = trainer()
+    step = made.step
+    made.step = lambda stopping: step(stopping=made.step_number == 2)  # told with the sums of step 3
+    with pytest.raises(KeyboardInterrupt):
+        train(made, tmp_path)
+    assert checkpoint.read(tmp_path).facts["step"] == 3
+
+
 def test_the_log_says_what_it_is(trainer, tmp_path):
     found = train(trainer(), tmp_path)
     header, records = log.read_log(tmp_path / log.FILE)
