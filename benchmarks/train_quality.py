@@ -1,6 +1,7 @@
 """Held-out loss of NSA and of dense attention, trained alike, token for token, on the documentation inside Python.
 
     python benchmarks/train_quality.py --device cuda --json train_quality.json
+    python benchmarks/train_quality.py --steps 1000 --data FOLDER    # whatever nsa train takes: more text, more steps
 
 Beside the losses: how much of dense attention's probability lies inside the blocks that NSA chooses, as training goes.
 """
@@ -28,10 +29,10 @@ from nsa_core.lm.trainer import Trainer
 MODELS = {"tiny": size("tiny"), "256": LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 4)}
 
 
-def trained(model: LMConfig, recipe: Recipe, length: int, device: str, rows: int) -> dict[str, Any]:
+def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str, rows: int) -> dict[str, Any]:
     """Train one model; its held-out losses, and what its chosen blocks hold, over the steps."""
     torch.manual_seed(recipe.seed)
-    data = open_data(DataSpec("python-docs", length), held_out_rows=rows)
+    data = open_data(spec, held_out_rows=rows)
     trainer = Trainer(LanguageModel(model), data, recipe, World(torch.device(device)))
     losses, masses = [], []
     for step in range(recipe.steps + 1):
@@ -50,7 +51,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--model", choices=list(MODELS), default="256")
-    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--data", default="python-docs")
+    options.add_argument("--steps", type=int, default=200)
     options.add_argument("--batch", type=int, default=16)
     options.add_argument("--length", type=int, default=2048)
     options.add_argument("--rows", type=int, default=16, help="held-out rows")
@@ -61,13 +63,14 @@ def main() -> None:
         steps=given.steps, batch=given.batch, learning_rate=1e-3 if cuda else 3e-3, warmup=min(100, given.steps // 10),
         precision="bfloat16" if cuda else "float32", eval_every=max(1, given.steps // 8),
     )  # fmt: skip
+    spec = DataSpec(given.data, given.length)
     document: dict[str, Any] = {
         "kind": "nsa-train-quality", "schema_version": 1, "machine": machine(given.device), "torch": torch.__version__,
-        "recipe": dataclasses.asdict(recipe), "length": given.length, "model": MODELS[given.model].to_dict(),
+        "recipe": dataclasses.asdict(recipe), "data": dataclasses.asdict(spec), "model": MODELS[given.model].to_dict(),
     }  # fmt: skip
     for attention in ("dense", "nsa"):
         model = dataclasses.replace(MODELS[given.model], attention=attention)
-        document[attention] = trained(model, recipe, given.length, given.device, given.rows)
+        document[attention] = trained(model, recipe, spec, given.device, given.rows)
         if given.json is not None:
             write_atomic(given.json, json.dumps(document, indent=1) + "\n", force=True)
     last = {a: document[a]["held_out_loss"][-1][1] for a in ("dense", "nsa")}

@@ -157,3 +157,15 @@ def test_the_benchmark_runs_every_section_small(tmp_path):
     assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
     assert any("crossover" in row for row in rows)
     assert any("R2" in row for row in rows)
+
+
+def test_the_comparison_with_dense_attention_trains_both(tmp_path):
+    file = tmp_path / "quality.json"
+    small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_quality.py"), "--device", "cpu", "--json", str(file)]
+    command += [*small, "--data", str(ROOT / "docs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert [len(found[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
+    assert (len(found["nsa"]["selected_mass"]), found["dense"]["selected_mass"]) == (3, [])
