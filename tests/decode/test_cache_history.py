@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from caches import assert_equal, layer_of, one_by_one, poisoned_cache, tokens, whole
+from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
 from nsa_core import InvalidInput
 
 ROOM = 70
@@ -155,13 +155,11 @@ def test_pages_are_taken_as_sequences_grow_and_run_out(attn):
     attn(x[:, :15], cache=cache)
     assert cache.pages.free == 1
     attn(x[:, 15:16], cache=cache)
-    kept = [store.clone() for store in cache.stores.tensors()]
+    kept = content(cache)
     said = "out of pages: sequences 0, 1 need 2 more of 16 tokens, 1 of 3 are free"
     with pytest.raises(InvalidInput, match=said):
         attn(x[:, 16:17], cache=cache)
-    assert cache.host_lengths() == cache.lengths.tolist() == [16, 16]
-    for store, before in zip(cache.stores.tensors(), kept):
-        torch.testing.assert_close(store, before, rtol=0, atol=0, equal_nan=True)
+    assert_unchanged(cache, kept)
     y = attn(x[:, 16:17], cache=cache, new=[0, 1])
     assert_equal(y[1:], whole(attn, x[1:])[:, 16:17])
     cache.reset(1)
