@@ -146,5 +146,5 @@ def test_autocast():
             y = attn(x[:, t : t + 1], cache=cache)
             assert y.dtype == torch.bfloat16
             assert torch.isfinite(y).all()
-    with pytest.raises(InvalidInput, match="the layer computes torch.float32 on cpu, the cache is torch.bfloat16"):
+    with pytest.raises(InvalidInput, match=r"computes torch\.float32 on cpu, the cache is torch\.bfloat16"):
         attn(x[:, -1:], cache=cache)

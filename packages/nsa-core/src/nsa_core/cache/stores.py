@@ -22,6 +22,7 @@ class Pair:
     ) -> None:
         self.rows, self.nowhere = rows, outer * rows
         self.flat = tuple(torch.empty((outer * rows + 1, heads, width), dtype=dtype, device=device) for width in widths)
+        self._first = torch.arange(0, outer * rows, rows, device=device)[:, None]
         self.k, self.v = (x[:-1].view(outer, rows, heads, -1) for x in self.flat)
 
     def write(self, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -30,22 +31,25 @@ class Pair:
         for store, rows in zip(self.flat, (k, v)):
             store.index_copy_(0, index, rows.reshape(-1, *rows.shape[-2:]))
 
-    def in_pages(self, rows: torch.Tensor, table: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-        """Flat index of row ``rows`` int64 [b, m] of sequences with block table ``table`` [b, pages]; of pages.
+    def in_pages(self, rows: torch.Tensor, table: torch.Tensor, absent: torch.Tensor | None) -> torch.Tensor:
+        """Flat index of rows int64 [b, m] of sequences with block table ``table`` int32 [b, pages]; of pages.
 
-        Nowhere, where not ``valid`` [b, m].
+        Nowhere for those that are ``absent``, bool [b, m]; None: none is.
         """
         if table.shape[1] == 1:
-            index = rows + table.long() * self.rows
+            index = rows + table * self.rows
         else:
             place = (rows // self.rows).clamp(max=table.shape[1] - 1)
-            index = table.long().gather(1, place) * self.rows + rows % self.rows
-        return index if valid is None else index.masked_fill(~valid, self.nowhere)
+            index = rows % self.rows + table.gather(1, place) * self.rows
+        return index if absent is None else index.masked_fill(absent, self.nowhere)
 
-    def in_ring(self, tokens: torch.Tensor, sequences: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-        """Flat index of tokens int64 [b, m] of ``sequences`` int64 [b]; of a ring. Nowhere, where not ``valid``."""
-        index = tokens % self.rows + sequences[:, None] * self.rows
-        return index if valid is None else index.masked_fill(~valid, self.nowhere)
+    def in_ring(
+        self, tokens: torch.Tensor, absent: torch.Tensor | None, sequences: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Flat index of tokens int64 [b, m] of ``sequences`` int64 [b] (None: all); of a ring. Nowhere likewise."""
+        first = self._first if sequences is None else self._first[sequences]
+        index = tokens % self.rows + first
+        return index if absent is None else index.masked_fill(absent, self.nowhere)
 
     def read(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [..., G, D] of keys and values at ``index`` int64 [...]."""
@@ -75,6 +79,7 @@ class Stores:
         win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
         rope: angles of every position that a step can name; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
+        compressed: int64 [max_len + 1], num_compressed() of every length.
     """
 
     def __init__(
@@ -83,7 +88,8 @@ class Stores:
         batch: int,
         pages: tuple[int, int],  # how many, of how many tokens
         rings: tuple[int, int],  # tokens of win's and of raw's
-        positions: int,
+        max_len: int,
+        max_step: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -94,7 +100,10 @@ class Stores:
         self.cmp = Pair(number, page // stride, heads, widths, dtype, device)
         self.win = Pair(batch, rings[0], heads, widths, dtype, device)
         self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
+        positions = max_len + max_step  # of tokens, and of padding behind the last
         self.count = torch.arange(max(positions, *rings, batch), device=device)
+        past = self.count[: max_len + 1] - config.compress_block_size + stride
+        self.compressed = past.div(stride, rounding_mode="floor").clamp(min=0)
         self.rope: RopeTable | None = None
         if config.rope:
             self.rope = rope_table(self.count[:positions], config.qk_dim, config.rope_base, dtype)
