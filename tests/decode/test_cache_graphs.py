@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
 from nsa_core import InvalidInput
@@ -196,3 +197,49 @@ def test_fused_forms(changes):
         y = attn(part, cache=caches[0], new=new, plan=fused if steps else None)
         assert torch.equal(y, attn(part, cache=caches[1], new=new))
     assert called == ["append", "step"] * 3
+
+
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "expand",
+    "alias",
+    "split_with_sizes",
+    "select",
+    "slice",
+    "unsqueeze",
+    "transpose",
+}
+
+
+class Counted(TorchDispatchMode):
+    """The operators that ran, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names += [] if name in VIEWS else [name]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_token_costs_few_operators():
+    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; phi when a block ends."""
+    attn = layer_of(torch.float32).requires_grad_(False)
+    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
+    o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
+    made = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
+    kernels = {n: dataclasses.replace(cache.plan.cmp, slot=n, function=function) for n, function in made.items()}
+    plan = dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+    attn(x[:, :20], cache=cache)
+    costs = []
+    for t in range(20, 28):
+        row = x[:, t : t + 1].contiguous()
+        with Counted() as counted:
+            attn(row, cache=cache, plan=plan)
+        costs.append(len(counted.names))
+    assert costs[:3] == costs[4:7] == [6] * 3, counted.names
+    assert 20 < costs[3] == costs[7] <= 52, counted.names

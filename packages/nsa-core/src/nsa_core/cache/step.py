@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from nsa_core.cache.arrival import Arrival, New, arrival_of
 from nsa_core.cache.prefill import prefill
@@ -49,19 +50,28 @@ def step(
     _refuse(attn, x, cache, capturing)
     arrival = arrival_of(cache, x.shape[1], new, capturing)
     with torch.no_grad():
-        if arrival.rows == 0:
+        # Padding behind the longest costs nothing, where the host knows it.
+        rows = arrival.rows if arrival.counts is None else max(arrival.counts)
+        if rows == 0:
             return x.new_zeros(x.shape, dtype=cache.dtype)
         if arrival.counts is None:
             cache.captured = True
             return _piece(attn, x, cache, arrival, plan)
         cache.admit(arrival.counts)
-        if arrival.rows > 1 and any(arrival.counts) and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
-            return prefill(attn, x, cache, arrival, plan)
-        pieces = [
-            _piece(attn, x[:, i : i + cache.max_step], cache, arrival.piece(i, cache.max_step), plan)
-            for i in range(0, arrival.rows, cache.max_step)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        y = _run(attn, x[:, :rows], cache, arrival.piece(0, rows), plan)
+        return y if rows == arrival.rows else F.pad(y, (0, 0, 0, arrival.rows - rows))
+
+
+def _run(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
+    """A step that was admitted."""
+    assert arrival.counts is not None
+    if arrival.rows > 1 and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
+        return prefill(attn, x, cache, arrival, plan)
+    pieces = [
+        _piece(attn, x[:, i : i + cache.max_step], cache, arrival.piece(i, cache.max_step), plan)
+        for i in range(0, arrival.rows, cache.max_step)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -142,8 +152,8 @@ def _places(cache: NSACache, arrival: Arrival, wanted: bool) -> tuple[torch.Tens
 
 
 def _completes(cache: NSACache, before: Sequence[int]) -> bool:
-    count = cache.config.geometry.num_compressed
-    return any(count(n) > count(old) for n, old in zip(cache.bounds, before))
+    size, stride = cache.config.compress_block_size, cache.config.compress_stride
+    return any(n >= size and (n - size) // stride > (old - size) // stride for n, old in zip(cache.bounds, before))
 
 
 def _three(parts: list[torch.Tensor]) -> Three:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.ops import stats_dtype
 from nsa_core.rope import RopeTable, rope_table
 
 
@@ -71,13 +74,37 @@ class Pair:
             store[target] = store[source]
 
 
+class _Positions:
+    """See :class:`Stores`; the same tensors for the caches of all layers of a model."""
+
+    def __init__(self, config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.count = torch.arange(longest, device=device)
+        past = self.count[: max_len + 1] - config.compress_block_size + config.compress_stride
+        self.compressed = past.div(config.compress_stride, rounding_mode="floor").clamp(min=0)
+        self.rope: RopeTable | None = None
+        if config.rope:
+            self.rope = rope_table(self.count, config.qk_dim, config.rope_base, dtype)
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
+
+
+def _positions(config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device) -> _Positions:
+    rotary = (config.qk_dim, config.rope_base, stats_dtype(dtype)) if config.rope else None
+    key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _Positions(config, max_len, longest, dtype, device)
+    return found
+
+
 class Stores:
     """Every store of a cache, all with one block table.
 
     Attributes:
         sel, cmp: pages of ``page`` tokens, and of ``page`` / d compressed tokens.
         win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
-        rope: angles of every position that a step can name; None without rotary.
+        rope: angles of every position that a step can name, padding's too; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
         compressed: int64 [max_len + 1], num_compressed() of every length.
     """
@@ -95,18 +122,12 @@ class Stores:
     ) -> None:
         number, page = pages
         heads, widths = config.n_kv_heads, (config.qk_dim, config.v_dim)
-        stride = config.compress_stride
         self.sel = Pair(number, page, heads, widths, dtype, device)
-        self.cmp = Pair(number, page // stride, heads, widths, dtype, device)
+        self.cmp = Pair(number, page // config.compress_stride, heads, widths, dtype, device)
         self.win = Pair(batch, rings[0], heads, widths, dtype, device)
         self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
-        positions = max_len + max_step  # of tokens, and of padding behind the last
-        self.count = torch.arange(max(positions, *rings, batch), device=device)
-        past = self.count[: max_len + 1] - config.compress_block_size + stride
-        self.compressed = past.div(stride, rounding_mode="floor").clamp(min=0)
-        self.rope: RopeTable | None = None
-        if config.rope:
-            self.rope = rope_table(self.count[:positions], config.qk_dim, config.rope_base, dtype)
+        shared = _positions(config, max_len, max(max_len + max_step, *rings, batch), dtype, device)
+        self._shared, self.count, self.compressed, self.rope = shared, shared.count, shared.compressed, shared.rope
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of keys and values, with its unread row."""
