@@ -103,6 +103,17 @@ def test_reorder(attn, page_size):
         assert_equal(one_by_one(attn, more, cache), golden[:, length:])
 
 
+def test_what_can_be_cropped_moves_along(attn):
+    cache = new_cache(attn, None)
+    attn(tokens(attn, 2, 40), cache=cache, new=[40, 20])
+    cache.crop([33, 20])
+    cache.reorder([1, 0])
+    assert cache.host_lengths() == [20, 33]
+    with pytest.raises(InvalidInput, match="sequence 1 has had 40 tokens and 30 would be 10 fewer"):
+        cache.crop([20, 30])
+    cache.crop([11, 31])
+
+
 @PAGES
 @pytest.mark.parametrize("length", [5, 16, 20, 32, 36])
 def test_a_prefix_shared_by_all(attn, length, page_size):
@@ -140,6 +151,19 @@ def test_a_snapshot_holds_its_pages_until_nobody_wants_it(attn):
     del prefix
     gc.collect()
     assert cache.pages.free == 10
+
+
+def test_the_last_holder_of_a_shared_page_keeps_it(attn):
+    cache = new_cache(attn, 16, num_pages=2)
+    x = tokens(attn, 2, 12)
+    attn(x[:, :5], cache=cache, new=[5, 0])
+    prefix = cache.snapshot(0)
+    cache.load(prefix, 1)
+    prefix.release()
+    assert cache.pages.free == 1
+    y = one_by_one(attn, x[:, 5:], cache)
+    assert cache.pages.free == 0
+    assert_equal(y, whole(attn, torch.cat([x[:1, :5].expand(2, -1, -1), x[:, 5:]], 1))[:, 5:])
 
 
 def test_snapshots_are_their_caches(attn):
