@@ -45,10 +45,10 @@ Beside them a slot may have a decode form, forward only: the newest queries of B
     memory past it, are never read. A step that is replayed from a CUDA graph has new numbers in the same tensors.
 
 ``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema, shape inference for torch.compile,
-autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, or no
-compressed token) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out
-otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below autograd:
-torch.func.vjp works inside a backward, torch.autograd.grad does not.
+autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, no compressed
+token, `sel` given n = 0 blocks) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor
+laid out otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
+autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not.
 What each slot computes: docs/semantics.md.
 """
 
