@@ -63,6 +63,9 @@ def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
         cache.check()
     cache.check()  # said once
     assert cache.lengths.tolist() == [40, 39]
+    attn(x[:, 42:43], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
+    cache.reset(0)
+    cache.check()  # forgotten with its sequence
 
 
 def test_a_captured_step_without_pages_writes_nothing(attn, captured):
