@@ -30,7 +30,8 @@ def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
         # Boundaries are only seen on the device: malformed ones may give wrong rows, never an address outside.
         start = tl.minimum(tl.maximum(tl.load(CU + seq), 0), seq_len)
         length = tl.maximum(tl.minimum(tl.load(CU + seq + 1), seq_len) - start, 0)
-        row = (index - (start // TILE + seq)) * TILE
+        first = start // TILE + seq
+        row = tl.where(index < first, length, (index - first) * TILE)
     else:
         tiles = tl.cdiv(seq_len, TILE)
         seq = index // tiles
