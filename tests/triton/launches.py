@@ -116,7 +116,7 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled() -> Iterator[None]:
-    """New tensors hold NaN, or the largest integer, until somebody writes: what nobody writes is then the same twice."""
+    """New tensors hold NaN, or the largest integer, until somebody writes: what nobody writes is the same twice."""
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
             stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))

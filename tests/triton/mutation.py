@@ -1,7 +1,8 @@
-"""Mutants of the package's jit functions, shared helpers included, and whether a few tiny problems tell them apart.
+"""Mutants of the package's jit functions, shared helpers included, and whether tiny launches tell them apart.
 
-A mutant is one change of a function's syntax tree. It is killed when a problem that runs the function gives another
-result in fp64, breaks a rule of the strict interpreter, or does not end.
+A mutant is one change of a function's syntax tree. It is killed when a launch that runs the function leaves another
+result in memory, breaks a rule of the strict interpreter, does not end, or takes more or fewer operations: clamps that
+only save work are guarded too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import pkgutil
 import signal
 import sys
@@ -25,6 +27,8 @@ import nsa_backend_triton
 from launches import Launch
 
 PATIENCE_S, PATIENCE = 1.0, 10  # of processor time: more than this many times a launch's own is a loop without end
+LISTED_ON = 3  # launches, the quickest, on which equivalent mutants are seen to live
+EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
 ANY = ("result", "work")
 _SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -44,6 +48,11 @@ class Mutant:
     function: str
     source: str
     line: int
+
+    @property
+    def name(self) -> str:
+        """ "module.function"."""
+        return self.key.partition(":")[0]
 
 
 def modules() -> list[ModuleType]:
@@ -169,17 +178,31 @@ def killer(mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection
     return None
 
 
-def survivors(mutants: Iterable[Mutant], asked: Sequence[Launch], folder: Path) -> list[str]:
-    """Keys of the mutants that none of ``asked`` kills; what killed the last one is asked first."""
-    order, alive = list(asked), []
+def survivors(
+    mutants: Iterable[Mutant], launches: Iterable[Launch], folder: Path, by: Collection[str] = ANY
+) -> list[str]:
+    """Keys of the mutants of one function that no launch kills; the one that killed the last is asked first."""
+    order, alive = list(launches), []
     for mutant in mutants:
-        found = killer(mutant, order, folder)
+        asked = [launch for launch in order if mutant.name in launch.ran]
+        found = killer(mutant, asked, folder, by)
         if found is None:
             alive.append(mutant.key)
         else:
             order.remove(found)
             order.insert(0, found)
     return alive
+
+
+def unproved(name: str, launches: Sequence[Launch], folder: Path) -> list[str]:
+    """Mutants of ``name`` that live and are not listed as equivalent, or are listed and die."""
+    made = mutants(name)
+    alive = survivors([m for m in made if m.key not in EQUIVALENT], launches, folder)
+    listed = [m for m in made if m.key in EQUIVALENT]
+    few = [launch for launch in launches if name in launch.ran][:LISTED_ON]
+    dead = {m.key for m in listed} - set(survivors(listed, few, folder))
+    print(f"{name}: {len(made)} mutants, {len(listed)} equivalent, alive {alive}, listed and dead {sorted(dead)}")
+    return alive + sorted(dead)
 
 
 @contextlib.contextmanager

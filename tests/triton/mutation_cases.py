@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import random
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 
 from launches import Launch, apart, recorded
-from nsa_backend_triton import cmp, combine, configs, sel, sel_forward, select, win
+from mutation import reached
+from nsa_backend_triton import cmp, combine, configs, sel, sel_forward, sel_lists, select, win
+from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
@@ -61,12 +62,15 @@ class Tiny:
         """Forward and, where there is one, backward."""
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
-        q, do = self.random(total, self.heads * self.groups, self.dk), self.random(total, self.heads * self.groups, self.dv)
+        q, do = (self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv))
         if self.slot == "combine":
             outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
             inputs = self.random(total, self.heads, 3), *outputs
             combine.forward(*inputs, call=call)
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
+            return
+        if self.slot == "lists":
+            sel_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
             return
         rows = total
         if self.slot in ("cmp", "select"):
@@ -76,6 +80,7 @@ class Tiny:
             self._select(q, k, v, call)
         elif self.slot == "sel":
             blocks = self._blocks(total)
+            q[..., :2, :, :] = torch.nan  # of tokens without a key
             bytes_of_a_row = 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             with mock.patch.object(sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
@@ -86,6 +91,7 @@ class Tiny:
             module.backward(do, q, k, v, apart(o), lse, call=call)
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
+        k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]  # so that the last key decides the last token's choice
         if self.ties:
             k.zero_()
         _, lse = cmp.forward(q, k, v, call=call)
@@ -98,7 +104,8 @@ class Tiny:
         values = [draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * self.groups * n)]
         lead = () if self.packed else (1,)
         blocks = torch.tensor(values, dtype=torch.int32).view(*lead, total, self.groups, n)
-        blocks[..., 1, :, :] = -1  # a token without a key
+        blocks[..., :2, :, :] = -1  # tokens without a key
+        blocks[..., -1, :, :] = torch.arange(n)  # and one of as many as there can be
         return apart(blocks if self.packed else blocks.expand(self.batch, -1, -1, -1))
 
 
@@ -129,53 +136,67 @@ SPAN_CASES = {
     "win w=1": Tiny("win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL),
 }
 SPAN_CASES |= {
-    f"{slot} {bounds}": dataclasses.replace(case, slot=slot)
-    for slot in ("cmp", "win")
-    for bounds, case in MALFORMED.items()
+    f"{s} {bounds}": dataclasses.replace(case, slot=s) for s in ("cmp", "win") for bounds, case in MALFORMED.items()
 }
 
 # Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are no power of two.
 FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
 LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
+RANKED = BlockGeometry(4, 2, 4, 3, 1, 1)
 SELECT_CASES = {
-    "select dense": Tiny("select", (15,), batch=2, heads=3, groups=2),
-    "select packed": Tiny("select", (2, 0, 21), heads=5, tiles=FEW_BYTES),
+    "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
+    "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=RANKED, tiles=FEW_BYTES),
+    "select free": Tiny("select", (34,), heads=1, geometry=BlockGeometry(4, 2, 4, 2, 0, 0)),
     "select windows": Tiny("select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 5, 1, 1), tiles=LARGE),
     "select ties": Tiny("select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 5, 1, 1), tiles=LARGE),
-    "select fp32": Tiny("select", (76,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 4, 0, 0), tiles=LARGE),
+    "select fp32": Tiny(
+        "select", (66,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 30, 0, 0), tiles=LARGE
+    ),
     "select taps": Tiny("select", (44,), heads=2, geometry=BlockGeometry(4, 2, 6, 4, 2, 1)),
 }
+SELECT_CASES |= {
+    f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED) for bounds, case in MALFORMED.items()
+}
 
-ODD = BlockGeometry(4, 2, 6, 3, 1, 1, 5)  # l' = 6: a step of 4 keys and half of one
+ODD = BlockGeometry(4, 1, 5, 3, 1, 1, 5)  # l' = 5: a step of 4 keys and one key
+EVEN = BlockGeometry(4, 2, 4, 3)
 PIECES = {
-    "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 2, "SHORT": 0},
-    "sel_bucket": {"ROWS": 8},
+    "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 4, "SHORT": 0},
+    "sel_bucket": {"ROWS": 4, "TILES": 3},
     "sel_merge": {"ROWS": 8},
     "sel_block_backward": {"KEYS": 4, "ROWS": 8, "SEGMENT": 16, "CHUNK": 3},
     "sel_tile_backward": {"KEYS": 4, "ROWS": 8},
 }
-TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 20, "SHORT": 0}}
+FIVE = {**PIECES, "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0}, "sel_bucket": {"ROWS": 8, "TILES": 1}}
+FIVE["sel_block_backward"] = {"KEYS": 4, "ROWS": 8, "CHUNK": 3}
+SHARED = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 1}}
+TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
 TURNED = {**PIECES, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
 SEL_CASES = {
-    "sel packed": Tiny("sel", (2, 0, 19), geometry=ODD, tiles=PIECES),
-    "sel dense": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=PIECES),
-    "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=PIECES, deterministic=True),
-    "sel ordered packed": Tiny("sel", (2, 0, 19), geometry=ODD, tiles=PIECES, deterministic=True),
-    "sel turned": Tiny("sel", (18,), scale=-0.7, dk=16, dv=16, geometry=BlockGeometry(4, 2, 4, 3), tiles=TURNED),
+    "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
+    "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
+    "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True),
+    "sel ordered packed": Tiny("sel", (2, 0, 26), geometry=ODD, tiles=SHARED, deterministic=True),
+    "sel turned": Tiny("sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=TURNED),
     "sel runs": Tiny("sel", (7,), batch=2, run=5, geometry=ODD, tiles=PIECES),
     "sel 32 tokens": Tiny("sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TOGETHER),
+    "sel one token": Tiny("sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARED, deterministic=True),
+    "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
+    "sel long lists": Tiny("lists", (350,), geometry=EVEN),
+    "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
     "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=PIECES),
+    "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
 }
 COMBINE_CASES = {"combine dense": Tiny("combine", (9,), batch=2), "combine packed": Tiny("combine", (2, 0, 7))}
-CASES = SPAN_CASES | SELECT_CASES | SEL_CASES | COMBINE_CASES
 
 
-@functools.cache
-def launches() -> list[Launch]:
-    """Every launch of every case once, the quickest first."""
+def launches_of(cases: Mapping[str, Tiny]) -> list[Launch]:
+    """Every launch of ``cases`` once, the quickest first."""
     found: list[Launch] = []
-    for label, case in CASES.items():
+    for label, case in cases.items():
         with mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)), recorded(label, found):
             case.calls()
     different = {launch.identity(): launch for launch in found}
+    for launch in found:
+        launch.ran = reached(launch.ran)
     return sorted(different.values(), key=lambda launch: launch.seconds)
