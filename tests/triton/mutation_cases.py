@@ -40,6 +40,7 @@ class Tiny:
     deterministic: bool = False
     dtype: torch.dtype = torch.float64
     ties: bool = False  # every compressed key is 0
+    nan_key: int | None = None  # a compressed key that is NaN, while lse is not
     run: int = 0  # rows whose partial outputs are made at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that are not those of ``lengths``
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
@@ -95,6 +96,8 @@ class Tiny:
         if self.ties:
             k.zero_()
         _, lse = cmp.forward(q, k, v, call=call)
+        if self.nan_key is not None:
+            k[..., self.nan_key, :, :] = torch.nan
         select.forward(q, k, lse, call=call)
 
     def _blocks(self, total: int) -> Tensor:
@@ -142,17 +145,21 @@ SPAN_CASES |= {
 # Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are no power of two.
 FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
 LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
-RANKED = BlockGeometry(4, 2, 4, 3, 1, 1)
+RANKED, FREE = BlockGeometry(4, 2, 4, 3, 1, 1), BlockGeometry(4, 2, 4, 3, 0, 0)
+TAPS = BlockGeometry(6, 1, 6, 4, 0, 0)
+ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}  # [2 taps, 4 blocks, 2 taps, 2 taps, block]
 SELECT_CASES = {
     "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
-    "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=RANKED, tiles=FEW_BYTES),
+    "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=FREE, tiles=FEW_BYTES),
     "select free": Tiny("select", (34,), heads=1, geometry=BlockGeometry(4, 2, 4, 2, 0, 0)),
-    "select windows": Tiny("select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 5, 1, 1), tiles=LARGE),
-    "select ties": Tiny("select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 5, 1, 1), tiles=LARGE),
+    "select windows": Tiny("select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=LARGE),
+    "select ties": Tiny("select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 12, 1, 1), tiles=LARGE),
     "select fp32": Tiny(
         "select", (66,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 30, 0, 0), tiles=LARGE
     ),
-    "select taps": Tiny("select", (44,), heads=2, geometry=BlockGeometry(4, 2, 6, 4, 2, 1)),
+    "select taps": Tiny("select", (44,), heads=2, geometry=TAPS, tiles=ROWS_OF_TAPS),
+    "select last key": Tiny("select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0)),
+    "select nan": Tiny("select", (44,), geometry=BlockGeometry(4, 2, 6, 4, 0, 0), tiles=ROWS_OF_TAPS, nan_key=4),
 }
 SELECT_CASES |= {
     f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED) for bounds, case in MALFORMED.items()
@@ -184,7 +191,7 @@ SEL_CASES = {
     "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
     "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
-    "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=PIECES),
+    "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
     "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
 }
 COMBINE_CASES = {"combine dense": Tiny("combine", (9,), batch=2), "combine packed": Tiny("combine", (2, 0, 7))}

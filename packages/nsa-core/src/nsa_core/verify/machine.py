@@ -27,7 +27,7 @@ class Seen:
     programs: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
-    operations: int = 0  # loads, stores, arithmetic, comparisons and products, each of a whole tensor
+    operations: int = 0  # loads, stores, products, comparisons and arithmetic of floats, each of a whole tensor
 
 
 def _widened(raw: Any) -> Any:
@@ -153,8 +153,8 @@ class Machine:
 
     def binary_op(self, builder: Any, a: Any, b: Any, op: Any) -> Any:
         """Arithmetic; bf16 in float32, rounded once."""
-        self.seen.operations += 1
         out = self._stock["binary_op"](builder, self._up(a), self._up(b), op)
+        self.seen.operations += out.data.dtype.kind != "i"
         return self._down(out) if self._bf16(a) and out.data.dtype == np.float32 else out
 
     def unary_op(self, builder: Any, a: Any, op: Any) -> Any:
