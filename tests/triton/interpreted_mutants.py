@@ -8,12 +8,11 @@ import pytest
 
 import mutation
 import mutation_cases
-from launches import Launch
-from mutation_suite import FUNCTIONS, OF_SEL, Mutants
+from mutation_suite import FUNCTIONS, OF_SEL, OF_THE_REST, UNPROVED, Mutants
 
 
-class TestAllButSel(Mutants):
-    names = tuple(name for name in FUNCTIONS if not name.startswith(OF_SEL))
+class TestTheRest(Mutants):
+    names = tuple(name for name in FUNCTIONS if name.startswith(OF_THE_REST))
     cases = mutation_cases.SPAN_CASES | mutation_cases.SELECT_CASES | mutation_cases.COMBINE_CASES
 
     @pytest.mark.parametrize(
@@ -26,12 +25,16 @@ class TestAllButSel(Mutants):
         ],
         ids=["result", "endless", "work", "equivalent"],
     )
-    def test_what_kills_a_mutant(self, key: str, by: tuple[str, ...], launches: list[Launch], tmp_path: Path) -> None:
+    def test_what_kills_a_mutant(self, key: str, by: tuple[str, ...], tmp_path: Path) -> None:
         (mutant,) = [m for m in mutation.mutants(key.partition(":")[0]) if m.key == key]
-        few = [launch for launch in launches if mutant.name in launch.ran][:5]
+        few = [launch for launch in self.launches if mutant.name in launch.ran][:5]
         for kind in mutation.ANY:
             alive = mutation.survivors([mutant], few, tmp_path, (kind,))
             assert alive == ([] if kind in by else [key]), kind
+
+
+def test_every_function_is_in_a_group() -> None:
+    assert [name for name in FUNCTIONS if not name.startswith((*OF_THE_REST, *OF_SEL, *UNPROVED))] == []
 
 
 def test_the_list_of_equivalent_mutants_is_of_this_code() -> None:

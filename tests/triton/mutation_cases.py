@@ -158,8 +158,8 @@ SELECT_CASES = {
         "select", (66,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 30, 0, 0), tiles=LARGE
     ),
     "select taps": Tiny("select", (44,), heads=2, geometry=TAPS, tiles=ROWS_OF_TAPS),
-    "select last key": Tiny("select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0)),
-    "select nan": Tiny("select", (44,), geometry=BlockGeometry(4, 2, 6, 4, 0, 0), tiles=ROWS_OF_TAPS, nan_key=4),
+    "select last key": Tiny("select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0), tiles=FEW_BYTES),
+    "select nan": Tiny("select", (44,), geometry=BlockGeometry(4, 2, 8, 3, 0, 0), tiles=ROWS_OF_TAPS, nan_key=6),
 }
 SELECT_CASES |= {
     f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED) for bounds, case in MALFORMED.items()
@@ -178,7 +178,7 @@ FIVE = {**PIECES, "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0}
 FIVE["sel_block_backward"] = {"KEYS": 4, "ROWS": 8, "CHUNK": 3}
 SHARED = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 1}}
 TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
-TURNED = {**PIECES, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
+TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
 SEL_CASES = {
     "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
     "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
