@@ -39,7 +39,7 @@ class Tiny:
     scale: float = 0.7
     deterministic: bool = False
     dtype: torch.dtype = torch.float64
-    ties: bool = False  # every compressed key is 0
+    ties: bool = False  # every compressed key but the first is 0
     nan_key: int | None = None  # a compressed key that is NaN, while lse is not
     run: int = 0  # rows whose partial outputs are made at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that are not those of ``lengths``
@@ -94,7 +94,7 @@ class Tiny:
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
         k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]  # so that the last key decides the last token's choice
         if self.ties:
-            k.zero_()
+            k[..., 1:, :, :] = 0
         _, lse = cmp.forward(q, k, v, call=call)
         if self.nan_key is not None:
             k[..., self.nan_key, :, :] = torch.nan
