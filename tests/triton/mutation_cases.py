@@ -182,6 +182,7 @@ TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEG
 SEL_CASES = {
     "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
     "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
+    "sel two tiles": Tiny("sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}),
     "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True),
     "sel ordered packed": Tiny("sel", (2, 0, 26), geometry=ODD, tiles=SHARED, deterministic=True),
     "sel turned": Tiny("sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=TURNED),
