@@ -1,13 +1,14 @@
-"""Decode steps for the mutation harness: tiny, between NaNs, with splits and without, every form of them."""
+"""Decode steps whose launches tell mutants from kernels: tiny, between NaNs, with splits and without, every form."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from unittest import mock
 
 import torch
 
+from launches import apart
 from nsa_backend_triton import configs, decode, decode_append, decode_launch
 from nsa_core.rope import rope_table
 from nsa_core.verify.cases import Case, config_of
@@ -100,33 +101,40 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
     return append(data, apart, False)
 
 
-# Form, steps, multiprocessors: 1000 makes every tile a split of its own.
-PROBLEMS: tuple[tuple[Form, str, int], ...] = (
-    (append, "three tokens", 3),
-    (plain_append, "ragged", 3),
-    (choice, "ragged", 3),
-    (choice, "many blocks", 1000),
-    (choice, "two of many", 3),
-    (choice, "odd", 1000),
-    (strays, "three tokens", 1000),
-    (choice, "one key", 3),
-    (alone, "ragged", 3),
-    (alone, "odd", 1000),
-    (alone, "six tokens", 3),
-    (fused, "full", 3),
-    (alone, "three tokens", 3),
-    (fused, "ragged", 1000),
-    (fused, "three tokens", 3),
-    (fused, "odd", 3),
-)
+@dataclasses.dataclass(frozen=True)
+class TinyStep:
+    """One form on one step, in fp64, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
+
+    form: Form
+    step: str
+    multiprocessors: int
+    tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
+
+    def calls(self) -> None:
+        """Run it."""
+        data = step_data(STEPS[self.step], torch.float64)
+        with mock.patch.object(decode_launch, "multiprocessors", return_value=self.multiprocessors):
+            self.form(data, apart)
 
 
-def run(form: Form, name: str, multiprocessors: int, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """One problem, in fp64; ``apart`` puts NaN between rows and heads. Scratch begins as NaN, too."""
-    data = step_data(STEPS[name], torch.float64)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with mock.patch.object(decode_launch, "multiprocessors", return_value=multiprocessors):
-            return form(data, apart)
-    finally:
-        torch.use_deterministic_algorithms(False)
+CASES = {
+    f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
+    for form, step, count in (
+        (append, "three tokens", 3),
+        (plain_append, "ragged", 3),
+        (choice, "ragged", 3),
+        (choice, "many blocks", 1000),
+        (choice, "two of many", 3),
+        (choice, "odd", 1000),
+        (choice, "one key", 3),
+        (strays, "three tokens", 1000),
+        (alone, "ragged", 3),
+        (alone, "odd", 1000),
+        (alone, "six tokens", 3),
+        (alone, "three tokens", 3),
+        (fused, "full", 3),
+        (fused, "ragged", 1000),
+        (fused, "three tokens", 3),
+        (fused, "odd", 3),
+    )
+}
