@@ -102,7 +102,7 @@ class Plan:
         length, so nothing is left to compile at the first real step.
 
         Raises:
-            InvalidInput: ``device`` is of another kind than the plan's.
+            InvalidInput: ``device`` is of another kind than the plan's, or the plan is for decode.
             NSAError: a kernel failed; the message names it.
         """
         from nsa_core.warmup import warm
@@ -110,6 +110,8 @@ class Plan:
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:
             raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
+        if self.requests["cmp"].phase == "decode":
+            raise InvalidInput("warmup: a plan for decode is warmed over a cache, by cache.reserve_workspace()")
         warm({slot: getattr(self, slot) for slot in SLOTS}, self.requests, self._slots, place)
 
     def __copy__(self) -> Plan:
