@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launches import Launch, apart, recorded
 from mutation import reached
-from nsa_backend_triton import cmp, combine, configs, sel, sel_forward, sel_lists, select, win
+from nsa_backend_triton import cmp, combine, configs, documents, sel, sel_forward, sel_lists, select, win
 from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -72,6 +72,9 @@ class Tiny:
             return
         if self.slot == "lists":
             sel_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
+            return
+        if self.slot == "starts":
+            documents.compressed_starts(call.cu_seqlens, self.geometry)
             return
         rows = total
         if self.slot in ("cmp", "select"):
@@ -132,6 +135,7 @@ SPAN_CASES = {
     "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
+    "cmp documents": Tiny("starts", (5,) * 2048),
     "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),
     "win dense": Tiny("win", (19,), batch=2, heads=3, groups=2),
     "win described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED),
