@@ -56,7 +56,7 @@ def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
     subject = Subject({"cmp": "twin"}, "cpu", registry)
-    plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick")
+    plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick", "both")
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
         verify._plan(subject, [torch.float32, torch.float16], "quick")

@@ -40,6 +40,14 @@ class Device(str, enum.Enum):
     cuda = "cuda"
 
 
+class Phase(str, enum.Enum):
+    """Which forms of the slots to check."""
+
+    prefill = "prefill"
+    decode = "decode"
+    both = "both"
+
+
 _Backend = typer.Option(help="Backend of this slot; left out, the best that is ready.", show_default=False)
 
 
@@ -54,6 +62,7 @@ def verify(
         str, typer.Option(help="Comma-separated: bfloat16, float16, float32, float64.")
     ] = "float32,bfloat16",
     preset: Annotated[Preset, typer.Option(help="quick: under a minute on two cores.")] = Preset.quick,
+    phase: Annotated[Phase, typer.Option(help="decode: steps over a cache.")] = Phase.both,
     text: Annotated[
         Path | None, typer.Option(help="Text whose bytes make the real case; by default a README.", show_default=False)
     ] = None,
@@ -76,9 +85,9 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed)
+        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed, phase.value)
         if every:
-            reports = _run(_every(named, device.value, given[1]), *given)
+            reports = _run(_every(named, device.value, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         else:
             (report,) = _run([named], *given)
@@ -88,14 +97,16 @@ def verify(
     raise typer.Exit(code)
 
 
-def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype]) -> list[dict[str, str]]:
+def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
     from nsa_core.verify.combinations import every_combination
 
-    return every_combination(output.find_backends(), _where(device), dtypes, named)
+    return every_combination(output.find_backends(), _where(device), dtypes, named, decode=phase == "decode")
 
 
-def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
+def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
     """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+
+    With ``phase`` decode alone, that is the plan of a step.
 
     Raises:
         Unsupported: the combination takes none of them; the reasons are those against the first.
@@ -106,6 +117,8 @@ def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
     config, refusals = cases.PRESETS[preset]()[0].config, []
     for dtype in dtypes:
         try:
+            if phase == "decode":
+                return subject.plan(config, dtype, needs_grad=False, phase=phase)
             return subject.plan(config, dtype)
         except Unsupported as refusal:
             refusals.append(refusal)
@@ -162,6 +175,7 @@ def _run(
     preset: str,
     text: tuple[str, bytes],
     seed: int,
+    phase: str,
 ) -> list[dict[str, Any]]:
     """A report per combination."""
     # Before torch loads: some builds of its profiler write to stderr at every start and stop.
@@ -179,8 +193,8 @@ def _run(
     interpreted = device == "cpu" and interpreter.interpreted()
     if interpreted:
         preset, text = "interpreter", ("none", b"")
-    plans = [_plan(subject, dtypes, preset) for subject in subjects]
-    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
+    plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
+    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
     seconds = [0.0] * len(subjects)
     findings: list[list[Finding]] = [[] for _ in subjects]
     strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
@@ -197,6 +211,7 @@ def _run(
         "interpreted": interpreted,
         "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
         "preset": preset,
+        "phase": phase,
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
