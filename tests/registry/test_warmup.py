@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from nsa_core import InvalidInput, NSAConfig, resolve
-from nsa_core.contract import SLOTS
+from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.decode_ops import DecodeKernel
+from nsa_core.errors import Unsupported
 from nsa_core.ops import record_dispatch
 
 CONFIG = NSAConfig(
@@ -31,3 +35,37 @@ def test_every_slot_runs_as_planned(varlen: bool, needs_grad: bool) -> None:
 def test_another_kind_of_device_is_refused() -> None:
     with pytest.raises(InvalidInput, match="the plan is for cpu, got cuda"):
         resolve(CONFIG, backends="sdpa").warmup("cuda")
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_a_plan_for_decode_runs_its_decode_forms(page: int | None) -> None:
+    plan = resolve(CONFIG, backends="sdpa", phase="decode", page_size=page)
+    with record_dispatch() as trace:
+        plan.warmup()
+    expected = [(slot, "forward" if slot == "combine" else "decode") for slot in SLOTS]
+    assert [(r.slot, r.direction) for r in trace] == expected
+
+
+def test_a_plan_for_decode_runs_its_fused_forms() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def step(q: torch.Tensor, gates: torch.Tensor, *stores: torch.Tensor, call: DecodeCall) -> object:
+        seen.append(("step", len(stores) == 6))
+        return q.new_zeros(*q.shape[:-1], 4), torch.zeros(*q.shape[:2], 2, 4, dtype=torch.int32)
+
+    def append(q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object) -> torch.Tensor:
+        seen.append(("append", rope is None))
+        return q
+
+    plan = resolve(CONFIG, backends="sdpa", phase="decode")
+    forms = {name: DecodeKernel("toy", name, f) for name, f in {"step": step, "append": append}.items()}
+    dataclasses.replace(plan, fused=forms).warmup()
+    assert seen == [("step", True), ("append", True), ("append", False)]
+
+
+def test_nobody_states_the_workspace_of_a_decode_form() -> None:
+    plan = resolve(CONFIG, backends="sdpa", phase="decode")
+    asked = {slot: dataclasses.replace(plan.requests[slot], batch=1, seq_len=64) for slot in SLOTS}
+    with pytest.raises(Unsupported, match="workspace of a decode form is not stated: backend 'sdpa', slot 'win'"):
+        plan.workspace_bytes(asked["win"])
+    assert plan.workspace_bytes(asked["combine"]) >= 0

@@ -20,6 +20,7 @@ NSA_PLUGINS=name,... loads only these third-party plugins ("" none); NSA_DISABLE
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None)
 
+_Phase = Annotated[str, typer.Option("--phase", help="Ask about prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
 
 
@@ -29,6 +30,7 @@ def list_backends(
     probe: Annotated[
         bool, typer.Option("--probe/--no-probe", help="--no-probe reads the metadata only and loads nothing.")
     ] = True,
+    phase: _Phase = "prefill",
 ) -> None:
     """Every installed backend: version, status, what each slot offers, and the reason when it is not ready.
 
@@ -39,7 +41,7 @@ def list_backends(
 
     with output.exit_codes():
         if probe:
-            registry, document = rows.probed()
+            registry, document = rows.probed(phase=phase)
             usable = bool(registry.ready())
         else:
             document = rows.unprobed()
@@ -53,14 +55,16 @@ def list_backends(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="A backend's name.")], json: _Json = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A backend's name.")], json: _Json = False, phase: _Phase = "prefill"
+) -> None:
     """Everything known about one backend."""
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
         registry = output.find_backends()
         wanted = registry.get(name)  # refuses unknown names before anything is probed
-        _, document = rows.probed(registry)
+        _, document = rows.probed(registry, phase)
         document["backends"] = [row for row in document["backends"] if row["name"] == wanted.name]
         rows.add_details(document, registry)
         if json:
@@ -112,6 +116,9 @@ def explain(
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Demand equal bits every run.")] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    page_size: Annotated[
+        int | None, typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False)
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Who would run each slot of a request: every candidate, accepted or with each reason and its hint.
@@ -143,6 +150,7 @@ def explain(
             phase=phase,
             batch=batch,
             seq_len=seq_len,
+            page_size=page_size,
             registry=output.find_backends(),
         )
         document: dict[str, Any] = rows.explained(answers)

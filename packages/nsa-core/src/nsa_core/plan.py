@@ -75,13 +75,15 @@ class Plan:
 
         Raises:
             InvalidInput: batch or seq_len is not given, or negative.
-            Unsupported: the backend does not state its workspace.
+            Unsupported: the backend does not state its workspace; nobody states that of a decode form.
             NSAError: the backend's function failed or returned no size.
         """
         wrong = [f"{n} must be >= 0, got {getattr(request, n)}" for n in ("batch", "seq_len") if _bad_size(request, n)]
         if wrong:
             raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
         name, path = self.choices[request.slot].backend, self._slots[request.slot].workspace
+        if request.phase == "decode" and request.slot != "combine":
+            raise Unsupported(f"the workspace of a decode form is not stated: backend {name!r}, slot {request.slot!r}")
         if path is None:
             raise Unsupported(f"backend {name!r} does not state the workspace of {request.slot!r}")
         try:
@@ -97,6 +99,7 @@ class Plan:
 
     def warmup(self, device: str | torch.device | None = None) -> None:
         """Compile what a first step would, by running every slot on a few tokens; forward, and backward if planned.
+        A plan for decode runs its decode and fused forms on a small cache, for steps of one token.
 
         ``device``: one of the plan's kind, by default the current one. Kernels of our own are one binary for every
         length, so nothing is left to compile at the first real step.
@@ -110,7 +113,8 @@ class Plan:
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:
             raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
-        warm({slot: getattr(self, slot) for slot in SLOTS}, self.requests, self._slots, place)
+        kernels = {slot: getattr(self, slot) for slot in SLOTS}
+        warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, place)
 
     def __copy__(self) -> Plan:
         return self
@@ -148,10 +152,9 @@ def describe_request(request: Request) -> str:
         f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
     )
     device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
-    flags = [
-        word for word, said in (("gradients", request.needs_grad), ("deterministic", request.deterministic)) if said
-    ]
-    flags += ["packed"] if request.varlen else []
+    said = {"gradients": request.needs_grad, "deterministic": request.deterministic, "packed": request.varlen}
+    flags = [word for word, yes in said.items() if yes]
+    flags += [f"pages of {request.page_size} tokens"] if request.page_size else []
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
 
 
