@@ -9,22 +9,22 @@ import torch
 
 from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_core.contract import DecodeCall, SlotCall
+from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
 from nsa_core.registry import Registry
 from nsa_core.rope import RopeTable, rotate
 from nsa_core.verify.subject import Subject
 
-SLOTS = ("cmp", "select", "sel", "win", "combine")
 _calls = itertools.count()
 
 
-def subject(win: str = "", **fused: str) -> Subject:
-    """sdpa with the fused forms named, and its window's decode form replaced by a function of this file."""
-    slots = dict(sdpa().slots)
-    if win:
-        slots["win"] = dataclasses.replace(slots["win"], decode=f"{__name__}:{win}")
-    named = {form: f"{__name__}:{name}" for form, name in fused.items()}
-    spec = dataclasses.replace(sdpa(), name="toy", slots=slots, fused=named)
+def subject(**forms: str) -> Subject:
+    """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones (step=...)."""
+    slots = {
+        slot: dataclasses.replace(spec, decode=f"{__name__}:{forms[slot]}") if slot in forms else spec
+        for slot, spec in sdpa().slots.items()
+    }
+    fused = {form: f"{__name__}:{name}" for form, name in forms.items() if form in FUSED}
+    spec = dataclasses.replace(sdpa(), name="toy", slots=slots, fused=fused)
     return Subject(dict.fromkeys(SLOTS, "toy"), registry=Registry(()).with_backend(spec))
 
 
@@ -114,3 +114,35 @@ def win_unseen(q, k, v, *, call: DecodeCall):
     token = token[:, None, None, None]
     hidden = (token > last) | (token <= last - call.geometry.window_size) | (token < 0)
     return decode._out(*decode.engine.attend(rows, keys, values, hidden, call.scale), q)
+
+
+def _with_window(call: DecodeCall, more: int) -> DecodeCall:
+    window = call.geometry.window_size + more
+    return dataclasses.replace(call, geometry=dataclasses.replace(call.geometry, window_size=window))
+
+
+def win_one_more(q, k, v, *, call: DecodeCall):
+    return decode.win(q, k, v, call=_with_window(call, 1))
+
+
+def win_one_fewer(q, k, v, *, call: DecodeCall):
+    return decode.win(q, k, v, call=_with_window(call, -1))
+
+
+def cmp_one_more(q, k_cmp, v_cmp, *, call: DecodeCall):
+    late = dataclasses.replace(call, starts=call.starts + 4, lengths=call.lengths + 4, max_len=call.max_len + 4)
+    return decode.cmp(q, k_cmp, v_cmp, call=late)
+
+
+def sel_one_more(q, k, v, blocks, *, call: DecodeCall):
+    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts + 1, lengths=call.lengths + 1))
+
+
+def sel_one_fewer(q, k, v, blocks, *, call: DecodeCall):
+    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts - 1, lengths=call.lengths - 1))
+
+
+def sel_with_a_key_unread(q, k, v, blocks, *, call: DecodeCall):
+    k = k.clone()
+    k[:, 3] = k[:, 4]  # a key that is never read, its value is
+    return decode.sel(q, k, v, blocks, call=call)

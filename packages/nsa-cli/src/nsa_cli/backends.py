@@ -92,6 +92,12 @@ def new(
         console.print(f"next: pip install -e {shlex.quote(str(folder))}; nsa conformance {name}")
 
 
+_ValueWidth = Annotated[
+    int | None, typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False)
+]
+_PageSize = Annotated[
+    int | None, typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False)
+]
 _Slot = typer.Option(help="Backend asked for; left out, the best that accepts.", show_default=False)
 
 
@@ -104,9 +110,7 @@ def explain(
     combine: Annotated[str | None, _Slot] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float32",
     head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
-    v_head_dim: Annotated[
-        int | None, typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False)
-    ] = None,
+    v_head_dim: _ValueWidth = None,
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")] = "auto",
@@ -116,9 +120,7 @@ def explain(
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Demand equal bits every run.")] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
-    page_size: Annotated[
-        int | None, typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False)
-    ] = None,
+    page_size: _PageSize = None,
     json: _Json = False,
 ) -> None:
     """Who would run each slot of a request: every candidate, accepted or with each reason and its hint.

@@ -71,6 +71,9 @@ def verify(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+    reads: Annotated[
+        bool, typer.Option("--reads", help="Count the cached tokens that a step of decode reads, by experiment.")
+    ] = False,
     every: Annotated[
         bool, typer.Option("--every-combination", help="All ready backends over cmp, sel and win; a slot named stays.")
     ] = False,
@@ -85,7 +88,7 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed, phase.value)
+        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed, phase.value, reads)
         if every:
             reports = _run(_every(named, device.value, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -176,6 +179,7 @@ def _run(
     text: tuple[str, bytes],
     seed: int,
     phase: str,
+    reads: bool,
 ) -> list[dict[str, Any]]:
     """A report per combination."""
     # Before torch loads: some builds of its profiler write to stderr at every start and stop.
@@ -205,6 +209,7 @@ def _run(
             seconds[index] += time.perf_counter() - last
             last = time.perf_counter()
             advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
+    counted = [_count(subject, dtypes) if reads else {} for subject in subjects]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -220,20 +225,40 @@ def _run(
     return [
         {
             **common,
+            **read,
             "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
             "named": named,
             "seconds": round(taken, 2),
             "findings": [dataclasses.asdict(f) for f in found],
         }
-        for named, plan, taken, found in zip(combinations, plans, seconds, findings)
+        for named, plan, taken, found, read in zip(combinations, plans, seconds, findings, counted)
     ]
 
 
+def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """What a step reads at every length of verify.reads, in the first dtype that has decode forms."""
+    from nsa_core.errors import Unsupported
+    from nsa_core.verify.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
+
+    config, refusals = reads_config(), []
+    for dtype in dtypes:
+        try:
+            found = [entry for length in LENGTHS for entry in count_reads(subject, config, length, dtype)]
+        except Unsupported as refusal:
+            refusals.append(str(refusal))
+            continue
+        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
+        return {"reads": [dataclasses.asdict(entry) for entry in found], "reads_bounds": bounds}
+    return {"reads": [], "reads_refused": refusals[0]}
+
+
 def _print_report(report: dict[str, Any]) -> int:
-    from nsa_cli.verify_report import failures, summary, table
+    from nsa_cli.verify_report import failures, reads_table, summary, table
 
     console = output.console()
     console.print(table(report["findings"]))
+    if "reads" in report:
+        console.print(reads_table(report))
     for line in failures(report):
         console.print(line, style="red", markup=False)
     line, code = summary(report)

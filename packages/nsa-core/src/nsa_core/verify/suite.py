@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer
+from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
 from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering
@@ -102,6 +102,7 @@ _STEP_CHECKS = (
     _StepWorth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16),
     _StepWorth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16),
     _StepWorth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12),
+    _StepWorth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
     _StepWorth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10),
 )
 PHASES = ("prefill", "decode", "both")
