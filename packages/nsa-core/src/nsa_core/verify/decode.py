@@ -165,6 +165,15 @@ class PackedStep:
     cu_seqlens: torch.Tensor
     rows: list[int]  # the tokens of this step, in T
     places: list[tuple[int, int]]  # (sequence, row of the step) of each
+    shape: tuple[int, int]  # sequences, and rows of the step
+
+    def rows_of(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        """This step's rows of [T, ...] as [B, m, ...], ``fill`` where a row is padding."""
+        made = x.new_full((*self.shape, *x.shape[1:]), fill)
+        if self.rows:
+            sequences, rows = zip(*self.places)
+            made[list(sequences), list(rows)] = x[self.rows]
+        return made
 
     def placed(self, part: torch.Tensor) -> torch.Tensor:
         """[B, m, ...] as [T, ...] on the CPU, zero but for this step's tokens."""
@@ -192,7 +201,7 @@ def packed(step: Step, data: StepData) -> PackedStep:
         whole[name] = torch.cat(parts)
     places = [(b, r) for b, new in enumerate(step.new) for r in range(new)]
     rows = [int(ends[b + 1]) - step.new[b] + r for b, r in places]
-    return PackedStep(whole, ends.int(), rows, places)
+    return PackedStep(whole, ends.int(), rows, places, (len(step.lengths), step.rows))
 
 
 def _empty(
