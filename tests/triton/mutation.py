@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+import decode_problems
 import nsa_backend_triton
 from kernel_cases import BASE, SLOTS, point, under_test
 from nsa_core.verify.cases import Case
@@ -181,6 +182,31 @@ class Problem:
         return any(not _close(self.expected[name], found) for name, found in self.run().items())
 
 
+@dataclasses.dataclass
+class DecodeProblem:
+    """One decode form on one tiny step, and what the healthy kernels make of it."""
+
+    form: decode_problems.Form
+    step: str
+    multiprocessors: int
+
+    def __post_init__(self) -> None:
+        self.slot, self.case = self.form.__name__, decode_problems.STEPS[self.step].case
+        self.ran: set[str] = set()
+        started = time.process_time()
+        with _calls(self.ran):
+            self.expected = self.run()
+        self.seconds = time.process_time() - started
+        self.ran |= _named_by(self.ran)
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Outputs."""
+        with strict():
+            return decode_problems.run(self.form, self.step, self.multiprocessors, between_nans)
+
+    differs = Problem.differs
+
+
 def between_nans(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, rows and heads apart, NaN between them."""
     storage = tensor.new_full((*tensor.shape[:-2], tensor.shape[-2] + 1, tensor.shape[-1] + 2), torch.nan)
@@ -219,15 +245,16 @@ def _named_by(ran: set[str]) -> set[str]:
     return {name for name in found if name in functions()}
 
 
-def problems() -> list[Problem]:
-    """Every slot on every tiny case; sel also in its deterministic form."""
+def problems() -> list[Problem | DecodeProblem]:
+    """Every slot on every tiny case, sel also in its deterministic form; decode forms on tiny steps."""
     found = [
         Problem(slot, case, deterministic)
         for case in TINY
         for slot in SLOTS
         for deterministic in ((False, True) if slot == "sel" else (False,))
     ]
-    return sorted(found, key=lambda problem: problem.seconds)
+    steps = [DecodeProblem(*fields) for fields in decode_problems.PROBLEMS]
+    return sorted([*found, *steps], key=lambda problem: problem.seconds)
 
 
 class _TooLong(BaseException):
@@ -238,7 +265,7 @@ def _alarm(*_: object) -> None:
     raise _TooLong
 
 
-def killed(mutant: Mutant, asked: list[Problem], folder: Path) -> bool:
+def killed(mutant: Mutant, asked: list[Problem | DecodeProblem], folder: Path) -> bool:
     """Whether one of ``asked`` tells ``mutant`` from the healthy function."""
     with _in_place(mutant, folder):
         signal.signal(signal.SIGPROF, _alarm)

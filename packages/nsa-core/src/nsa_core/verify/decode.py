@@ -1,7 +1,7 @@
 """Decode forms against the oracle: a step at the end of sequences of different lengths, over a cache full of NaN.
 
 Every store is filled with NaN before the sequences' own tokens are put in: pages in an order of their own, rings at
-the places the contract names. What a kernel reads beyond them shows.
+the places the contract names; pages that no token needs are -1. What a kernel reads beyond them shows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
+
+ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ def step_data(step: Step, dtype: torch.dtype, device: torch.device | str = "cpu"
     pages = -(-longest // size)
     shuffled = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(case.seed + order))
     table = shuffled.view(batch, pages).int()
+    for b, length in enumerate(step.lengths):
+        table[b, -(-length // size) :] = -1  # never read
     ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)  # larger than it must be, too
     whole = {name: getattr(data, name) for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")}
     at = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
@@ -228,8 +232,10 @@ def quick_steps() -> tuple[Step, ...]:
     return (
         Step(Case("one token", tiny, ()), ragged, (1,) * 11),
         Step(Case("one token, pages", tiny, ()), ragged, (1,) * 11, page_size=16),
-        Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 40, 66), (5, 0, 3, 5, 1), rows=5, page_size=32),
+        Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 40, 0, 66), (5, 0, 3, 5, 0, 1), 5, page_size=32),
         Step(Case("reports 12/2/64", small, ()), (150, 133, 149, 164, 96, 127), (5,) * 6, rows=5, page_size=64),
+        Step(Case("a chunk", tiny, ()), (21, 10, 45), (10, 10, 10), rows=10, page_size=16),
+        Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (100, 48, 64, 97), (3, 3, 3, 3), 3, page_size=48),
         Step(Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()), (70, 20, 33, 9), (2, 2, 2, 2), rows=2),
         Step(Case("nothing forced", free, ()), (70, 33, 90, 65, 49, 81, 17, 96), (1,) * 8),
         Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (90, 33, 64, 21, 48, 12, 80, 35), (1,) * 8),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from nsa_core import oracle
-from nsa_core.contract import DecodeCall
 from nsa_core.ops import stats_dtype
 from nsa_core.plan import Plan
 from nsa_core.rope import RopeTable, rope_table, rotate
@@ -18,15 +17,39 @@ from nsa_core.verify.judge import Verdict, heads_first, judge
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
 
-Store = tuple[torch.Tensor, torch.Tensor]  # k and v
-
 
 def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The blocks are a right choice, and o is the gated sum of the branches over these blocks; padding is empty."""
+    """:func:`step_parity`, where the subject's backend has a fused step."""
     plan = decode_plan(subject, step, dtype)
-    if "step" not in plan.fused:
+    if "step" in plan.fused:
+        yield from step_parity(subject, step, dtype)
+    else:
         yield _missing(plan, "step", step, dtype)
+
+
+def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """:func:`append_parity` with and without rotary, where the subject's backend has a fused append."""
+    plan = decode_plan(subject, step, dtype)
+    if "append" not in plan.fused:
+        yield _missing(plan, "append", step, dtype)
         return
+    ring = step.case.config.compress_block_size + step.rows - 1
+    for rope, rotate_raw in ((False, False), (True, False), (True, True)):
+        yield from append_parity(subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False)
+
+
+def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
+    backends = {choice.backend for choice in plan.choices.values()}
+    why = f"{backends.pop()} has no fused {name}" if len(backends) == 1 else "the slots are of several backends"
+    return Finding(f"decode fused {name}", "", step.case.name, name_of(dtype), name, None, detail=why)
+
+
+def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """The blocks are a right choice, and o is the gated sum of the branches over these blocks; padding is empty.
+
+    Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused step may round less.
+    """
+    plan = decode_plan(subject, step, dtype)
     data = step_data(step, dtype, subject.device)
     s = data.stores
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
@@ -37,12 +60,6 @@ def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fin
                 want = torch.full_like(tail, value)
                 yield same_bits("decode fused step", "", step.case, dtype, f"{name} of padding", tail, want)
     yield from _judge_composed(step, dtype, data, o, blocks)
-
-
-def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
-    backends = {choice.backend for choice in plan.choices.values()}
-    why = f"{backends.pop()} has no fused {name}" if len(backends) == 1 else "the slots are of several backends"
-    return Finding(f"decode fused {name}", "", step.case.name, name_of(dtype), name, None, detail=why)
 
 
 def _judge_composed(
@@ -76,90 +93,85 @@ def _judge_composed(
     yield from judged("decode fused step", "", step.case, dtype, {"o": verdict})
 
 
-def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Keys and values reach their places and nothing else is written; rotated as nsa_core.rope.rotate would."""
-    plan = decode_plan(subject, step, dtype)
-    if "append" not in plan.fused:
-        yield _missing(plan, "append", step, dtype)
-        return
+def append_parity(
+    subject: Subject, step: Step, dtype: torch.dtype, *, rope: bool, rotate_raw: bool, raw_ring: int, exact: bool = True
+) -> Iterator[Finding]:
+    """Every store is what plain code writes into it, and untouched elsewhere; q is rotated.
+
+    ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum in one instruction
+    round once less: both are right, and their last bits differ.
+    """
     data, config = step_data(step, dtype, subject.device), step.case.config
-    table = rope_table(torch.arange(max(step.lengths)), config.qk_dim, config.rope_base, dtype)
-    rope = RopeTable(*(x.squeeze(1).to(subject.device) for x in table))
-    generator = torch.Generator().manual_seed(step.case.seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(subject.device, dtype)
-
-    batch, lead = len(step.lengths), (len(step.lengths), step.rows, config.n_kv_heads)
-    k, v = (tuple(normal(*lead, width) for _ in range(3)) for width in (config.qk_dim, config.v_dim))
-    ring = config.geometry.compress_block_size + step.rows - 1
-    raw = (normal(batch, ring, *lead[2:], config.qk_dim), normal(batch, ring, *lead[2:], config.v_dim))
-    s = data.stores
-    stores: list[Store] = [raw, (s["k_sel"], s["v_sel"]), (s["k_win"], s["v_win"])]
-    stores = [(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in stores]
-    for label, angles, rotate_raw in (("no rotary", None, False), ("rotary", rope, False), ("raw too", rope, True)):
-        given, wanted = ([(a.clone(), b.clone()) for a, b in stores] for _ in range(2))
-        q = plan.fused["append"](data.q, k, v, *given, rope=angles, rotate_raw=rotate_raw, call=data.call)
-        plain = plain_append(data.q, k, v, *wanted, rope=angles, rotate_raw=rotate_raw, call=data.call)
-        rotated = (rotate_raw, angles is not None, angles is not None)
-        yield from _judge_append(step, dtype, label, (q, given), (plain, wanted), rotated, data.call)
-
-
-def plain_append(
-    q: torch.Tensor,  # [B, m, Hq, Dk]
-    k: tuple[torch.Tensor, ...],  # of cmp, sel, win: [B, m, G, Dk]
-    v: tuple[torch.Tensor, ...],
-    raw: Store,  # [B, R, G, D], rings
-    sel: Store,  # [P, page, G, D]
-    win: Store,
-    *,
-    rope: RopeTable | None,
-    rotate_raw: bool,
-    call: DecodeCall,
-) -> torch.Tensor:
-    """What a fused append must do, a token at a time; q of padding rows is 0. Stores are written in place."""
-    out, rings = torch.zeros_like(q), (raw, None, win)
-    for b, (start, end) in enumerate(zip(call.starts.tolist(), call.lengths.tolist())):
-        for r, t in enumerate(range(start, end)):
-            at = None if rope is None else RopeTable(rope.cos[t : t + 1, None], rope.sin[t : t + 1, None])
-            out[b, r] = q[b, r] if at is None else rotate(q[b, r : r + 1], at)[0]
-            for i, ring in enumerate(rings):
-                turned = at is not None and (i > 0 or rotate_raw)
-                key = rotate(k[i][b, r : r + 1], at)[0] if turned and at is not None else k[i][b, r]
-                if ring is None:
-                    size = sel[0].shape[1]
-                    page = int(call.block_table[b, t // size])
-                    sel[0][page, t % size], sel[1][page, t % size] = key, v[i][b, r]
-                else:
-                    place = t % ring[0].shape[1]
-                    ring[0][b, place], ring[1][b, place] = key, v[i][b, r]
-    return out
-
-
-_Appended = tuple[torch.Tensor, list[Store]]  # q, and the stores of cmp, sel and win
-
-
-def _judge_append(
-    step: Step, dtype: torch.dtype, label: str, got: _Appended, want: _Appended, rotated: tuple[bool, ...],
-    call: DecodeCall,
-) -> Iterator[Finding]:  # fmt: skip
-    check = "decode fused append"
-    real = torch.arange(step.rows) < (call.lengths - call.starts).cpu()[:, None]  # [B, m]
-    pairs = {"q": (got[0].cpu()[real], want[0].cpu()[real], rotated[1])}
-    for name, mine_kv, plain_kv, turned in zip(("raw", "sel", "win"), got[1], want[1], rotated):
-        flat = [x.cpu().flatten(0, 1) for x in (*mine_kv, *plain_kv)]
-        pairs |= {f"k of {name}": (flat[0], flat[2], turned), f"v of {name}": (flat[1], flat[3], False)}
+    plan, table = decode_plan(subject, step, dtype), None
+    if rope:
+        positions = torch.arange(max(step.lengths) + step.rows, device=subject.device)
+        table = rope_table(positions, config.qk_dim, config.rope_base, dtype)
+    rows, stores = _arrivals(step, data, raw_ring)
+    want = {name: (k.clone(), v.clone()) for name, (k, v) in stores.items()}
+    q = _plain(step, data, rows, want, table, rotate_raw)
+    tables = None if table is None else (table.cos[:, 0], table.sin[:, 0])
+    triples = [tuple(rows[name][i] for name in ("raw", "sel", "win")) for i in (0, 1)]
+    got = plan.fused["append"](
+        data.q, *triples, stores["raw"], stores["sel"], stores["win"], rope=tables, rotate_raw=rotate_raw,
+        call=data.call,
+    )  # fmt: skip
+    label = "no rotary" if not rope else "rotary of raw too" if rotate_raw else "rotary"
+    real = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(q.device)
+    pairs = {"q": (got[real], q[real], rope)}
+    for name, pair in stores.items():
+        turned = rope and (name != "raw" or rotate_raw)
+        found = [(mine.flatten(0, 1), plain.flatten(0, 1)) for mine, plain in zip(pair, want[name])]
+        pairs |= {f"k_{name}": (*found[0], turned), f"v_{name}": (*found[1], False)}
     for name, (mine, plain, turned) in pairs.items():  # [rows, heads, D]
         quantity = f"{name}, {label}"
-        if not turned:
-            yield same_bits(check, "", step.case, dtype, quantity, mine, plain)
-            continue
-        # A product and sum fused into one instruction rounds once less: both are right, their last bits differ.
-        verdict = _judge_rotated(mine, plain, dtype)
-        yield from judged(check, "", step.case, dtype, {quantity: verdict})
+        if exact or not turned:
+            yield same_bits("decode fused append", "", step.case, dtype, quantity, mine, plain)
+        elif len(mine):
+            verdict = _judge_rotated(mine, plain, dtype)
+            yield from judged("decode fused append", "", step.case, dtype, {quantity: verdict})
 
 
 def _judge_rotated(mine: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
     """``plain`` stands for golden: at most half a unit of the dtype from it, which the noise of a row counts."""
     mine, golden = heads_first(mine), heads_first(plain.double())
     return judge(mine, golden, golden, golden.abs(), dtype)
+
+
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
+    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores of NaN."""
+    batch, m = data.q.shape[:2]
+    config, generator = step.case.config, torch.Generator().manual_seed(step.case.seed)
+    groups, dk, dv = config.n_kv_heads, config.qk_dim, config.v_dim
+    buffer = torch.randn((batch, m, 3 * groups * (dk + dv)), generator=generator).to(data.q.dtype).to(data.q.device)
+    parts = buffer.split([groups * dk] * 3 + [groups * dv] * 3, -1)
+    rows, stores = {}, {}
+    for i, name in enumerate(("raw", "sel", "win")):
+        rows[name] = (parts[i].unflatten(-1, (groups, dk)), parts[3 + i].unflatten(-1, (groups, dv)))
+        like = data.stores["k_sel" if name == "sel" else "k_win"].shape[:2]
+        shape = (batch, raw_ring) if name == "raw" else like
+        stores[name] = tuple(data.q.new_full((*shape, groups, d), torch.nan) for d in (dk, dv))
+    return rows, stores  # type: ignore[return-value]
+
+
+def _plain(
+    step: Step, data: StepData, rows: Pairs, stores: Pairs, table: RopeTable | None, rotate_raw: bool
+) -> torch.Tensor:
+    """Write what an append should, token by token; q as it should come back."""
+    entries, q = data.call.block_table.tolist(), data.q.clone()
+    for b, (length, new) in enumerate(zip(step.lengths, step.new)):
+        for r in range(new):
+            t = length - new + r
+            at = None if table is None else RopeTable(table.cos[t : t + 1], table.sin[t : t + 1])
+            if at is not None:
+                q[b, r] = rotate(data.q[b, r : r + 1], at)[0]
+            for name, (k, v) in rows.items():
+                key = k[b, r]
+                if at is not None and (name != "raw" or rotate_raw):
+                    key = rotate(key[None], at)[0]
+                size = stores[name][0].shape[1]
+                outer = entries[b][t // size] if name == "sel" else b
+                stores[name][0][outer, t % size], stores[name][1][outer, t % size] = key, v[b, r]
+    return q

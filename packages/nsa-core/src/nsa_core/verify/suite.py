@@ -99,11 +99,11 @@ _STEP_CHECKS = (
     _StepWorth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20),
     _StepWorth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13),
     _StepWorth("decode run to run", decode_checks.run_to_run, 1 << 11, 1 << 16, 0),
-    _StepWorth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16),
-    _StepWorth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16),
-    _StepWorth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12),
+    _StepWorth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16, 1 << 8),
+    _StepWorth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16, 1 << 8),
+    _StepWorth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12, 1 << 8),
     _StepWorth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
-    _StepWorth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10),
+    _StepWorth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10, 1 << 8),
 )
 PHASES = ("prefill", "decode", "both")
 
