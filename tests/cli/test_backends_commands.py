@@ -87,6 +87,26 @@ def test_show_tells_everything_about_one(nsa):
     assert [row["name"] for row in document["backends"]] == ["sdpa"]
 
 
+def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monkeypatch):
+    monkeypatch.setattr("nsa_backend_sdpa.probe.rank", lambda request: 40 if request.slot == "cmp" else -3)
+    done = nsa("backends", "show", "sdpa").out
+    rows = {line.split()[0]: line.split() for line in done.splitlines() if line}
+    assert rows["slot"][3:6] == ["workspace", "priority", "rank"]
+    assert rows["cmp"][4:6] == ["0", "40"]
+    assert rows["win"][4:6] == ["0", "-3"]
+    assert "rank          counts for this request, in place of the stated priority" in done
+    (row,) = json.loads(nsa("backends", "show", "sdpa", "--json").out)["backends"]
+    assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [(0, 40), *[(0, -3)] * 4]
+
+
+def test_show_of_a_backend_without_a_rank_of_its_own_has_no_such_column(nsa):
+    done = nsa("backends", "show", "fa2")
+    assert "priority" in done.out
+    assert "rank" not in done.out
+    (row,) = json.loads(nsa("backends", "show", "fa2", "--json").out)["backends"]
+    assert {slot["rank"] for slot in row["slots"].values()} == {None}
+
+
 def test_row_58_show_and_explain_of_an_unknown_name_suggest(nsa):
     for command in (["show", "tritn"], ["explain", "--sel", "tritn"]):
         done = nsa("backends", *command)

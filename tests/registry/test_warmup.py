@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core import InvalidInput, NSAConfig, resolve
-from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.contract import SLOTS, DecodeCall, Request
 from nsa_core.decode_ops import DecodeKernel
 from nsa_core.errors import Unsupported
 from nsa_core.ops import record_dispatch
+from nsa_core.registry import Registry
 
 CONFIG = NSAConfig(
     dim=32, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=4, compress_block_size=8, compress_stride=4,
@@ -63,9 +65,15 @@ def test_a_plan_for_decode_runs_its_fused_forms() -> None:
     assert seen == [("step", True), ("append", True), ("append", False)]
 
 
-def test_nobody_states_the_workspace_of_a_decode_form() -> None:
+def test_the_workspace_of_a_decode_form_is_stated_by_itself_or_not_at_all() -> None:
     plan = resolve(CONFIG, backends="sdpa", phase="decode")
     asked = {slot: dataclasses.replace(plan.requests[slot], batch=1, seq_len=64) for slot in SLOTS}
-    with pytest.raises(Unsupported, match="workspace of a decode form is not stated: backend 'sdpa', slot 'win'"):
+    with pytest.raises(Unsupported, match="backend 'sdpa' does not state the workspace of the decode form of 'win'"):
         plan.workspace_bytes(asked["win"])
-    assert plan.workspace_bytes(asked["combine"]) >= 0
+    slots = {s: dataclasses.replace(x, decode_workspace=f"{__name__}:workspace") for s, x in sdpa().slots.items()}
+    stated = Registry(()).with_backend(dataclasses.replace(sdpa(), name="stated", slots=slots))
+    assert resolve(CONFIG, phase="decode", registry=stated).workspace_bytes(asked["win"]) == 64
+
+
+def workspace(request: Request) -> int:
+    return request.seq_len or 0

@@ -1,26 +1,28 @@
 """delta = sum over d of do * o, per row in fp32 (fp64 for fp64): what dS = P * (dP - delta) subtracts.
 
-A program takes ROWS rows, a row being one head of one token: do and o are read once, a number a row is written.
-Bound by memory.
+A program takes ROWS rows, a row being one head of one token: do and o are read once, two numbers a row are written,
+delta and the row's lse, so that a token's h numbers lie together. Bound by memory.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton import launch
+from nsa_backend_triton.launch import accumulator, lse_strides, strides
+from nsa_backend_triton.prepared import Launch, remembered
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len"])
+@triton.jit(do_not_specialize=["n_rows", "seq_len", "l_b", "l_h"])
 def attention_delta(
-    DO, O, DELTA,
-    d_b, d_t, d_h, o_b, o_t, o_h, n_rows, seq_len,
+    DO, O, LSE, DELTA, LSE_ROWS,
+    d_b, d_t, d_h, o_b, o_t, o_h, l_b: tl.int64, l_h: tl.int64, n_rows, seq_len,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
+    """DELTA, LSE_ROWS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
     seq, token = token // seq_len, token % seq_len
@@ -28,17 +30,24 @@ def attention_delta(
     do = tl.load(DO + (seq * d_b + token * d_t + head * d_h)[:, None] + col[None, :], mask=mask, other=0.0)
     o = tl.load(O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0)
     tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
+    lse = tl.load(LSE + seq * l_b + head * l_h + token, mask=row < n_rows, other=0.0)
+    tl.store(LSE_ROWS + row, lse, mask=row < n_rows)
 
 
-def rows(do: Tensor, o: Tensor, *, packed: bool) -> Tensor:
-    """delta [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv], in fp32 (fp64 for fp64)."""
-    wide = torch.float64 if do.dtype == torch.float64 else torch.float32
-    delta = do.new_empty(do.shape[:-1], dtype=wide)
-    width = triton.next_power_of_2(do.shape[-1])
-    size = max(1, 8192 // width)
-    attention_delta[(triton.cdiv(delta.numel(), size),)](
-        do, o, delta, *launch.strides(do, packed), *launch.strides(o, packed), delta.numel(), do.shape[-3],
-        HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, ACC=launch.accumulator(do.dtype),
-        num_warps=8,
+@remembered
+def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
+    *lead, tokens, heads, dim = do.shape
+    width = triton.next_power_of_2(dim)
+    size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
+    return Launch(
+        attention_delta, (triton.cdiv(count, size),),
+        *strides(do, packed), *strides(o, packed), *lse_strides(lse, packed), count, tokens,
+        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, ACC=accumulator(do.dtype), num_warps=8,
     )  # fmt: skip
-    return delta
+
+
+def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in lse's dtype."""
+    delta, turned = lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1])
+    _prepare(do, o, lse, packed)(do, o, lse, delta, turned)
+    return delta, turned

@@ -9,6 +9,7 @@ output by their LSE. With many heads a group a tile is as good as a bucket, so e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs, sel_lists, sel_union, tile
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.launch import (
+    Sequences,
+    accumulator,
+    architecture,
+    lse_strides,
+    new_lse_strides,
+    new_strides,
+    strides,
+)
+from nsa_backend_triton.prepared import Launch, remembered
+from nsa_backend_triton.sel_merge import sel_merge_kernel
 from nsa_core.contract import SlotCall
 
 PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
@@ -46,6 +57,40 @@ def least_shared(tuned: Settings, seq_len: int) -> int:
     return chosen["LEAST"] if seq_len > chosen["SHORT"] else 1
 
 
+class _Tiles(NamedTuple):
+    """What a call's metadata decide of the first kernel."""
+
+    launch: Launch
+    size: int  # tokens of a tile
+    least: int  # how many of them must choose a block for the tile to read it; 1: nothing is left to the buckets
+    leave: bool  # whether what the tiles do not read may matter at another length
+    o: tuple[int, ...]
+    lse: tuple[int, ...]
+
+
+@remembered
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, seqs: Sequences, call: SlotCall, tuned: Settings | None
+) -> tuple[_Tiles, Settings]:
+    groups, n, length = k.shape[-2], blocks.shape[-1], call.geometry.select_block_size
+    heads = q.shape[-2] // groups
+    tuned = tuned or settings(q, v, heads, call)
+    chosen, least = tuned["sel_forward"], least_shared(tuned, seqs.seq_len)
+    size = tile_tokens(chosen["ROWS"], heads)
+    tiles = seqs.tiles(size)
+    o = (*q.shape[:-1], v.shape[-1])
+    lse = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
+    launch = Launch(
+        sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, call.scale * tile.LOG2E.value,
+        *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+        *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
+        T=size, M=max(16, triton.next_power_of_2(size * heads)),
+        KEYS=min(chosen["KEYS"], max(16, triton.next_power_of_2(length))), NEGATIVE=call.scale < 0,
+        **_options(chosen),
+    )  # fmt: skip
+    return _Tiles(launch, size, min(least, size), chosen["LEAST"] > 1, o, lse), tuned
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k: Tensor,  # [B, S, G, Dk]
@@ -57,19 +102,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen blocks."""
     seqs = Sequences.of(q, call)
-    heads = q.shape[-2] // k.shape[-2]
-    tuned = tuned or settings(q, v, heads, call)
-    least = least_shared(tuned, seqs.seq_len)
-    size = tile_tokens(tuned["sel_forward"]["ROWS"], heads)
-    unions = sel_union.build(
-        blocks, seqs, call.geometry, size, min(least, size), leave=tuned["sel_forward"]["LEAST"] > 1
-    )
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse_shape = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    _attend_tiles(q, k, v, unions, o, lse, seqs, call, size, tuned["sel_forward"])
-    if least > 1:
-        for rows in _runs(o, heads, blocks.shape[-1]):
+    tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned)
+    unions = sel_union.build(blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave)
+    o = q.new_empty(tiles.o)
+    lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    tiles.launch(q, k, v, unions.entries, unions.counts, o, lse, seqs.cu)
+    if tiles.least > 1:
+        for rows in _runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
             _attend_buckets(q, k, v, blocks, unions.left, o, lse, seqs, call, rows, tuned)
     return o, lse
 
@@ -95,23 +134,40 @@ def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, obje
     return {**dims, **padded, "H": heads, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype)}
 
 
-def _attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, unions: sel_union.Unions, o: Tensor, lse: Tensor, seqs: Sequences,
-    call: SlotCall, size: int, chosen: Mapping[str, int],
-) -> None:  # fmt: skip
-    groups = k.shape[-2]
+class _Buckets(NamedTuple):
+    """What a call's metadata decide of the kernels over buckets, and the shape of the partial outputs."""
+
+    attend: Launch
+    merge: Launch
+    parts: tuple[int, int, int]
+
+
+@remembered
+def _prepare_buckets(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, rows: tuple[int, int], n: int,
+    pairs: int, buckets: int, tuned: Settings,
+) -> _Buckets:  # fmt: skip
+    groups, length = k.shape[-2], call.geometry.select_block_size
     heads = q.shape[-2] // groups
-    length = call.geometry.select_block_size
-    keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
-    tiles = seqs.tiles(size)
-    sel_forward_kernel[(groups * tiles,)](
-        q, k, v, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles,
-        call.scale * tile.LOG2E.value,
-        *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
-        *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys, NEGATIVE=call.scale < 0,
+    shapes, chosen = _shapes(q, v, heads, seqs), tuned["sel_bucket"]
+    size = max(1, chosen["ROWS"] // heads)
+    attend = Launch(
+        sel_bucket_kernel, (pairs // (size * chosen["TILES"]) + buckets,),
+        seqs.n, seqs.seq_len, buckets, pairs, rows[0], groups, call.scale * tile.LOG2E.value,
+        *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
+        **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
+        T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
         **_options(chosen),
     )  # fmt: skip
+    chosen = tuned["sel_merge"]
+    size = max(1, chosen["ROWS"] // heads)
+    merge = Launch(
+        sel_merge_kernel, (triton.cdiv(rows[1], size) * groups,),
+        seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
+        DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
+        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
+    )  # fmt: skip
+    return _Buckets(attend, merge, (rows[1] * groups * n, heads, v.shape[-1]))
 
 
 def _attend_buckets(
@@ -119,32 +175,12 @@ def _attend_buckets(
     call: SlotCall, rows: tuple[int, int], tuned: Settings,
 ) -> None:  # fmt: skip
     """Add the pairs that no tile shares, of rows (first, count), to o and lse."""
-    groups, n = blocks.shape[-2:]
-    heads = q.shape[-2] // groups
-    length = call.geometry.select_block_size
     lists = sel_lists.build(blocks, seqs, call.geometry, kept=left, rows=rows)
-    shapes = _shapes(q, v, heads, seqs)
-    parts = torch.empty((rows[1] * groups * n, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    part_lse = torch.empty(parts.shape[:2], dtype=lse.dtype, device=q.device)
-    chosen = tuned["sel_bucket"]
-    size = max(1, chosen["ROWS"] // heads)
-    run = size * chosen["TILES"]
-    buckets = lists.offsets.numel() - 1
-    sel_bucket_kernel[(len(lists.tokens) // run + buckets,)](
-        q, k, v, *lists, parts, part_lse, seqs.cu, seqs.n, seqs.seq_len, buckets, len(lists.tokens), rows[0],
-        groups, call.scale * tile.LOG2E.value,
-        *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed),
-        **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        **_options(chosen),
-    )  # fmt: skip
-    chosen = tuned["sel_merge"]
-    size = max(1, chosen["ROWS"] // heads)
-    sel_merge_kernel[(triton.cdiv(rows[1], size) * groups,)](
-        parts, part_lse, left, o, lse, seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
-        DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
-    )  # fmt: skip
+    n, pairs, buckets = blocks.shape[-1], lists.tokens.numel(), lists.offsets.numel() - 1
+    made = _prepare_buckets(q, k, v, lse, seqs, call, rows, n, pairs, buckets, tuned)
+    parts, part_lse = q.new_empty(made.parts), lse.new_empty(made.parts[:2])
+    made.attend(q, k, v, *lists, parts, part_lse, seqs.cu)
+    made.merge(parts, part_lse, left, o, lse)
 
 
 @triton.jit
@@ -345,56 +381,3 @@ def sel_bucket_kernel(
         inside = next_inside
         t = next_t
         slot = next_slot
-
-
-@triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
-def sel_merge_kernel(
-    PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64, sl_h: tl.int64,
-    DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
-
-    Registers: acc [M, DVP]. Reads o, and of N places a token only those that LEFT marks; writes o and lse. Two passes
-    over lse, which are a DV-th of the bytes. Bound by memory.
-    """
-    program = tl.program_id(0)
-    group = program % groups
-    rows = tl.arange(0, M)
-    local = program // groups * T + rows // H
-    inside = (rows < T * H) & (local < count)
-    head = rows % H
-    token = local.to(tl.int64) * groups + group  # within the run
-    row = local.to(tl.int64) + first_row
-    at_left = LEFT + (token + first_row * groups.to(tl.int64)) * N
-    at_part = token * N * H + head
-    if VARLEN:
-        at_lse = LSE + (group * H + head) * sl_h + row
-    else:
-        at_lse = LSE + row // seq_len * sl_b + (group * H + head) * sl_h + row % seq_len
-    columns = tl.arange(0, DVP)
-    at_o = O + ((row * groups + group) * H + head)[:, None] * DV + columns[None, :]
-    valid = inside[:, None] & (columns < DV)[None, :]
-    base = tl.load(at_lse, mask=inside, other=float("-inf"))
-    m = base
-    any_marked = inside & (rows < 0)
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        m = tl.maximum(m, tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf")))
-        any_marked |= marked
-    if tl.max(any_marked.to(tl.int32), 0) == 0:
-        return
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.exp(base - m_safe)
-    acc = tl.load(at_o, mask=valid, other=0.0).to(ACC) * l[:, None]
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        lse = tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf"))
-        weight = tl.exp(lse - m_safe)
-        at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
-        mask = marked[:, None] & (columns < DV)[None, :]
-        acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC) * weight[:, None]
-        l += weight
-    l_safe = tl.where(l == 0.0, 1.0, l)
-    tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)
-    tl.store(at_lse, tl.where(l == 0.0, float("-inf"), m + tl.log(l_safe)), mask=inside)

@@ -8,13 +8,24 @@ counted), which costs less than adding fp32 gradients of every tile through L2 a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.launch import (
+    Sequences,
+    accumulator,
+    architecture,
+    lse_strides,
+    new_lse_strides,
+    new_strides,
+    strides,
+)
+from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_forward import descriptors_fit, heads_together, key_descriptor, launch_options
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
@@ -271,9 +282,22 @@ def backward(
     A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
-    dq, delta = _dq(do, q, k, v, o, lse, seqs, span, scale, settings[0] if settings else None)
-    dk, dv = _dkdv(do, q, k, v, lse, delta, seqs, span, scale, settings[1] if settings else None)
-    return dq, dk, dv
+    dq_launch, rows = _launch_dq(q, k, v, do, o, lse, seqs, span, scale, aligned(k, v), settings and settings[0])
+    dq, delta = q.new_empty(q.shape), lse.new_empty(lse.shape)
+    descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    dq_launch(q, k, v, *descriptors, o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp)
+
+    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1])
+    grads = k.new_empty(k.shape), v.new_empty(v.shape)
+    sums: tuple[Tensor, ...] = grads
+    if made.parts:
+        sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
+    rows = made.rows
+    descriptors = (key_descriptor(q, rows), key_descriptor(do, rows)) if rows else (None, None)
+    made.dkdv(q, k, v, do, *descriptors, lse, delta, *sums, seqs.cu, seqs.cu_cmp)
+    for add, part, grad in zip(made.add, sums, grads):
+        add(part, grad, seqs.cu_cmp)
+    return dq, *grads
 
 
 def _pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> configs.Settings:
@@ -295,61 +319,68 @@ def _blocks(dk: int, dv: int) -> dict[str, int]:
     return {"DK": dk, "DV": dv, **width}
 
 
-def _dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq as q, and delta = sum(do o) as lse."""
-    settings = settings or _pick("span_dq", q, v, span[2], descriptors_fit(seqs.packed, k, v))
+@remembered
+def _launch_dq(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None,
+) -> tuple[Launch, int]:  # fmt: skip
+    """The launch of span_dq, and the rows of a descriptor's tile (0: no descriptors)."""
+    described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
+    settings = settings or _pick("span_dq", q, v, span[2], described)
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     together = heads_together(group, settings["HEADS"])
     tokens, tma = settings["BLOCK_M"] // together, bool(settings.get("TMA"))
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    span_dq[(seqs.tiles(tokens) * (heads // together),)](
-        q, k, v, *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
-        o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp,
-        *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
-        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+    launch = Launch(
+        span_dq, (seqs.tiles(tokens) * (heads // together),),
+        *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape, seqs.packed),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
         **launch_options(settings),
     )  # fmt: skip
-    return dq, delta
+    return launch, settings["BLOCK_N"] if tma else 0
 
 
-def _dkdv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk, dv as k, v."""
-    settings = settings or _pick("span_dkdv", q, v, span[2], descriptors_fit(seqs.packed, q, do))
+class _Sums(NamedTuple):
+    """How dk and dv are made: a launch of span_dkdv, and of span_sum for each where they come in parts."""
+
+    dkdv: Launch
+    add: tuple[Launch, ...]
+    parts: int  # 0: the first launch writes the gradients
+    rows: int  # of a descriptor's tile; 0: no descriptors
+
+
+@remembered
+def _launch_dkdv(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None,
+) -> _Sums:  # fmt: skip
+    described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
+    settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
     direct, tma = bool(span[2]), bool(settings.get("TMA"))
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-    sums = grads if direct else [torch.empty((parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v)]
-    span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
-        q, k, v, do, *(key_descriptor(x, settings["BLOCK_M"]) if tma else None for x in (q, do)),
-        lse, delta, *sums, seqs.cu, seqs.cu_cmp,
-        *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
-        *(0 if direct else x.stride(0) for x in sums),
-        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+    launch = Launch(
+        span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
+        *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
+        *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
+        *(0 if direct else x.numel() for x in (k, v)),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        EARLY=bool(settings.get("EARLY")),
-        **launch_options(settings),
+        EARLY=bool(settings.get("EARLY")), **launch_options(settings),
     )  # fmt: skip
-    if not direct:
-        for part, grad in zip(sums, grads):
-            span_sum[(triton.cdiv(grad.numel(), 1024),)](
-                part, grad, seqs.cu_cmp, seqs.n, grad.numel(), grad.shape[-2] * grad.shape[-1],
-                N=parts, BLOCK=1024, VARLEN=seqs.packed, num_warps=4,
-            )  # fmt: skip
-    return grads[0], grads[1]
+    add = [
+        Launch(
+            span_sum, (triton.cdiv(x.numel(), 1024),), seqs.n, x.numel(), x.shape[-2] * x.shape[-1],
+            N=parts, BLOCK=1024, VARLEN=seqs.packed, num_warps=4,
+        )
+        for x in (k, v) if not direct
+    ]  # fmt: skip
+    return _Sums(launch, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0)

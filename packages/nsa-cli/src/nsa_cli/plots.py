@@ -29,6 +29,7 @@ _MARKS = {
     "combine": "X",
     "total": "o",
     "dense": "*",
+    "rival": "p",
 }
 
 
@@ -99,12 +100,12 @@ def _figure(result: Result) -> Any:
 
 def colours_of(result: Result) -> dict[str, str]:
     """A colour for each subject: hues for combinations, greys for dense kernels."""
-    names: dict[str, list[str]] = {"combo": [], "dense": [], "layer": []}
+    names: dict[str, list[str]] = {"combo": [], "dense": [], "layer": [], "rival": []}
     for m in result.measurements:
         if m.subject not in names[m.kind]:
             names[m.kind].append(m.subject)
     found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])}
-    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"])}
+    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])}
 
 
 def _tokens(length: int) -> str:
@@ -126,7 +127,7 @@ def _over_length(axes: Any, found: list[Measurement], result: Result, colours: d
         points = sorted((m for m in timed if m.subject == subject), key=lambda m: m.length)
         lengths = [m.length for m in points]
         times = [p for m in points if (p := m.performance)]
-        dashed = "--" if points[0].kind == "dense" else "-"
+        dashed = {"dense": "--", "rival": "-."}.get(points[0].kind, "-")
         axes.plot(
             lengths, [t.median_ms for t in times], dashed, marker="o", ms=4, color=colours[subject], label=subject
         )
@@ -178,7 +179,7 @@ def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict
     points = []
     for m in (m for m in found if m.phase == phase and m.length == longest):
         assert m.performance is not None  # the caller's choice
-        kind = "total" if m.kind == "combo" else "dense"
+        kind = "total" if m.kind == "combo" else m.kind
         points.append((m.subject, kind, m.flops, m.bytes, m.performance.median_ms))
         for name, part in m.parts.items():
             if part.performance and part.flops:

@@ -45,10 +45,10 @@ Beside them a slot may have a decode form, forward only: the newest queries of B
     memory past it, are never read. A step that is replayed from a CUDA graph has new numbers in the same tensors.
 
 ``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema, shape inference for torch.compile,
-autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, or no
-compressed token) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out
-otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below autograd:
-torch.func.vjp works inside a backward, torch.autograd.grad does not.
+autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, no compressed
+token, `sel` given n = 0 blocks) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor
+laid out otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
+autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not.
 What each slot computes: docs/semantics.md.
 """
 
@@ -167,6 +167,7 @@ class SlotSpec:
     workspace: str | None = (
         None  # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
     )
+    decode_workspace: str | None = None  # the same of the decode form
     deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
     warmup_tokens: int = 128  # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
 

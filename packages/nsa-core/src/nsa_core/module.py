@@ -19,9 +19,9 @@ from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan, frozen_backends
 from nsa_core.errors import InvalidInput
 from nsa_core.gating import make_gate
-from nsa_core.ops import autocasts
 from nsa_core.packing import token_places
 from nsa_core.rope import RopeTable, rope_table, rotate
+from nsa_core.surroundings import autocasts
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache

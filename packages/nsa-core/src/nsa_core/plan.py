@@ -75,17 +75,18 @@ class Plan:
 
         Raises:
             InvalidInput: batch or seq_len is not given, or negative.
-            Unsupported: the backend does not state its workspace; nobody states that of a decode form.
+            Unsupported: the backend does not state its workspace.
             NSAError: the backend's function failed or returned no size.
         """
         wrong = [f"{n} must be >= 0, got {getattr(request, n)}" for n in ("batch", "seq_len") if _bad_size(request, n)]
         if wrong:
             raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
-        name, path = self.choices[request.slot].backend, self._slots[request.slot].workspace
-        if request.phase == "decode" and request.slot != "combine":
-            raise Unsupported(f"the workspace of a decode form is not stated: backend {name!r}, slot {request.slot!r}")
+        name, spec = self.choices[request.slot].backend, self._slots[request.slot]
+        step = request.phase == "decode" and request.slot != "combine"
+        path = spec.decode_workspace if step else spec.workspace
         if path is None:
-            raise Unsupported(f"backend {name!r} does not state the workspace of {request.slot!r}")
+            what = f"the decode form of {request.slot!r}" if step else f"{request.slot!r}"
+            raise Unsupported(f"backend {name!r} does not state the workspace of {what}")
         try:
             size = import_named(path)(request)
         except NSAError:

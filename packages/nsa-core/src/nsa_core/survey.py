@@ -33,6 +33,7 @@ class Candidate:
     version: str
     status: str  # the backend's: ready, unavailable, incompatible, broken, disabled
     reasons: tuple[Reason, ...]
+    rank: int | None = None  # for this request, where it accepts and the backend ranks requests itself
 
     @property
     def accepted(self) -> bool:
@@ -112,7 +113,8 @@ def survey(
             reasons = _reasons(entry, request, given_up)
             given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
             rank, reasons = _rank(entry, request, reasons)
-            candidate = Candidate(entry.name, entry.version, entry.status, reasons)
+            own = rank if not reasons and entry.spec is not None and entry.spec.rank is not None else None
+            candidate = Candidate(entry.name, entry.version, entry.status, reasons, own)
             candidates[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
     said = _tune(ranked, requests, device)
