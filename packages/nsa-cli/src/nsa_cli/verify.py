@@ -190,13 +190,11 @@ def _run(
     from nsa_core.verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
-    torch.set_num_threads(1 if on_cpu else min(4, torch.get_num_threads()))
     device = _where(device)
+    torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     subjects = [Subject(named, device, output.find_backends()) for named in combinations]
     interpreted = device == "cpu" and interpreter.interpreted()
-    if interpreted:
-        preset, text = "interpreter", ("none", b"")
+    preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
     seconds = [0.0] * len(subjects)

@@ -85,8 +85,8 @@ class Plan:
         step = request.phase == "decode" and request.slot != "combine"
         path = spec.decode_workspace if step else spec.workspace
         if path is None:
-            what = f"the decode form of {request.slot!r}" if step else f"{request.slot!r}"
-            raise Unsupported(f"backend {name!r} does not state the workspace of {what}")
+            form = "the decode form of " if step else ""
+            raise Unsupported(f"backend {name!r} does not state the workspace of {form}{request.slot!r}")
         try:
             size = import_named(path)(request)
         except NSAError:
@@ -154,8 +154,7 @@ def describe_request(request: Request) -> str:
     )
     device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
     said = {"gradients": request.needs_grad, "deterministic": request.deterministic, "packed": request.varlen}
-    flags = [word for word, yes in said.items() if yes]
-    flags += [f"pages of {request.page_size} tokens"] if request.page_size else []
+    flags = [word for word, yes in (said | {f"pages of {request.page_size} tokens": request.page_size}).items() if yes]
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
 
 
