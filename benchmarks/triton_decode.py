@@ -234,19 +234,24 @@ def line(ms: float, count: int) -> str:
     return f"{ms:.4f} ms {count / ms / 1e9:.2f} TB/s {count / FLOOR / ms * 1e3:.0%} of the floor"
 
 
-def check(device: str, dtypes: tuple[torch.dtype, ...], steps: Any = None) -> bool:
-    """Every form against the oracle on the quick steps; prints what is wrong."""
-    subject, fine = Subject(dict.fromkeys(SLOTS, "triton"), device), True
-    for step in quick_steps() if steps is None else steps:
-        for dtype in dtypes:
-            try:
-                found: list[Finding] = [*decode_parity(subject, step, dtype), *step_parity(subject, step, dtype)]
-                found += append_parity(subject, step, dtype, rope=True, rotate_raw=False, raw_ring=8)
-                bad = [f"{f.slot} {f.case} {f.quantity} {f.detail}" for f in found if f.ok is False]
-            except Exception as error:  # noqa: BLE001
-                bad = [f"{type(error).__name__}: {str(error)[:300]}"]
-            fine = fine and not bad
-            print(f"{step.case.name} {str(dtype)[6:]}: {'ok' if not bad else bad[:3]}", flush=True)
+def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
+    """What is wrong with every form on quick step number ``job[1]``."""
+    device, number, dtype = job
+    subject, step = Subject(dict.fromkeys(SLOTS, "triton"), device), quick_steps()[number]
+    try:
+        found: list[Finding] = [*decode_parity(subject, step, dtype), *step_parity(subject, step, dtype)]
+        found += append_parity(subject, step, dtype, rope=True, rotate_raw=False, raw_ring=8)
+        return [f"{f.slot} {f.case} {f.quantity} {f.detail}" for f in found if f.ok is False]
+    except Exception as error:  # noqa: BLE001  the other steps still tell something
+        return [f"{type(error).__name__}: {str(error)[:300]}"]
+
+
+def check(jobs: list[tuple[str, int, torch.dtype]], each: Callable[..., Any] = map) -> bool:
+    """Every form against the oracle on quick steps; prints what is wrong. ``each``: a pool's map."""
+    fine = True
+    for (_, number, dtype), bad in zip(jobs, each(judge, jobs)):
+        fine = fine and not bad
+        print(f"{quick_steps()[number].case.name} {str(dtype)[6:]}: {bad[:3] or 'ok'}", flush=True)
     return fine
 
 
@@ -257,14 +262,6 @@ def compile_one(job: tuple[Shape, tuple[Change, Change]]) -> None:
     data = make(small, "cuda", torch.bfloat16)
     data.step(settings_of(shape, change, torch.bfloat16))
     data.append()
-
-
-def precompile(jobs: list[tuple[Shape, tuple[Change, Change]]]) -> None:
-    """In processes, as one takes some seconds. Failures show again when measured."""
-    began, context = time.perf_counter(), multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(12, mp_context=context) as pool:
-        list(concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs]))
-    print(f"{len(jobs)} configurations compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def main() -> int:
@@ -280,11 +277,16 @@ def main() -> int:
     shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
     changes = CHANGES[:1] if given.quick else [CHANGES[int(i)] for i in given.changes.split(",")]
     kinds = {dataclasses.replace(shape, batch=1, length=0): shape for shape in shapes}.values()
-    precompile([(shape, change) for shape in kinds for change in changes])
-    fine = given.skip_check or check("cuda", (torch.bfloat16, torch.float16, torch.float32))
+    began = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
+        compiled = [pool.submit(compile_one, (shape, change)) for shape in kinds for change in changes]
+        dtypes = (torch.bfloat16, torch.float32)
+        jobs = [("cuda", number, dtype) for number in range(len(quick_steps())) for dtype in dtypes]
+        fine = check([] if given.skip_check else jobs, pool.map)
+        concurrent.futures.wait(compiled)  # what failed shows again when measured
+    print(f"compiled and judged in {time.perf_counter() - began:.0f} s", flush=True)
     results = []
     for shape in shapes:
-        # Only what divides work differently is worth a turn where the other shapes have already told the tiles.
         results += measure(shape, changes, given.parts, torch.bfloat16)
         torch.cuda.empty_cache()
     if given.json is not None:

@@ -16,7 +16,7 @@ from nsa_core.verify.decode import Step, StepData, step_data
 Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-SMALL, ODD = (4, 2, 16, 3, 18), (8, 8, 24, 3, 5)  # l, d, l', n, w
+SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (4, 2, 8, 4, 9)  # l, d, l', n, w
 
 
 def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: tuple[int, ...], heads: int = 2,
@@ -27,7 +27,9 @@ def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: t
 
 STEPS = {
     "ragged": _step("ragged", SMALL, (67, 1, 0, 22), (1, 1, 0, 1), heads=6, groups=2, init_blocks=0, local_blocks=1),
-    "odd": _step("odd", ODD, (70, 9), (1, 1), heads=17, page=48),
+    "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
+    "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=1),
+    "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
     "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
 }
 
@@ -50,7 +52,8 @@ def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outp
 def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """The choice given an lse, by the last program and by a launch of its own."""
     q, k = apart(data.q), apart(data.stores["k_cmp"])
-    lse = torch.linspace(1, 3, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).view(q.shape[0], q.shape[2], -1)
+    numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
+    lse = numbers.view(q.shape[0], q.shape[2], -1)
     settings = dict(configs.pick("decode_span", 0)) | {"TAIL": 0}
     return {
         "tail": decode.select(q, k, lse, call=data.call),
@@ -96,6 +99,8 @@ PROBLEMS: tuple[tuple[Form, str, int], ...] = (
     (append, "three tokens", 3),
     (plain_append, "ragged", 3),
     (choice, "ragged", 3),
+    (choice, "many blocks", 1000),
+    (choice, "two of many", 3),
     (choice, "odd", 1000),
     (strays, "three tokens", 1000),
     (alone, "odd", 1000),

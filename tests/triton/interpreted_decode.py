@@ -79,6 +79,15 @@ def test_every_tile_a_split_of_its_own(name):
     assert not [f for f in findings if not f.ok]
 
 
+@pytest.mark.parametrize("scale", [-0.5, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_any_finite_scale(scale):
+    config = dataclasses.replace(ONE.case.config, scale=scale)
+    step = dataclasses.replace(ONE, case=dataclasses.replace(ONE.case, config=config))
+    with strict():
+        findings = [*decode_parity(SUBJECT, step, FP64), *step_parity(SUBJECT, step, FP64)]
+    assert not [f for f in findings if not f.ok]
+
+
 def test_the_order_of_programs_changes_no_bit():
     """Whoever comes last merges; splits are added in their own order."""
     data, runs = step_data(SHORT, FP32), []
@@ -224,7 +233,7 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
     monkeypatch.setitem(sys.modules, "triton_decode", bench)
     spec.loader.exec_module(bench)
     with strict():
-        assert bench.check("cpu", (FP32,), [dataclasses.replace(ONE, lengths=(40,))])
+        assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])
         shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
         times = dict.fromkeys(("graph_ms", "eager_ms"), lambda run: (run(), 2e-3)[1])
         make = bench.make

@@ -61,7 +61,10 @@ def _keep(
          BLOCK_DV, False)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "raw_ring", "page_rows", "win_ring", "pages", "positions", "table_row"])
+@triton.jit(
+    do_not_specialize=["rows", "raw_ring", "page_rows", "win_ring", "pages", "positions", "table_row"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE"],
+)
 def decode_append(
     Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN, RAW_K, RAW_V, SEL_K, SEL_V, WIN_K, WIN_V, OUT, COS, SIN, STARTS,
     LENGTHS, TABLE,

@@ -89,7 +89,10 @@ def choose(
                   N, SLOTS, INIT, LOCAL, SELECT, 1, CHUNKS, LANES)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "rows", "max_len", "score_row", "pair_row", "lse_head"])
+@triton.jit(
+    do_not_specialize=["first", "rows", "max_len", "score_row", "pair_row", "lse_head"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "OUT", "LSE"],
+)
 def decode_choose(
     SCORES, LSE, PAIRS, PLACES, OUT, STARTS, LENGTHS, lse_seq: tl.int64, lse_head, out_seq: tl.int64,
     first, rows, max_len, score_row, pair_row,

@@ -17,7 +17,10 @@ from nsa_backend_triton.decode_walk import SEL, hand_in, tokens_of, walk
 from nsa_backend_triton.tile import finish
 
 
-@triton.jit(do_not_specialize=["first", "rows", "max_len", "splits", "lse_head", "page_rows", "table_row"])
+@triton.jit(
+    do_not_specialize=["first", "rows", "max_len", "splits", "lse_head", "page_rows", "table_row"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE", "CHOSEN", "LSE"],
+)
 def decode_sel(
     Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS, STARTS, LENGTHS, TABLE,
     q_seq: tl.int64, q_row, q_head, g_seq: tl.int64, g_row, g_head, k_page: tl.int64, k_row, k_head, v_page: tl.int64,

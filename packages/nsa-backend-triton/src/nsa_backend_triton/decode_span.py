@@ -90,7 +90,8 @@ def _program(
     do_not_specialize=[
         "first", "rows", "max_len", "splits", "win_splits", "cmp_programs", "score_row", "pair_row", "lse_head",
         "page_rows", "ring", "table_row",
-    ]
+    ],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE", "BLOCKS", "LSE", "LSE_WIN"],
 )  # fmt: skip
 def decode_span(
     Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SCORES, STATS, PARTS, COUNTERS, PAIRS, PLACES, BLOCKS, STARTS,
