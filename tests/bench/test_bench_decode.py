@@ -179,6 +179,11 @@ def test_spread_of_five_repeats():
     )
 
 
+def test_a_shape_class_is_judged_once():
+    made = run("sdpa", cells=[Cell(SHAPE, 1, 40), Cell(SHAPE, 1, 90), Cell(SHAPE, 1, 40, 32)], time_limit_s=0.0)
+    assert [gate.case.split("page ")[1] for gate in made.gates] == ["none", "32"]
+
+
 def test_no_time_leaves_reasons():
     made = run("sdpa", time_limit_s=0.0)
     assert {m.reason for m in made.measurements} == {"not measured: the time limit was reached"}

@@ -95,6 +95,7 @@ class DecodeBench:
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
         self._gates: list[Gate] = []
+        self._judged: set[tuple[Any, ...]] = set()
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
         self._combos: dict[str, dict[str, str]] = {}
@@ -144,11 +145,11 @@ class DecodeBench:
 
     def _judge(self, combo: Combo, config: NSAConfig, cell: Cell, dtype: torch.dtype) -> None:
         """The combination's gate, once for a shape class and page size."""
-        subject = Subject(combo.backends, self.settings.device, self.registry)
-        gate = decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed)
-        same = (gate.combo, gate.shape, gate.dtype, gate.case)
-        if same not in [(g.combo, g.shape, g.dtype, g.case) for g in self._gates]:
-            self._gates.append(gate)
+        key = (combo.name, cell.shape, cell.page_size, dtype)
+        if key not in self._judged:
+            self._judged.add(key)
+            subject = Subject(combo.backends, self.settings.device, self.registry)
+            self._gates.append(decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed))
 
     def _cell(self, cell: Cell, dtype_name: str, plans: dict[str, Plan], peaks: Peaks) -> None:
         s, dtype = self.settings, getattr(torch, dtype_name)
