@@ -94,3 +94,16 @@ def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         m = oracle.attention(p.q, p.k, v, p.gates, config, k_cmp=p.k_cmp, v_cmp=p.v_cmp.abs())
         weight = state["out.weight"].double()
         return o.flatten(-2) @ weight.T, m.flatten(-2) @ weight.abs().T
+
+
+def content(cache: NSACache) -> list[torch.Tensor]:
+    """A copy of all that a cache holds."""
+    return [t.clone() for t in (*cache.stores.tensors(), cache.lengths)]
+
+
+def assert_unchanged(cache: NSACache, kept: list[torch.Tensor]) -> None:
+    """The same bits as :func:`content` gave, but for the rows that nobody reads."""
+    for now, before in zip(content(cache), kept):
+        rows = len(now) - (now.dim() > 1)
+        torch.testing.assert_close(now[:rows], before[:rows], rtol=0, atol=0, equal_nan=True)
+    assert cache.host_lengths() == kept[-1].tolist()

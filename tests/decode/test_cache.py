@@ -48,12 +48,13 @@ def test_options(option):
     assert_equal(torch.cat([attn(part, cache=cache) for part in parts], 1), *truth(attn, x))
 
 
-def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem):
+@pytest.mark.parametrize("max_step", [3, 64])
+def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem, max_step):
     """Right-padded rows: the first new[b] of each sequence are its next tokens, NaN in the others harms nobody."""
     attn, x, (golden, magnitude) = problem
     many = torch.cat([x, x], 0)[:3]
     golden, magnitude = (torch.cat([t, t], 0)[:3] for t in (golden, magnitude))
-    cache, have = poisoned_cache(attn, 3, LENGTH, page_size=16), [0, 0, 0]
+    cache, have = poisoned_cache(attn, 3, LENGTH, page_size=16, max_step=max_step), [0, 0, 0]
     for new in ([9, 30, 0], [1, 1, 1], [0, 3, 2], [5, 0, 25], [0, 0, 0], [0, 4, 0], [30, 1, 7]):
         rows = torch.full((3, max(1, *new), x.shape[-1]), torch.nan, dtype=torch.float64)
         for b, n in enumerate(new):
@@ -77,6 +78,17 @@ def test_new_in_every_form(problem):
         outs.append(attn(x[:, 20:23], cache=cache, new=new))
         assert cache.lengths.tolist() == [23, 21]
     assert all(torch.equal(y, outs[0]) for y in outs)
+
+
+def test_more_padding_than_a_cache_holds(problem):
+    attn, x, golden = problem
+    cache = poisoned_cache(attn, 2, LENGTH, max_step=4)
+    wide = torch.full((2, 3 * LENGTH, x.shape[-1]), torch.nan, dtype=x.dtype)
+    wide[:, :LENGTH] = x
+    y = attn(wide, cache=cache, new=[LENGTH, LENGTH])
+    assert y.shape == wide.shape
+    assert_equal(y[:, :LENGTH], *golden)
+    assert (y[:, LENGTH:] == 0).all()
 
 
 def test_a_full_new_is_none(problem):

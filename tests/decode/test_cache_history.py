@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from caches import assert_equal, layer_of, one_by_one, poisoned_cache, tokens, whole
+from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
 from nsa_core import InvalidInput
 
 ROOM = 70
@@ -103,6 +103,17 @@ def test_reorder(attn, page_size):
         assert_equal(one_by_one(attn, more, cache), golden[:, length:])
 
 
+def test_what_can_be_cropped_moves_along(attn):
+    cache = new_cache(attn, None)
+    attn(tokens(attn, 2, 40), cache=cache, new=[40, 20])
+    cache.crop([33, 20])
+    cache.reorder([1, 0])
+    assert cache.host_lengths() == [20, 33]
+    with pytest.raises(InvalidInput, match="sequence 1 has had 40 tokens and 30 would be 10 fewer"):
+        cache.crop([20, 30])
+    cache.crop([11, 31])
+
+
 @PAGES
 @pytest.mark.parametrize("length", [5, 16, 20, 32, 36])
 def test_a_prefix_shared_by_all(attn, length, page_size):
@@ -142,6 +153,19 @@ def test_a_snapshot_holds_its_pages_until_nobody_wants_it(attn):
     assert cache.pages.free == 10
 
 
+def test_the_last_holder_of_a_shared_page_keeps_it(attn):
+    cache = new_cache(attn, 16, num_pages=2)
+    x = tokens(attn, 2, 12)
+    attn(x[:, :5], cache=cache, new=[5, 0])
+    prefix = cache.snapshot(0)
+    cache.load(prefix, 1)
+    prefix.release()
+    assert cache.pages.free == 1
+    y = one_by_one(attn, x[:, 5:], cache)
+    assert cache.pages.free == 0
+    assert_equal(y, whole(attn, torch.cat([x[:1, :5].expand(2, -1, -1), x[:, 5:]], 1))[:, 5:])
+
+
 def test_snapshots_are_their_caches(attn):
     first, second = new_cache(attn, 16), new_cache(attn, 16)
     attn(tokens(attn, 2, 4), cache=first)
@@ -155,13 +179,11 @@ def test_pages_are_taken_as_sequences_grow_and_run_out(attn):
     attn(x[:, :15], cache=cache)
     assert cache.pages.free == 1
     attn(x[:, 15:16], cache=cache)
-    kept = [store.clone() for store in cache.stores.tensors()]
+    kept = content(cache)
     said = "out of pages: sequences 0, 1 need 2 more of 16 tokens, 1 of 3 are free"
     with pytest.raises(InvalidInput, match=said):
         attn(x[:, 16:17], cache=cache)
-    assert cache.host_lengths() == cache.lengths.tolist() == [16, 16]
-    for store, before in zip(cache.stores.tensors(), kept):
-        torch.testing.assert_close(store, before, rtol=0, atol=0, equal_nan=True)
+    assert_unchanged(cache, kept)
     y = attn(x[:, 16:17], cache=cache, new=[0, 1])
     assert_equal(y[1:], whole(attn, x[1:])[:, 16:17])
     cache.reset(1)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.tile import LOG2E, place
+from nsa_backend_triton.tile import LOG2E, owner, place
 
 
 @triton.jit
@@ -53,19 +53,12 @@ def sel_chunk(OFFSETS, item, n_buckets, CHUNK: tl.constexpr):
 
     A bucket's pairs are cut into as many even parts as CHUNK demands; an item past them is empty.
     """
-    low = 0
-    high = n_buckets
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(OFFSETS + middle) // CHUNK + middle <= item:
-            low = middle
-        else:
-            high = middle
-    first = tl.load(OFFSETS + low)
-    end = tl.load(OFFSETS + low + 1)
+    bucket = owner(OFFSETS, n_buckets, item, CHUNK)
+    first = tl.load(OFFSETS + bucket)
+    end = tl.load(OFFSETS + bucket + 1)
     part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, CHUNK), 1))
-    begin = first + (item - (first // CHUNK + low)) * part
-    return low, tl.minimum(begin, end), tl.minimum(begin + part, end)
+    begin = first + (item - (first // CHUNK + bucket)) * part
+    return bucket, tl.minimum(begin, end), tl.minimum(begin + part, end)
 
 
 @triton.jit

@@ -101,14 +101,14 @@ def sel_union_kernel(
     _, until = tl.associative_scan((block, bits), 0, _join)
     _, since = tl.associative_scan((block, bits), 0, _join, reverse=True)
     members = until | since
-    chosen_by = members
+    chosen_by = members.to(tl.uint32, bitcast=True)  # 32 tokens' bits: pairs of them added overflow an int32
     chosen_by = (chosen_by & 0x55555555) + ((chosen_by >> 1) & 0x55555555)
     chosen_by = (chosen_by & 0x33333333) + ((chosen_by >> 2) & 0x33333333)
     chosen_by = (chosen_by & 0x0F0F0F0F) + ((chosen_by >> 4) & 0x0F0F0F0F)
     chosen_by = (chosen_by & 0x00FF00FF) + ((chosen_by >> 8) & 0x00FF00FF)
     chosen_by = (chosen_by & 0x0000FFFF) + ((chosen_by >> 16) & 0x0000FFFF)
     valid = block < NONE
-    shared = valid & (chosen_by >= least)
+    shared = valid & (chosen_by.to(tl.int32) >= least)
     entry = (shared & (until == members)).to(tl.int32)
     count = tl.sum(entry, 0)
     into = ENTRIES + program.to(tl.int64) * (2 * T * N) + count - tl.cumsum(entry, 0)

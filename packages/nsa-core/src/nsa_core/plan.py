@@ -100,10 +100,10 @@ class Plan:
 
     def warmup(self, device: str | torch.device | None = None) -> None:
         """Compile what a first step would, by running every slot on a few tokens; forward, and backward if planned.
-        A plan for decode runs its decode and fused forms on a small cache, for steps of one token.
 
-        ``device``: one of the plan's kind, by default the current one. Kernels of our own are one binary for every
-        length, so nothing is left to compile at the first real step.
+        A plan for decode runs its decode and fused forms for a token, on a small cache; a cache's own longest step is
+        cache.reserve_workspace()'s. ``device``: one of the plan's kind, by default the current one. Kernels of our own
+        are one binary for every length, so nothing is left to compile at the first real step.
 
         Raises:
             InvalidInput: ``device`` is of another kind than the plan's.

@@ -25,6 +25,8 @@ class Arrival(NamedTuple):
 
     def piece(self, first: int, size: int) -> Arrival:
         """Rows ``first`` .. ``first + size - 1``."""
+        if size >= self.rows:
+            return self
         rows = min(size, self.rows - first)
         counts = None if self.counts is None else [min(max(n - first, 0), rows) for n in self.counts]
         return Arrival(rows, counts, None if self.new is None else (self.new - first).clamp(0, rows), self.exact)

@@ -51,12 +51,12 @@ def _fill(
     stores, geometry, table = cache.stores, cache.config.geometry, cache.table.entries[sequences]
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = stores.count[:total].expand(len(sequences), -1)
-    stores.sel.write(stores.sel.in_pages(positions, table, positions < ends if ragged else None), *pairs[1])
+    stores.sel.write(stores.sel.in_pages(positions, table, positions >= ends if ragged else None), *pairs[1])
     blocks = stores.count[:n_c].expand(len(sequences), -1)
-    owned = blocks * geometry.compress_stride + geometry.compress_block_size <= ends
-    stores.cmp.write(stores.cmp.in_pages(blocks, table, owned if ragged else None), *compressed)
+    unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
+    stores.cmp.write(stores.cmp.in_pages(blocks, table, unfinished if ragged else None), *compressed)
     every = torch.arange(len(sequences), device=cache.device)[:, None]
     for ring, (k, v) in ((stores.raw, pairs[0]), (stores.win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + stores.count[: min(ring.rows, total)]
         at = newest.clamp(max=total - 1)
-        ring.write(ring.in_ring(newest, sequences, newest < ends), k[every, at], v[every, at])
+        ring.write(ring.in_ring(newest, newest >= ends, sequences), k[every, at], v[every, at])

@@ -68,7 +68,7 @@ class NSACache:
         with torch.inference_mode(False):  # a cache may outlive the mode that it is made in
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
-            self.stores = Stores(self.config, batch, pages, rings, max_len + self.max_step, self.dtype, device)
+            self.stores = Stores(self.config, batch, pages, rings, max_len, self.max_step, self.dtype, device)
             self.lengths, self.starts = torch.zeros((2, batch), dtype=torch.int32, device=device).unbind()
             self.overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
         self.bounds = [0] * batch  # what the host knows of the lengths: they are at most this,

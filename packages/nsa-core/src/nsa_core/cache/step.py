@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from nsa_core.cache.arrival import Arrival, New, arrival_of
 from nsa_core.cache.prefill import prefill
@@ -49,19 +50,28 @@ def step(
     _refuse(attn, x, cache, capturing)
     arrival = arrival_of(cache, x.shape[1], new, capturing)
     with torch.no_grad():
-        if arrival.rows == 0:
+        # Padding behind the longest costs nothing, where the host knows it.
+        rows = arrival.rows if arrival.counts is None else max(arrival.counts)
+        if rows == 0:
             return x.new_zeros(x.shape, dtype=cache.dtype)
         if arrival.counts is None:
             cache.captured = True
             return _piece(attn, x, cache, arrival, plan)
         cache.admit(arrival.counts)
-        if arrival.rows > 1 and any(arrival.counts) and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
-            return prefill(attn, x, cache, arrival, plan)
-        pieces = [
-            _piece(attn, x[:, i : i + cache.max_step], cache, arrival.piece(i, cache.max_step), plan)
-            for i in range(0, arrival.rows, cache.max_step)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        y = _run(attn, x[:, :rows], cache, arrival.piece(0, rows), plan)
+        return y if rows == arrival.rows else F.pad(y, (0, 0, 0, arrival.rows - rows))
+
+
+def _run(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
+    """A step that was admitted."""
+    assert arrival.counts is not None
+    if arrival.rows > 1 and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
+        return prefill(attn, x, cache, arrival, plan)
+    pieces = [
+        _piece(attn, x[:, i : i + cache.max_step], cache, arrival.piece(i, cache.max_step), plan)
+        for i in range(0, arrival.rows, cache.max_step)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -103,19 +113,16 @@ def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival
     known = cache.bounds
     with cache.unless_done() as undo:
         call = cache.advance(arrival.rows, arrival.counts, arrival.new, arrival.exact)
-        positions = valid = None
-        if arrival.new is not None or arrival.counts is None:
-            positions = _positions(cache, arrival.rows)
-            valid = positions < call.lengths[:, None]
+        positions, absent = _places(cache, arrival, "append" not in plan.fused)
         if arrival.new is not None:
-            assert valid is not None
-            x = x.masked_fill(~valid[..., None], 0)
+            assert absent is not None
+            x = x.masked_fill(absent[..., None], 0)
         q, k, v = attn.heads(x)
         gates, pairs = attn.gate(x), (_three(k), _three(v))
         if "append" in plan.fused:
             q = _fused_append(plan, cache, q, pairs, call)
         else:
-            q = _append(cache, q, pairs, call, positions, valid)
+            q = _append(cache, q, pairs, call, positions, absent)
         if arrival.counts is None or not cache.exact or _completes(cache, known):
             _compress(attn, cache, call, arrival.rows)
         o = _attend(plan, cache, q, gates, call)
@@ -135,14 +142,18 @@ def _plan_of(attn: NSAttention, cache: NSACache, plan: Plan | None, capturing: b
     return plan
 
 
-def _positions(cache: NSACache, rows: int) -> torch.Tensor:
-    """int64 [B, m], of the step's rows; padding has positions too."""
-    return cache.starts.long()[:, None] + cache.stores.count[:rows]
+def _places(cache: NSACache, arrival: Arrival, wanted: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Positions int64 [B, m] of the step's rows, and which are no tokens; None: nobody asks, and all are."""
+    some = arrival.new is not None
+    if not (some or wanted):
+        return None, None
+    positions = cache.starts[:, None] + cache.stores.count[: arrival.rows]
+    return positions, positions >= cache.lengths[:, None] if some or arrival.counts is None else None
 
 
 def _completes(cache: NSACache, before: Sequence[int]) -> bool:
-    count = cache.config.geometry.num_compressed
-    return any(count(n) > count(old) for n, old in zip(cache.bounds, before))
+    size, stride = cache.config.compress_block_size, cache.config.compress_stride
+    return any(n >= size and (n - size) // stride > (old - size) // stride for n, old in zip(cache.bounds, before))
 
 
 def _three(parts: list[torch.Tensor]) -> Three:
@@ -167,22 +178,21 @@ def _append(
     q: torch.Tensor,  # [B, m, Hq, Dk]
     pairs: tuple[Three, Three],  # keys and values of (cmp, sel, win), [B, m, G, D]
     call: DecodeCall,
-    positions: torch.Tensor | None,  # int64 [B, m]; None: not made yet
-    valid: torch.Tensor | None,  # bool [B, m]; None: all
+    positions: torch.Tensor | None,  # int64 [B, m]
+    absent: torch.Tensor | None,  # bool [B, m], which rows are no tokens; None: none
 ) -> torch.Tensor:
     """q, rotated; keys, rotated, and values are in the stores."""
     (k_raw, k_sel, k_win), values = pairs
-    positions = _positions(cache, q.shape[1]) if positions is None else positions
+    assert positions is not None  # _places makes them where no fused form does it all
     stores, rope = cache.stores, cache.stores.rope
     if rope is not None:
         table = RopeTable(rope.cos[positions], rope.sin[positions])
         rows = [q, k_sel, k_win, *([k_raw] if cache.config.rope_before_compress else [])]
         q, k_sel, k_win, *rest = rotate(torch.cat(rows, -2), table).split([x.shape[-2] for x in rows], -2)
         k_raw = rest[0] if rest else k_raw
-    sequences = stores.count[: cache.batch]
-    stores.sel.write(stores.sel.in_pages(positions, call.block_table, valid), k_sel, values[1])
-    stores.raw.write(stores.raw.in_ring(positions, sequences, valid), k_raw, values[0])
-    stores.win.write(stores.win.in_ring(positions, sequences, valid), k_win, values[2])
+    stores.sel.write(stores.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
+    stores.raw.write(stores.raw.in_ring(positions, absent), k_raw, values[0])
+    stores.win.write(stores.win.in_ring(positions, absent), k_win, values[2])
     return q
 
 
@@ -190,17 +200,17 @@ def _compress(attn: NSAttention, cache: NSACache, call: DecodeCall, rows: int) -
     """Compressed tokens of the blocks that this step may complete, by the layer's phi; ceil(m / d) of each sequence."""
     geometry, stores = call.geometry, cache.stores
     size, stride = geometry.compress_block_size, geometry.compress_stride
-    blocks = -(-rows // stride)
-    first = ((call.starts.long() - size).div(stride, rounding_mode="floor") + 1).clamp(min=0)[:, None]
-    tokens = first * stride + stores.count[: size + (blocks - 1) * stride]
-    k, v = stores.raw.read(stores.raw.in_ring(tokens, stores.count[: cache.batch], None))
+    number = -(-rows // stride)
+    block = stores.compressed.index_select(0, call.starts)[:, None]
+    if number > 1:
+        block = block + stores.count[:number]
+    at = block * stride  # [B, number], first tokens
+    k, v = stores.raw.read(stores.raw.in_ring(at[:, :1] + stores.count[: size + (number - 1) * stride], None))
     k_cmp, v_cmp = attn.phi_k(k), attn.phi_v(v)
-    block = first + stores.count[:blocks]
     if stores.rope is not None and not cache.config.rope_before_compress:
-        at = block * stride
         k_cmp = rotate(k_cmp, RopeTable(stores.rope.cos[at], stores.rope.sin[at]))
-    valid = block * stride + size <= call.lengths[:, None]
-    stores.cmp.write(stores.cmp.in_pages(block, call.block_table, valid), k_cmp, v_cmp)
+    absent = at + size > call.lengths[:, None]
+    stores.cmp.write(stores.cmp.in_pages(block, call.block_table, absent), k_cmp, v_cmp)
 
 
 def _attend(plan: Plan, cache: NSACache, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall) -> torch.Tensor:

@@ -81,7 +81,8 @@ class BlockTable:
 
     def _follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
         """Tell the device."""
-        changed = torch.tensor(list(entries)).view(-1, 3).T.to(self._device, non_blocking=True)
-        if changed.numel():
-            self.entries[changed[0], changed[1]] = changed[2].to(torch.int32)
+        changes = list(entries)
+        if changes:
+            sequence, place, page = torch.tensor(changes).T.to(self._device, non_blocking=True)
+            self.entries[sequence, place] = page.to(torch.int32)
         self.device_room.copy_(torch.tensor(self.room, dtype=torch.int32), non_blocking=True)
