@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from nsa_backend_triton import configs, decode, decode_launch, workspace
+from nsa_backend_triton import configs, decode, decode_launch
 from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.dryrun import PeakBytes
 from nsa_core.ops import record_dispatch
 from nsa_core.verify.cases import SMALL, TINY, Case, config_of
 from nsa_core.verify.decode import ODD, Step, StepData, decode_parity, step_data
@@ -202,7 +203,7 @@ def test_the_dry_run_counts_what_a_run_makes(slot):
         "cmp": (q, s["k_cmp"], s["v_cmp"]), "select": (q, s["k_cmp"], lse), "sel": (q, s["k_sel"], s["v_sel"], blocks),
         "win": (q, s["k_win"], s["v_win"]),
     }[slot]  # fmt: skip
-    with strict(), workspace.Peak(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted:
+    with strict(), PeakBytes(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted:
         out = getattr(decode, slot)(*given, call=data.call)
         del out
     assert 0.9 * counted.peak <= plan.workspace_bytes(request) <= counted.peak
