@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +53,17 @@ def save(result: Result, path: Path, kind: str, force: bool) -> None:
 
 def render(result: Result, kind: str) -> bytes:
     """The figure: a row per shape, dtype and kind of inputs."""
+    return drawn(lambda: _figure(result), kind)
+
+
+def drawn(make: Callable[[], Any], kind: str) -> bytes:
+    """The figure that ``make`` returns, as png or svg."""
     need_matplotlib()
     import matplotlib as mpl
 
     style: Any = {"svg.hashsalt": "nsa", "svg.fonttype": "path", "font.size": 9, "axes.titlesize": 10}
     with mpl.rc_context(style):
-        figure = _figure(result)
+        figure = make()
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue() if kind == "svg" else _small(buffer)
