@@ -16,6 +16,7 @@ def _slot(
         decode=None if name == "combine" else f"{_HOME}.decode:{name}",
         evidence=evidence,
         workspace=f"{_HOME}.workspace:{name}",
+        decode_workspace=None if name == "combine" else f"{_HOME}.workspace:{name}",
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
     )

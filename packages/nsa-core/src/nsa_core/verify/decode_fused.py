@@ -1,85 +1,108 @@
-"""Fused decode forms: a step against the oracle's branches and gates, and an append against plain tensor code."""
+"""Fused decode forms (contract.FUSED): the step as a composition given its own blocks, append against plain writes."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from nsa_core import oracle
+from nsa_core.ops import stats_dtype
+from nsa_core.plan import Plan
 from nsa_core.rope import RopeTable, rope_table, rotate
-from nsa_core.verify.decode import Step, StepData, step_data
-from nsa_core.verify.judge import heads_first, judge
-from nsa_core.verify.parity import truths
+from nsa_core.verify import dense
+from nsa_core.verify.decode import Step, StepData, decode_plan, packed, step_data
+from nsa_core.verify.judge import Verdict, heads_first, judge
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
 
-_STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+
+def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """:func:`step_parity`, where the subject's backend has a fused step."""
+    plan = decode_plan(subject, step, dtype)
+    if "step" in plan.fused:
+        yield from step_parity(subject, step, dtype)
+    else:
+        yield _missing(plan, "step", step, dtype)
+
+
+def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """:func:`append_parity` with and without rotary, where the subject's backend has a fused append."""
+    plan = decode_plan(subject, step, dtype)
+    if "append" not in plan.fused:
+        yield _missing(plan, "append", step, dtype)
+        return
+    ring = step.case.config.compress_block_size + step.rows - 1
+    for rope, rotate_raw in ((False, False), (True, False), (True, True)):
+        yield from append_parity(subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False)
+
+
+def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
+    backends = {choice.backend for choice in plan.choices.values()}
+    why = f"{backends.pop()} has no fused {name}" if len(backends) == 1 else "the slots are of several backends"
+    return Finding(f"decode fused {name}", "", step.case.name, name_of(dtype), name, None, detail=why)
 
 
 def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The fused step's o equals gates and oracle branches over its own blocks; its blocks are a right choice.
+    """The blocks are a right choice, and o is the gated sum of the branches over these blocks; padding is empty.
 
     Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused step may round less.
     """
-    data, config = step_data(step, dtype, subject.device), step.case.config
-    plan = subject.plan(config, dtype, needs_grad=False, phase="decode", page_size=step.page_size)
-    stores = (data.stores[name] for name in _STORES)
-    o, blocks = plan.fused["step"](data.q, data.gates, *stores, call=data.call)
-    geometry, scale = config.geometry, config.softmax_scale
-    for b, (length, new) in enumerate(zip(step.lengths, step.new)):
-        case = dataclasses.replace(step.case, name=f"{step.case.name}, sequence {b}")
-        for what, tail, empty in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
-            want = torch.full_like(tail, empty)
-            yield same_bits("decode", "step", case, dtype, f"{what} of padding", tail, want)
-        if not new:
-            continue
-        rows = list(range(length - new, length))
-        w = {name: x[b : b + 1, :length].cpu() for name, x in data.whole.items() if not name.endswith("_cmp")}
-        n_c = geometry.num_compressed(length)
-        w |= {name: data.whole[name][b : b + 1, :n_c].cpu() for name in ("k_cmp", "v_cmp")}
-        chosen = torch.full((1, length, *blocks.shape[2:]), -1, dtype=torch.int32)
-        chosen[0, rows] = blocks[b, :new].cpu()
-        golden, rounded, magnitude, lse = _composed(w, chosen, step, dtype, torch.tensor(rows))
-        found = heads_first(o[b : b + 1, :new].cpu())
-        whole = judge(found, heads_first(golden), heads_first(rounded), heads_first(magnitude), dtype)
-        yield from judged("decode", "step", case, dtype, {"o": whole})
-        verdict = judge_selection(w["q"], w["k_cmp"], lse, chosen, geometry, scale, rows=rows)
-        said = verdict.why or f"regret {verdict.regret:.2g}"
-        flags = ("decode", "step", case.name, name_of(dtype), "blocks", verdict.ok, verdict.regret / 8)
-        yield Finding(*flags, detail=said)
+    plan = decode_plan(subject, step, dtype)
+    data = step_data(step, dtype, subject.device)
+    s = data.stores
+    names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+    o, blocks = plan.fused["step"](data.q, data.gates, *(s[name] for name in names), call=data.call)
+    for b, new in enumerate(step.new):
+        for name, tail, value in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
+            if new < step.rows:
+                want = torch.full_like(tail, value)
+                yield same_bits("decode fused step", "", step.case, dtype, f"{name} of padding", tail, want)
+    yield from _judge_composed(step, dtype, data, o, blocks)
 
 
-def _composed(
-    w: Mapping[str, torch.Tensor], blocks: torch.Tensor, step: Step, dtype: torch.dtype, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Golden, rounded and magnitude of the gated sum, [1, rows, Hq, Dv], and the golden lse of cmp [1, Hq, S]."""
-    geometry, scale, gates = step.case.config.geometry, step.case.config.softmax_scale, w["gates"][:, rows].double()
-    inputs = {
-        "cmp": [w["q"], w["k_cmp"], w["v_cmp"]],
-        "sel": [w["q"], w["k_sel"], w["v_sel"], blocks],
-        "win": [w["q"], w["k_win"], w["v_win"]],
-    }
-    sums, lse = [], None
-    for index, (slot, tensors) in enumerate(inputs.items()):
-        made = truths(slot, [*tensors, geometry, scale], {"do": None, "cu_seqlens": None, "rows": rows}, dtype)
-        if slot == "cmp":
-            lse = made[0].lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        gate = gates[..., index, None]
-        parts = [x.o[:, rows].double() for x in made]
-        sums.append([gate * parts[0], gate * parts[1], gate.abs() * parts[2]])
-    golden, rounded, magnitude = (sum(branch[1:], branch[0]) for branch in zip(*sums))
-    assert lse is not None
-    return golden, rounded.to(dtype), magnitude, lse
+def _judge_composed(
+    step: Step, dtype: torch.dtype, data: StepData, o: torch.Tensor, blocks: torch.Tensor
+) -> Iterator[Finding]:
+    """o [B, m, Hq, Dv] and blocks [B, m, G, n]."""
+    p, where = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
+    w, chosen = p.whole, p.placed(blocks)
+    at: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
+    of_cmp = (w["q"], w["k_cmp"], w["v_cmp"], *where)
+    of_sel = (w["q"], w["k_sel"], w["v_sel"], chosen, *where)
+    of_win = (w["q"], w["k_win"], w["v_win"], *where)
+    truth = oracle.cmp(*of_cmp, **at)
+    assert truth.lse is not None  # cmp has one
+    picked = judge_selection(w["q"], w["k_cmp"], truth.lse.to(stats_dtype(dtype)), chosen, *where, **at)
+    common = ("decode fused step", "", step.case.name, name_of(dtype), "blocks", picked.ok, picked.regret / 8)
+    said = picked.why + p.said(picked.where[:1]) if picked.why else f"regret {picked.regret:.2g}"
+    yield Finding(*common, detail=said)
+    golden = oracle.combine(w["gates"], truth.o, oracle.sel(*of_sel, **at).o, oracle.win(*of_win, **at).o).o
+
+    def again(arithmetic: dense.Arithmetic) -> torch.Tensor:
+        how: dict[str, Any] = {**at, "arithmetic": arithmetic, "dtype": dtype}
+        branches = (dense.cmp(*of_cmp, **how), dense.sel(*of_sel, **how), dense.win(*of_win, **how))
+        return dense.combine(w["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype).o
+
+    rounded = golden if dtype == torch.float64 else again("rounded")
+    mine, golden, rounded, magnitude = (
+        heads_first(x[p.rows]) for x in (p.placed(o), golden, rounded, again("magnitude"))
+    )
+    verdict = judge(mine, golden, rounded, magnitude, dtype)
+    yield from judged("decode fused step", "", step.case, dtype, {"o": verdict})
 
 
 def append_parity(
-    subject: Subject, step: Step, dtype: torch.dtype, *, rope: bool, rotate_raw: bool, raw_ring: int
+    subject: Subject, step: Step, dtype: torch.dtype, *, rope: bool, rotate_raw: bool, raw_ring: int, exact: bool = True
 ) -> Iterator[Finding]:
-    """Every store is, bit for bit, what plain code writes into it, and untouched elsewhere; q is rotated."""
+    """Every store is what plain code writes into it, and untouched elsewhere; q is rotated.
+
+    ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum in one instruction
+    round once less: both are right, and their last bits differ.
+    """
     data, config = step_data(step, dtype, subject.device), step.case.config
-    plan = subject.plan(config, dtype, needs_grad=False, phase="decode", page_size=step.page_size)
-    table = None
+    plan, table = decode_plan(subject, step, dtype), None
     if rope:
         positions = torch.arange(max(step.lengths) + step.rows, device=subject.device)
         table = rope_table(positions, config.qk_dim, config.rope_base, dtype)
@@ -92,11 +115,26 @@ def append_parity(
         data.q, *triples, stores["raw"], stores["sel"], stores["win"], rope=tables, rotate_raw=rotate_raw,
         call=data.call,
     )  # fmt: skip
-    for b, new in enumerate(step.new):
-        yield same_bits("decode", "append", step.case, dtype, f"q of {b}", got[b, :new], q[b, :new])
+    label = "no rotary" if not rope else "rotary of raw too" if rotate_raw else "rotary"
+    real = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(q.device)
+    pairs = {"q": (got[real], q[real], rope)}
     for name, pair in stores.items():
-        for kind, found, expected in zip("kv", pair, want[name]):
-            yield same_bits("decode", "append", step.case, dtype, f"{kind}_{name}", found, expected)
+        turned = rope and (name != "raw" or rotate_raw)
+        found = [(mine.flatten(0, 1), plain.flatten(0, 1)) for mine, plain in zip(pair, want[name])]
+        pairs |= {f"k_{name}": (*found[0], turned), f"v_{name}": (*found[1], False)}
+    for name, (mine, plain, turned) in pairs.items():  # [rows, heads, D]
+        quantity = f"{name}, {label}"
+        if exact or not turned:
+            yield same_bits("decode fused append", "", step.case, dtype, quantity, mine, plain)
+        elif len(mine):
+            verdict = _judge_rotated(mine, plain, dtype)
+            yield from judged("decode fused append", "", step.case, dtype, {quantity: verdict})
+
+
+def _judge_rotated(mine: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
+    """``plain`` stands for golden: at most half a unit of the dtype from it, which the noise of a row counts."""
+    mine, golden = heads_first(mine), heads_first(plain.double())
+    return judge(mine, golden, golden, golden.abs(), dtype)
 
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]

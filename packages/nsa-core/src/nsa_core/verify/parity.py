@@ -84,7 +84,7 @@ def _judge_slot(
         shared |= {"cu_seqlens": cu_seqlens, "rows": picked}
     dtype = path_dtype([*given.values(), *([do] if do is not None else [])])
     golden, rounded, noise = recall(
-        ("truths", slot, dtype, tuple(shared)), [*bound, *shared.values()], lambda: truths(slot, bound, shared, dtype)
+        ("truths", slot, dtype, tuple(shared)), [*bound, *shared.values()], lambda: _truths(slot, bound, shared, dtype)
     )
     verdicts = {}
     for name, actual in outputs.items():
@@ -102,7 +102,7 @@ def _judge_slot(
     return verdicts
 
 
-def truths(slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
+def _truths(slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """Golden, rounded (golden in float64) and magnitudes."""
     golden = getattr(oracle, slot)(*bound, **shared)
     again = getattr(dense, slot)
