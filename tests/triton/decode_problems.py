@@ -33,6 +33,7 @@ STEPS = {
     "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
     "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
+    "two tokens": _step("two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
     "one key": _step(
         "one key", (4, 4, 4, 3, 5), (6,), (1,), page=4, num_selected_blocks=1, init_blocks=0, local_blocks=0
     ),
@@ -145,6 +146,7 @@ CASES = {
         (choice, "two of many", 3),
         (choice, "odd", 1000),
         (choice, "one key", 3),
+        (fused, "two tokens", 1000),
         (strays, "three tokens", 1000),
         (alone, "ragged", 3),
         (alone, "odd", 1000),
