@@ -7,7 +7,6 @@ import pytest
 import decode_problems
 from mutation_suite import FUNCTIONS, OF_DECODE, Mutants
 
-
 WALK = "decode_walk."
 
 
