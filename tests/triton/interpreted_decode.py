@@ -123,7 +123,7 @@ def test_runs_of_a_few_tokens_at_a_time(monkeypatch):
     data = step_data(CHUNK, FP64)
     with strict():
         o, blocks = run_step(data)
-        monkeypatch.setattr(decode, "SCORE_BYTES", 1)
+        monkeypatch.setattr(decode, "SUM_BYTES", 1)
         got, chosen = run_step(data)
         lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
         alone = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call)
@@ -242,7 +242,7 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
         for name, value in times.items():
             monkeypatch.setattr(bench, name, value)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"LANES": 3}, {})], True, FP32)
+        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32)
     said = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
     assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}

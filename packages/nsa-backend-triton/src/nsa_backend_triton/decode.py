@@ -15,7 +15,7 @@ from nsa_backend_triton import configs
 from nsa_backend_triton.decode_launch import Pair, Sel, Span, allocate
 from nsa_core.contract import DecodeCall
 
-SCORE_BYTES = 2**28  # of logits that the choice of blocks reads again: tokens are done in runs that need no more
+SUM_BYTES = 2**28  # of what the choice of blocks reads again: tokens are done in runs that need no more
 
 Settings = configs.Settings | None
 
@@ -25,9 +25,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _runs(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
-    """Runs (first, count) of a step's tokens whose logits fit SCORE_BYTES."""
-    each = q.shape[0] * q.shape[2] * max(1, call.geometry.num_compressed(call.max_len)) * max(4, q.itemsize)
-    most = max(1, SCORE_BYTES // each)
+    """Runs (first, count) of a step's tokens whose sums over blocks fit SUM_BYTES."""
+    each = q.shape[0] * q.shape[2] * max(1, call.geometry.num_select_blocks(call.max_len)) * 2 * max(4, q.itemsize)
+    most = max(1, SUM_BYTES // each)
     for first in range(0, q.shape[1], most):
         yield first, min(most, q.shape[1] - first)
 
@@ -140,8 +140,8 @@ def step(
         scratch, counters = allocate(q, floats + more_floats + outer, ints + more_ints, span.split or chosen.split)
         o_cmp, o_win = (x[: outer[0]].view(*lead, o.shape[3]) for x in scratch[-4:-2])
         lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[-2:])
-        span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[:4], counters[:2])
+        span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[:4], counters[:1])
         chosen.launch(
-            of, first, blocks[:, part], o[:, part], lse, scratch[4:6], counters[2:], gates[:, part], (o_cmp, o_win)
+            of, first, blocks[:, part], o[:, part], lse, scratch[4:6], counters[1:], gates[:, part], (o_cmp, o_win)
         )
     return o, blocks

@@ -14,7 +14,6 @@ from nsa_backend_triton.decode_choose import decode_choose
 from nsa_backend_triton.decode_sel import decode_sel
 from nsa_backend_triton.decode_span import decode_span
 from nsa_backend_triton.launch import accumulator, architecture, multiprocessors
-from nsa_backend_triton.select import scratch_row
 from nsa_backend_triton.span_forward import launch_options
 from nsa_backend_triton.tile import LOG2E
 from nsa_core.contract import DecodeCall
@@ -69,8 +68,8 @@ class Span:
     """One launch of decode_span over ``rows`` tokens of a step: the branches given, and the choice where it is asked.
 
     The table's KEYS, ROWS (queries a program), PROGRAMS (a multiprocessor), LEAST (tiles a split), TAIL (1: the last
-    program of a token chooses, 0: a launch of its own), SCORES (logits a turn), STAGES (of their loads), CHUNKS and
-    LANES (of the ranking), PDL (1, from sm_90 on: decode_sel is launched before this one has ended).
+    program of a token chooses, 0: a launch of its own), BLOCKS (that a choice ranks at once), SUMS (pairs of numbers
+    that it reads at once), PDL (1, from sm_90 on: decode_sel is launched before this one has ended).
     """
 
     def __init__(
@@ -84,7 +83,8 @@ class Span:
         group = self.heads // self.groups
         traits = {"head_dim": self.dk, "v_head_dim": self.dv, "itemsize": q.itemsize, "heads": group}
         self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
-        self.keys = self.chosen["KEYS"]
+        self.taps = power(geometry.select_block_size // geometry.compress_stride)
+        self.keys = max(self.chosen["KEYS"], self.taps)
         most = max(1, self.chosen["ROWS"] // group)
         self.tokens = min(power(rows), 1 << (most.bit_length() - 1))
         self.tail = choose and self.tokens == 1 and bool(self.chosen["TAIL"])
@@ -92,24 +92,22 @@ class Span:
         if cmp is not None:
             self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride)
         units = self.batch * cdiv(rows, self.tokens) * self.groups
-        compressed = geometry.num_compressed(self.max_len)
+        of_tile = self.keys // self.taps  # blocks
+        tiles = cdiv(
+            geometry.num_compressed(self.max_len) * geometry.compress_stride, of_tile * geometry.select_block_size
+        )
         window = min(geometry.window_size, self.max_len) + self.tokens - 1
-        self.splits = _splits(units, cdiv(compressed, self.keys), self.chosen, q.device)
+        self.splits = _splits(units, tiles, self.chosen, q.device)
         self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device)
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
         self.slots = _padded(geometry.num_selected_blocks)
-        taps = power(geometry.select_block_size // geometry.compress_stride)
-        heads = min(power(group), max(1, self.chosen["SCORES"] // taps))
-        turn = max(1, self.chosen["SCORES"] // (taps * heads))
-        self.chunks = max(self.chosen["CHUNKS"], cdiv(2 * self.slots, self.chosen["LANES"]))
-        self.score_row = max(1, cdiv(compressed, 64)) * 64
-        self.pair_row = scratch_row(
-            geometry.num_select_blocks(self.max_len), turn, self.slots, self.chunks * self.chosen["LANES"]
-        )
-        self.shape = {"HEADS": heads, "PIECES": cdiv(group, heads), "TAPS": taps}
-        self.turn = turn
+        blocks = max(of_tile, self.chosen["BLOCKS"])
+        heads = min(power(group), max(1, self.chosen["SUMS"] // blocks))
+        self.sum_row, self.reference_row = cdiv(tiles * of_tile * 2, 16) * 16, cdiv(tiles, 16) * 16
+        self.shape = {"HEADS": heads, "PIECES": cdiv(group, heads)}
+        self.blocks, self.of_tile = blocks, of_tile
 
     @property
     def split(self) -> bool:
@@ -117,20 +115,20 @@ class Span:
         return self.programs > 0 and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Scratch: (stats, partial outputs, logits, pairs of scores), (counters, places)."""
+        """Scratch: (stats, partial outputs, sums over blocks, what they are relative to), (counters)."""
         parts = self.programs * self.m if self.split and self.attend else 0
         tokens = self.batch * self.rows if self.choose else 0
-        floats = [2 * parts, parts * self.block_dv, tokens * self.heads * self.score_row]
-        floats.append(tokens * self.groups * self.pair_row)
-        return floats, [self.programs if self.split else 0, tokens * self.groups * 2 * self.slots]
+        rows = tokens * self.heads
+        floats = [2 * parts, parts * self.block_dv, rows * self.sum_row, rows * self.reference_row]
+        return floats, [self.programs if self.split else 0]
 
     def launch(
         self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None, scratch: list[Tensor],
-        places: list[Tensor],
+        counters: list[Tensor],
     ) -> None:  # fmt: skip
         """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` of the step on; ``outputs`` (o, o_win, lse, lse_win)."""
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
-        stats, parts, scores, pairs = scratch
+        stats, parts, sums, references = scratch
         k, *k_at = _store(self.cmp and self.cmp[0], q)
         v, *v_at = _store(self.cmp and self.cmp[1], q)
         k_win, *kw_at = _store(self.win and self.win[0], q)
@@ -139,28 +137,27 @@ class Span:
         choice = {
             "SIZE": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
             "SELECT": geometry.select_block_size, "N": geometry.num_selected_blocks, "SLOTS": self.slots,
-            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "CHUNKS": self.chunks,
-            "LANES": self.chosen["LANES"], "GROUPS": self.groups, "GROUP": self.heads // self.groups,
-            "STAGES": self.chosen["STAGES"], "ACC": accumulator(q.dtype), **self.shape,
+            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "GROUPS": self.groups,
+            "GROUP": self.heads // self.groups, "ACC": accumulator(q.dtype), **self.shape,
         }  # fmt: skip
         decode_span[(self.programs,)](
-            q, k, v, k_win, v_win, o, o_win, lse, lse_win, scores, stats, parts, places[0], pairs, places[1], out,
-            call.starts, call.lengths, call.block_table,
+            q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, references, stats, parts, *counters, out, call.starts,
+            call.lengths, call.block_table,
             *q.stride()[:3], *k_at, *v_at, *kw_at, *vw_at, o.stride(0), o.stride(1), lse.stride(0), lse.stride(1),
             out.stride(0), call.block_table.stride(0), call.scale * LOG2E.value, first, self.rows, self.max_len,
-            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.score_row,
-            self.pair_row,
+            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.sum_row,
+            self.reference_row,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]), TOKENS=self.tokens,
             M=self.m, KEYS=self.keys, DK=self.dk, DV=self.dv, BLOCK_DK=_padded(self.dk), BLOCK_DV=self.block_dv,
             WINDOW=geometry.window_size, ATTEND=self.attend, KEEP=self.choose, CHOOSE=self.tail,
-            BLOCKS_PER_TURN=self.turn, PDL=bool(self.chosen.get("PDL")), **choice, **launch_options(self.chosen),
+            TAPS=self.taps, AT_ONCE=self.blocks, PDL=bool(self.chosen.get("PDL")), **choice, **launch_options(self.chosen),
         )  # fmt: skip
         if self.choose and not self.tail:
             assert blocks is not None
             decode_choose[(self.batch * self.rows * self.groups,)](
-                scores, lse, pairs, places[1], blocks, call.starts, call.lengths, lse.stride(0), lse.stride(1),
-                blocks.stride(0), first, self.rows, self.max_len, self.score_row, self.pair_row,
-                BLOCKS=self.turn, **choice, num_warps=self.chosen["num_warps"],
+                sums, references, lse, blocks, call.starts, call.lengths, lse.stride(0), lse.stride(1),
+                blocks.stride(0), first, self.rows, self.max_len, self.sum_row, self.reference_row,
+                BLOCKS=self.blocks, OF_TILE=self.of_tile, **choice, num_warps=self.chosen["num_warps"],
             )  # fmt: skip
 
 

@@ -59,10 +59,11 @@ def decode_sel(
     l = tl.zeros([M], ACC)
     acc = tl.zeros([M, BLOCK_DV], ACC)
     m, l, acc = walk(
-        q, m, l, acc, K + group * k_head, V + group * v_head, STATS, TABLE + seq * table_row,
+        q, m, l, acc, K + group * k_head, V + group * v_head, STATS, STATS, TABLE + seq * table_row,
         CHOSEN + seq * c_seq + row * c_row + group * c_head, seq, 0, end, from_tile,
-        tl.minimum(from_tile + share, tiles), right, right, begin // SELECT, right, page_rows, factor, k_page, k_row,
-        v_page, v_row, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT, DISTINCT, True, False, ACC,
+        tl.minimum(from_tile + share, tiles), right, right, begin // SELECT, right, right, page_rows, factor, k_page,
+        k_row, v_page, v_row, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT, DISTINCT, 1, 1, 1, True,
+        False, ACC,
     )  # fmt: skip
     is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV, True)
     if is_last:
