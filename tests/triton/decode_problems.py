@@ -43,11 +43,17 @@ STEPS = {
 }
 
 
-def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The step, all branches and gates."""
+def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: int = 1) -> Outputs:
+    """The step, all branches and gates; ``merge`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
-    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call)
+    span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
+    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call, settings=(span, None))
     return {"o": o, "blocks": blocks}
+
+
+def parted(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The step of one token as one of several is done."""
+    return fused(data, apart, 0)
 
 
 def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -59,15 +65,11 @@ def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outp
 
 
 def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice given an lse, by the last program and by a launch of its own."""
+    """The choice given an lse."""
     q, k = apart(data.q), apart(data.stores["k_cmp"])
     numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
     lse = numbers.view(q.shape[0], q.shape[2], -1)
-    settings = dict(configs.pick("decode_span", 0)) | {"TAIL": 0}
-    return {
-        "tail": decode.select(q, k, lse, call=data.call),
-        "launch": decode.select(q, k, lse, call=data.call, settings=settings),
-    }
+    return {"blocks": decode.select(q, k, lse, call=data.call)}
 
 
 def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -156,5 +158,7 @@ CASES = {
         (fused, "ragged", 1000),
         (fused, "three tokens", 3),
         (fused, "odd", 3),
+        (fused, "many blocks", 1000),
+        (parted, "ragged", 1000),
     )
 }

@@ -110,11 +110,11 @@ def test_splits_are_used_where_they_are_counted_on():
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 
-def test_a_choice_in_a_launch_of_its_own_is_the_same():
+def test_a_step_in_three_launches_is_the_same():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
     with strict():
-        expected, got = run_step(data), run_step(data, settings=(span | {"TAIL": 0}, None))
+        expected, got = run_step(data), run_step(data, settings=(span | {"MERGE": 0}, None))
     assert same(got[0], expected[0])
     assert same(got[1], expected[1])
 

@@ -140,9 +140,15 @@ def decode_choose(
     first, rows, max_len, sum_row, reference_row,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr,
     OF_TILE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr,
-    SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
+    SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and kv head; sums [B, rows, Hq, sum_row], references [B, rows, Hq, reference_row]."""
+    """One program a token and kv head; sums [B, rows, Hq, sum_row], references [B, rows, Hq, reference_row].
+
+    PDL: between two kernels of which each is launched before the one in front has ended.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     number = tl.program_id(0)
     group, row, seq = number % GROUPS, number // GROUPS % rows, number // GROUPS // rows
     begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)

@@ -55,7 +55,7 @@ def _locate(
     flat = tile * KEYS + tl.arange(0, KEYS)
     if KIND == SEL:
         slot = flat // SELECT
-        block = tl.load(CHOSEN + slot, mask=slot < N, other=-1)
+        block = tl.load(CHOSEN + slot, mask=slot < N, other=-1, cache_modifier=".cg")
         there = (block >= 0) & (block <= current)
         if not DISTINCT:
             other = tl.arange(0, SLOTS)
@@ -162,7 +162,7 @@ def walk(
 @triton.jit
 def hand_in(
     m, l, acc, STATS, PARTS, COUNTERS, program, split, splits,
-    STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr, ATTEND: tl.constexpr,
+    STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """(whether this is the last of ``splits`` programs to come here, m, l, acc of all of them, then).
 
@@ -178,14 +178,13 @@ def hand_in(
         first = tl.cast(program - split * STEP, tl.int64)
         row, column = tl.arange(0, M), tl.arange(0, BLOCK_DV)
         within = row[:, None] * BLOCK_DV + column[None, :]
-        if ATTEND:
-            mine = first + split * STEP
-            tl.store(STATS + mine * (2 * M) + row, m)
-            tl.store(STATS + mine * (2 * M) + M + row, l)
-            tl.store(PARTS + mine * (M * BLOCK_DV) + within, acc)
+        mine = first + split * STEP
+        tl.store(STATS + mine * (2 * M) + row, m)
+        tl.store(STATS + mine * (2 * M) + M + row, l)
+        tl.store(PARTS + mine * (M * BLOCK_DV) + within, acc)
         tl.debug_barrier()
         done = tl.atomic_add(COUNTERS + first, 1, sem="acq_rel", scope="gpu")
-        if ATTEND and done == splits - 1:
+        if done == splits - 1:
             m = tl.full(m.shape, float("-inf"), m.dtype)
             l = tl.zeros(l.shape, l.dtype)
             acc = tl.zeros(acc.shape, acc.dtype)
@@ -201,3 +200,22 @@ def hand_in(
                 acc = acc * old[:, None] + part * new[:, None]
                 m = m_new
     return done == splits - 1, m, l, acc
+
+
+@triton.jit
+def signal(FLAG):
+    """Tell programs that :func:`wait` for FLAG that what this one has written is there.
+
+    Each thread's stores come before the barrier, the barrier before thread 0's exchange, which releases all of them.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(FLAG, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(FLAG):
+    """Until a program that has begun before this one has signalled; then read through L2 (.cg) what it wrote."""
+    there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    while there == 0:
+        there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
