@@ -101,8 +101,8 @@ def _keep(
     # Not 0 x p: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
     mine = tl.sum(tl.where(own > 0, p * own.to(p.dtype), 0.0), 2)
     after = tl.sum(tl.where(carry > 0, p * carry.to(p.dtype), 0.0), 2)
-    at = sums[:, None, None] + (tl.arange(0, BLOCKS) + tile * BLOCKS)[None, :, None] * 2
-    tl.store(SUMS + at + tl.arange(0, 2)[None, None, :], tl.join(mine, after), mask=here[:, None, None])
+    at = sums[:, None] + (tl.arange(0, BLOCKS * 2) + tile * (BLOCKS * 2))[None, :]
+    tl.store(SUMS + at, tl.reshape(tl.join(mine, after), [M, BLOCKS * 2]), mask=here[:, None])
     tl.store(REFERENCES + references + tile, m, mask=here)
 
 
