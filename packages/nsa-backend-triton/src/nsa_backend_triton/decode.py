@@ -140,14 +140,14 @@ def step(
         floats = [size * o.shape[3]] * 2 + [size] * 2 + [n for f, _ in sizes for n in f]
         zeros = span.merge or span.split or chosen.split
         scratch, counters = allocate(q, floats, [n for _, i in sizes for n in i], zeros)
-        others = tuple(x[: floats[0]].view(*lead, o.shape[3]) for x in scratch[:2])  # of cmp and win
+        o_cmp, o_win = (x[: floats[0]].view(*lead, o.shape[3]) for x in scratch[:2])
         lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[2:4])
         if span.merge:
-            outputs = (o[:, part], *others, lse, lse_win)
+            outputs = (o[:, part], o_cmp, o_win, lse, lse_win)
             whole.launch(of, gates[:, part], first, outputs, blocks[:, part], scratch[4:], counters)
         else:
-            span.launch(of, first, (*others, lse, lse_win), blocks[:, part], scratch[4:8], counters[:1])
+            span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[4:8], counters[:1])
             chosen.launch(
-                of, first, blocks[:, part], o[:, part], lse, scratch[8:], counters[1:], gates[:, part], others
+                of, first, blocks[:, part], o[:, part], lse, scratch[8:], counters[1:], gates[:, part], (o_cmp, o_win)
             )
     return o, blocks

@@ -54,9 +54,7 @@ def _group_scores(
 
 
 @triton.jit
-def _insert(
-    bits, kept_bits, kept, count, first, begin, end, free, slot, GONE: tl.constexpr
-):
+def _insert(bits, kept_bits, kept, count, first, begin, end, free, slot, GONE: tl.constexpr):
     """(bits, blocks, number) of the best ``free`` of those kept [SLOTS] and of bits [BLOCKS], blocks ``first`` on.
 
     Of the latter only blocks begin .. end count.
@@ -97,7 +95,7 @@ def choose(
     INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of ``token``, negative: padding, all -1. SUMS, REFERENCES, LSE and OUT point at it."""
-    WIDE: tl.constexpr = ACC == tl.float64
+    WIDE: tl.constexpr = tl.float64 == ACC
     BITS: tl.constexpr = tl.int64 if WIDE else tl.int32
     GONE: tl.constexpr = -(2**52) - 1 if WIDE else -(2**23) - 1  # less than the bits of -inf
     MOST: tl.constexpr = 2**63 - 1 if WIDE else 2**31 - 1

@@ -70,8 +70,9 @@ class Span:
 
     The table's KEYS, ROWS (queries a program), PROGRAMS (of the compressed tokens, a multiprocessor), RING (of the
     window), LEAST (tiles a split), MERGE (1: a step of one token is one launch), BLOCKS (that a choice ranks at once),
-    SUMS (pairs of numbers that it reads at once), PDL (1, from sm_90 on: of several launches each begins before the one
-    in front has ended).
+    SUMS (pairs of numbers that it reads at once), maxnreg (registers a thread where all is one launch), PDL (1, from
+    sm_90 on: of several launches each begins before the one in front has ended). A tile holds whole blocks: KEYS grow
+    to l'/d where that is more, and are then not fetched ahead.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class Span:
             k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.sum_row,
             self.reference_row,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]), TOKENS=self.tokens,
-            ATTEND=self.attend, KEEP=self.choose, PDL=self.early, **self.constants(q), **launch_options(self.chosen),
+            ATTEND=self.attend, KEEP=self.choose, PDL=self.early, **self.constants(q),
+            **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
         if blocks is not None:
             decode_choose[(self.batch * self.rows * self.groups,)](
@@ -155,6 +157,11 @@ class Span:
     def early(self) -> bool:
         """Whether the launch after this one may come before its end."""
         return bool(self.chosen.get("PDL"))
+
+    def options(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Of a launch: those of ``names`` that the table gives."""
+        given = dict(self.chosen) if self.keys == self.chosen["KEYS"] else {**self.chosen, "num_stages": 2}
+        return {name: given[name] for name in names if name in given}
 
     def constants(self, q: Tensor) -> dict[str, object]:
         """Constants of a walk over either branch."""
@@ -261,5 +268,5 @@ class Step:
             k.shape[1], sel.k.shape[1], k_win.shape[1], span.splits, span.win_splits, sel.splits, span.cmp_programs,
             span.programs - span.cmp_programs, span.sum_row, span.reference_row,
             CMP_PAGE=_page(k.shape[1]), PAGE=_page(sel.k.shape[1]), AT_ONCE=span.blocks, **span.constants(q),
-            **span.choice(), **launch_options(span.chosen),
+            **span.choice(), **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip

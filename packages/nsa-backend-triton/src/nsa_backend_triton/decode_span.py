@@ -6,8 +6,8 @@ A program owns a tile of query rows (TOKENS tokens x the heads of a group, padde
 KEYS at a time: (Dk + Dv) * KEYS * itemsize bytes from HBM and 2 * M * KEYS * (Dk + Dv) operations a tile. At M = 16
 that is 16 operations a byte in bf16: HBM binds, so what counts is bytes in flight: num_stages - 1 tiles of K and V in
 shared memory, two or more programs a multiprocessor. What the choice needs of the probabilities goes to memory in fp32,
-8 bytes for each row and block (a sixteenth of the keys' at M = 16, Dk = Dv = 128, l'/d = 4): decode_choose reads it. Kv heads vary fastest (rows of all heads are neighbours in
-memory), then splits: so a unit ends while later units still stream.
+8 bytes for each row and block (a sixteenth of the keys' at M = 16, Dk = Dv = 128, l'/d = 4). Kv heads vary fastest
+(rows of all heads are neighbours in memory), then splits: so a unit ends while later units still stream.
 """
 
 from __future__ import annotations
