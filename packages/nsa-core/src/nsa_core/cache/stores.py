@@ -106,7 +106,7 @@ class Stores:
         win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
         rope: angles of every position that a step can name, padding's too; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
-        compressed: int64 [max_len + 1], num_compressed() of every length.
+        compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that of max_len.
     """
 
     def __init__(
@@ -126,7 +126,9 @@ class Stores:
         self.cmp = Pair(number, page // config.compress_stride, heads, widths, dtype, device)
         self.win = Pair(batch, rings[0], heads, widths, dtype, device)
         self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
-        shared = _positions(config, max_len, max(max_len + max_step, *rings, batch), dtype, device)
+        longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
+        shared = _positions(config, max_len, longest, dtype, device)
+        self.most_compressed = config.geometry.num_compressed(max_len)
         self._shared, self.count, self.compressed, self.rope = shared, shared.count, shared.compressed, shared.rope
 
     def tensors(self) -> list[torch.Tensor]:
