@@ -155,12 +155,13 @@ def test_reserving_workspace_changes_no_bit(attn, page_size):
     caches[0].check()
 
 
+@pytest.mark.parametrize("max_step", [3, 64])
 @pytest.mark.parametrize("changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str)
-def test_fused_forms(changes):
+def test_fused_forms(changes, max_step):
     """A plan's own "append" and "step", here as loops over the contract's words, give what the slots give."""
     attn = layer_of(**changes)
     x = tokens(attn, 2, ROOM)
-    caches = [poisoned_cache(attn, 2, ROOM, page_size=16) for _ in range(2)]
+    caches = [poisoned_cache(attn, 2, ROOM, page_size=16, max_step=max_step) for _ in range(2)]
     plan, called = caches[0].plan, []
 
     def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call):
