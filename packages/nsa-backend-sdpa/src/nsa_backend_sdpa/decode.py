@@ -2,7 +2,8 @@
 
 Queries are taken some at a time, as steps of their own, and keys in runs of a bounded number of tokens (cmp, win,
 select), so extra memory grows neither with the step nor with the cache, but for select's rows of probabilities, of a
-few queries. What a cache holds past a sequence's last token is never multiplied: its values are taken as 0.
+few queries. What a cache holds past a sequence's last token is never multiplied: its values are taken as 0, or other
+keys stand in for it.
 """
 
 from __future__ import annotations
