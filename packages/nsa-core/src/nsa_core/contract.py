@@ -169,6 +169,7 @@ class SlotSpec:
     )
     decode_workspace: str | None = None  # the same of the decode form
     deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
+    reads_boundaries: bool = False  # packed: the host reads cu_seqlens, by packing.host_boundaries; not in a CUDA graph
     warmup_tokens: int = 128  # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
 
 
