@@ -214,11 +214,14 @@ VIEWS = {
     "slice",
     "unsqueeze",
     "transpose",
+    "unbind",
+    "split",
+    "empty_like",
 }
 
 
 class Counted(TorchDispatchMode):
-    """The operators that ran, views left out."""
+    """The operators that ran, views and mere allocations left out."""
 
     def __init__(self):
         super().__init__()
@@ -230,20 +233,33 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_token_costs_few_operators():
-    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; phi when a block ends."""
-    attn = layer_of(torch.float32).requires_grad_(False)
-    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
+def bare(cache):
+    """The plan of a cache whose fused forms do nothing: what is left is the layer's."""
     o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
     made = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
     kernels = {n: dataclasses.replace(cache.plan.cmp, slot=n, function=function) for n, function in made.items()}
-    plan = dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+    return dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+
+
+@pytest.mark.parametrize(("compress", "phi"), [("mean", 18), ("mlp", 24)])
+def test_a_token_costs_few_operators(compress, phi, monkeypatch):
+    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; ``phi`` when a block ends.
+
+    A captured step has phi always, four more for the lengths, and one for the page.
+    """
+    attn = layer_of(torch.float32, compress=compress).requires_grad_(False)
+    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
     attn(x[:, :20], cache=cache)
-    costs = []
+    plan, costs = bare(cache), []
     for t in range(20, 28):
         row = x[:, t : t + 1].contiguous()
         with Counted() as counted:
             attn(row, cache=cache, plan=plan)
         costs.append(len(counted.names))
-    assert costs[:3] == costs[4:7] == [6] * 3, counted.names
-    assert 20 < costs[3] == costs[7] <= 52, counted.names
+    assert costs == [6, 6, 6, 6 + phi] * 2, counted.names
+    monkeypatch.setattr(step, "_is_capturing", lambda device: True)
+    cache = attn.new_cache(2, ROOM, page_size=16)
+    plan = bare(cache)
+    with Counted() as counted:
+        attn(row, cache=cache, plan=plan)
+    assert len(counted.names) == 6 + 4 + phi + 1, counted.names

@@ -30,6 +30,8 @@ def _begun(cache: NSACache, ring: Pair, before: int, rows: int) -> Pair:
     """A ring of ``before`` + ``rows`` tokens that holds the first of them, from ``ring``."""
     heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
     own = Pair(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
+    for store in own.flat:
+        store.zero_()  # of a sequence with fewer new tokens than rows it has room for older ones, which have no value
     tokens = cache.starts[:, None] - before + cache.stores.count[:before]
     own.write(own.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
     return own

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.cache.arrival import Arrival, New, arrival_of
+from nsa_core.cache.blocks import compress
 from nsa_core.cache.long_step import MOST_ROWS, keep_newest, lengthened
 from nsa_core.cache.prefill import prefill
 from nsa_core.cache.setup import check_plan
@@ -128,7 +129,7 @@ def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival
         else:
             q = _append(attn.config, stores, q, pairs, call, positions, absent)
         if arrival.counts is None or not cache.exact or _completes(cache, known):
-            _compress(attn, stores, call, arrival.rows)
+            compress(attn, stores, call, arrival.rows)
         o = _attend(plan, stores, q, gates, call)
         if is_long:
             keep_newest(cache, stores, arrival.rows)
@@ -203,23 +204,6 @@ def _append(
     stores.raw.write(stores.raw.in_ring(positions, absent), k_raw, values[0])
     stores.win.write(stores.win.in_ring(positions, absent), k_win, values[2])
     return q
-
-
-def _compress(attn: NSAttention, stores: Stores, call: DecodeCall, rows: int) -> None:
-    """Compressed tokens of the blocks that this step may complete, by the layer's phi; ceil(m / d) of each sequence."""
-    geometry = call.geometry
-    size, stride = geometry.compress_block_size, geometry.compress_stride
-    number = -(-rows // stride)
-    block = stores.compressed.index_select(0, call.starts)[:, None]
-    if number > 1:
-        block = (block + stores.count[:number]).clamp_(max=stores.most_compressed)  # absent, from there on
-    at = block * stride  # [B, number], first tokens
-    k, v = stores.raw.read(stores.raw.in_ring(at[:, :1] + stores.count[: size + (number - 1) * stride], None))
-    k_cmp, v_cmp = attn.phi_k(k), attn.phi_v(v)
-    if stores.rope is not None and not attn.config.rope_before_compress:
-        k_cmp = rotate(k_cmp, RopeTable(stores.rope.cos[at], stores.rope.sin[at]))
-    absent = at + size > call.lengths[:, None]
-    stores.cmp.write(stores.cmp.in_pages(block, call.block_table, absent), k_cmp, v_cmp)
 
 
 def _attend(plan: Plan, stores: Stores, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nsa_core.cache.blocks import block_places
 from nsa_core.config import NSAConfig
 from nsa_core.ops import stats_dtype
 from nsa_core.rope import RopeTable, rope_table
@@ -106,6 +107,7 @@ class Stores:
         win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
         rope: angles of every position that a step can name, padding's too; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
+        places: where the next block of each sequence lies.
         compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that of max_len.
     """
 
@@ -128,6 +130,7 @@ class Stores:
         self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
         shared = _positions(config, max_len, longest, dtype, device)
+        self.places = block_places(config, batch, max_len, self.cmp.rows, rings[1], dtype, device)
         self.most_compressed = config.geometry.num_compressed(max_len)
         self._shared, self.count, self.compressed, self.rope = shared, shared.count, shared.compressed, shared.rope
 
