@@ -68,6 +68,17 @@ def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
     cache.check()  # forgotten with its sequence
 
 
+def test_a_captured_step_at_the_end_of_the_last_page(captured):
+    """With l = d the next block of a full sequence would begin in a page that no table has."""
+    attn = layer_of(compress_block_size=4)
+    x, cache = tokens(attn, 1, 32), poisoned_cache(attn, 1, 32, page_size=16)
+    cache.reserve(32)
+    one_by_one(attn, x, cache)
+    kept = content(cache)
+    attn(x[:, :1], cache=cache)
+    assert_unchanged(cache, kept)
+
+
 def test_a_captured_step_without_pages_writes_nothing(attn, captured):
     """Not reserved, or shared with a snapshot."""
     x = tokens(attn, 2, ROOM)
