@@ -8,8 +8,8 @@ from nsa_core.contract import Reason, Request
 
 # Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for reference.
 FP64_CUDA_MAX_SEQ_LEN = 16384
-# Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for it (benchmarks/results:
-# cmp_routes.txt, one H200) but for wide heads over long sequences.
+# Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for it (cmp_routes.txt in
+# benchmarks/results, one H200) but for wide heads over long sequences.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
 CUDNN_LONG, CUDNN_WIDE = 49152, 128  # tokens, head width
 
