@@ -98,7 +98,7 @@ def test_dense_weights_are_read_from_a_run_its_file_or_a_llamas(dense, config, t
         for name, parameter in from_dense(found, config).blocks[0].mlp.named_parameters():
             assert torch.equal(parameter, dense.blocks[0].mlp.get_parameter(name))
     theirs.write_bytes(theirs.read_bytes()[:-8])
-    with pytest.raises(InvalidInput, match="theirs.safetensors cannot be read as safetensors"):
+    with pytest.raises(InvalidInput, match=r"theirs\.safetensors cannot be read as safetensors"):
         read_dense(theirs)
     checkpoint.write(run, {}, config, {}, None)
     with pytest.raises(InvalidInput, match="is no dense model; its attention is nsa"):

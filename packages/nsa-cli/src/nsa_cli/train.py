@@ -108,8 +108,9 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     from nsa_core.lm.task import DataSpec, open_data
     from nsa_core.lm.tokens import read_tokenizer
     from nsa_core.lm.trainer import Trainer
+    from nsa_core.tensorfile import need_safetensors
 
-    checkpoint.safetensors("safetensors")
+    need_safetensors()
     kept = checkpoint.read(given["out"]) if given["resume"] else None
     words: Tokenizer | None = None
     if kept is None:

@@ -85,5 +85,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def need_safetensors() -> None:
+    """Refuse, before any work is done, where there is no safetensors.
+
+    Raises:
+        BackendUnavailable: with what to type.
+    """
+    _library("safetensors")
+
+
 def _library(name: str) -> Any:
     return needed(name, "checkpoints need", "checkpoint")
