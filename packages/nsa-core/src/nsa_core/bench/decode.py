@@ -47,7 +47,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
-from nsa_core.text import describe_error
+from nsa_core.text import describe_error, dtype_name
 from nsa_core.verify.decode import Step, decode_parity
 from nsa_core.verify.decode_fused import fused_step as judge_fused
 from nsa_core.verify.subject import Subject
@@ -125,9 +125,9 @@ class DecodeBench:
             seconds=round(time.monotonic() - self._started, 2),
         )  # fmt: skip
 
-    def _open(self, cell: Cell, dtype_name: str) -> dict[str, Plan]:
+    def _open(self, cell: Cell, dtype_text: str) -> dict[str, Plan]:
         """The plans of a cell by combination, and the gates of its shape class."""
-        s, dtype = self.settings, getattr(torch, dtype_name)
+        s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
         combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, False, "decode", cell.page_size)
         plans = {}
@@ -139,7 +139,7 @@ class DecodeBench:
             who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
             who |= {name: f"{kernel.backend}, fused" for name, kernel in plan.fused.items()}
             elsewhere = self._combos.setdefault(combo.name, who) != who
-            self._combos |= {f"{combo.name}, {cell.shape.name} {dtype_name} {cell.inputs}": who} if elsewhere else {}
+            self._combos |= {f"{combo.name}, {cell.shape.name} {dtype_text} {cell.inputs}": who} if elsewhere else {}
             self._judge(combo, config, cell, dtype)
         return plans
 
@@ -151,9 +151,9 @@ class DecodeBench:
             subject = Subject(combo.backends, self.settings.device, self.registry)
             self._gates.append(decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed))
 
-    def _cell(self, cell: Cell, dtype_name: str, plans: dict[str, Plan], peaks: Peaks) -> None:
-        s, dtype = self.settings, getattr(torch, dtype_name)
-        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_name)}
+    def _cell(self, cell: Cell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks) -> None:
+        s, dtype = self.settings, getattr(torch, dtype_text)
+        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)}
         timed = {name: plan for name, plan in plans.items() if name not in wrong}
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
@@ -161,7 +161,7 @@ class DecodeBench:
         try:
             x = make_state(cell, config, dtype, s.device, s.seed)
             rivals, skipped = dense_works(x, config)
-            self._skipped |= {f"{name}, {cell.shape.name} {dtype_name}": why for name, why in skipped.items()}
+            self._skipped |= {f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()}
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
             works = [*rivals]
             parts: dict[str, Work] = {}
@@ -187,7 +187,7 @@ class DecodeBench:
         except (NSAError, RuntimeError) as error:
             said = f"{FAILED}: {describe_error(error)}"
             outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
-        self._record(cell, dtype_name, plans, subjects, outcomes, peaks)
+        self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
     def _steps(self, name: str, plan: Plan, x: Any, cell: Cell, dtype: torch.dtype) -> list[Work]:
         """The whole step, by its slots too where it is fused, and a layer's."""
@@ -247,7 +247,7 @@ def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dty
     except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    return Gate(combo, cell.shape.name, str(dtype).removeprefix("torch."), not wrong, named.name, seconds, wrong)
+    return Gate(combo, cell.shape.name, dtype_name(dtype), not wrong, named.name, seconds, wrong)
 
 
 def slot_key(combo: str, slot: str) -> str:

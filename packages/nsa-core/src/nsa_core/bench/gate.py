@@ -12,7 +12,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan import Plan
-from nsa_core.text import describe_error
+from nsa_core.text import describe_error, dtype_name
 from nsa_core.verify.cases import Case
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
@@ -85,5 +85,5 @@ def pass_gate(combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: st
     except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return Gate(combo, shape, name, not wrong, case.name, seconds, wrong)

@@ -14,6 +14,7 @@ from nsa_core.cache.stores import Stores
 from nsa_core.cache.table import BlockTable
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
+from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.cache.setup import CacheSizes
@@ -79,7 +80,7 @@ class NSACache:
     def __repr__(self) -> str:
         pages = "" if self.pages is None else f", page_size={self.page_size}, {self.pages.free} free pages"
         size = f"batch={self.batch}, max_len={self.max_len}{pages}"
-        return f"NSACache({size}, {str(self.dtype).removeprefix('torch.')} on {self.device}, {self.nbytes} bytes)"
+        return f"NSACache({size}, {dtype_name(self.dtype)} on {self.device}, {self.nbytes} bytes)"
 
     @property
     def pages(self) -> Pages | None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.text import dtype_name
 from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
 from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering
-from nsa_core.verify.subject import Finding, Subject, name_of
+from nsa_core.verify.subject import Finding, Subject
 
 Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
 
@@ -31,16 +32,16 @@ class Job:
         try:
             return list(self.check(subject, self.case, self.dtype))
         except Unsupported as refusal:
-            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "plan", None, detail=str(refusal))]
+            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "plan", None, detail=str(refusal))]
         except (BackendUnavailable, InvalidInput):
             raise
         except NSAError as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
-            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "run", False, detail=str(fault))]
+            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "run", False, detail=str(fault))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worth:
-    """The largest case, in tokens (of a step, cached ones) x query heads, on which a check is worth its time, per preset."""
+    """The largest case on which a check is worth its time, in tokens (of a step: cached) x query heads, per preset."""
 
     name: str
     check: Callable[..., Iterator[Finding]]  # a Check, or a StepCheck
