@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
+from nsa_cli.choices import pick_device
 
 if TYPE_CHECKING:
     from nsa_core.survey import Survey
@@ -143,7 +144,7 @@ def explain(
                 v_head_dim=v_head_dim,
                 rope=False,  # rotary embedding is not a slot: an odd head width is a question that may be asked
             ),
-            device=rows.pick_device(device),
+            device=pick_device(device),
             dtype=dtype,
             backends=named,
             needs_grad=grad,

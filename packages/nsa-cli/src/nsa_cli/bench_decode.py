@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_cli import bench_options, output
 from nsa_cli.bench_report import Rows, milliseconds, number, size
+from nsa_cli.choices import dtype_names, pick_device
 
 if TYPE_CHECKING:
     from nsa_core.bench.decode_works import Cell
@@ -39,13 +40,11 @@ def run(
     preset: str,
 ) -> Result:
     """Measure; limits left out are the preset's."""
-    from nsa_cli.bench import check_dtypes, pick_device
     from nsa_core.bench.combos import parse_combo
     from nsa_core.bench.decode import DecodeBench, DecodeSettings
 
     place = pick_device(device, threads)
-    dtypes = [word.strip() for word in (dtype or ("bfloat16" if place.startswith("cuda") else "float32")).split(",")]
-    check_dtypes(dtypes)
+    dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
     defaults = {"budget_s": bench_options.BUDGET_S, "time_limit_s": bench_options.TIME_LIMIT_S}
     numbers: dict[str, Any] = {
         name: given if given is not None else defaults[name].get(preset, defaults[name]["full"])

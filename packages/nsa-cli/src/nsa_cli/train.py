@@ -12,6 +12,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
+from nsa_cli.choices import named_backends, pick_device
 
 if TYPE_CHECKING:
     from nsa_core.lm.checkpoint import Checkpoint
@@ -99,8 +100,6 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
 
 
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
-    from nsa_cli.bench import pick_device
-
     place = pick_device(given["device"], given["threads"])
     from nsa_core.lm import checkpoint
     from nsa_core.lm.parallel import join
@@ -143,7 +142,7 @@ def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -
     from nsa_core.lm.model import LanguageModel
     from nsa_core.lm.start import from_dense, read_dense
 
-    named = backends_of(given["backends"])
+    named = named_backends(given["backends"])
     if kept is not None:
         return kept.model(named)
     config = size(given["size"], vocab_size=vocab_size, attention=given["attention"])
@@ -151,13 +150,6 @@ def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -
     if given["from_dense"] is not None:
         return from_dense(read_dense(given["from_dense"]), config, named)
     return LanguageModel(config, named)
-
-
-def backends_of(text: str) -> str | dict[str, str] | None:
-    """What :class:`nsa_core.NSAttention` takes for the words of --backends."""
-    from nsa_core.bench.combos import parse_combo
-
-    return dict(parse_combo(text).backends) or None
 
 
 def _run(trainer: Trainer, out: Path) -> list[Progress]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli.bench import check_dtypes, integers, pick_device
+from nsa_cli.choices import block_sizes, dtype_names, pick_device
+from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_core.bench.tune import Tuning
@@ -33,15 +34,16 @@ def tune(
     with output.exit_codes():
         place = pick_device(device, threads)
         cuda = place.startswith("cuda")
-        name = dtype or ("bfloat16" if cuda else "float32")
-        check_dtypes([name])
+        name, *more = dtype_names(dtype or ("bfloat16" if cuda else "float32"))
+        if more:
+            raise InvalidInput(f"--dtype must be one dtype, got {dtype!r}")
         import torch
 
         from nsa_core import tuned
         from nsa_core.bench.shapes import parse_shape
         from nsa_core.bench.tune import tune as measure
 
-        config = parse_shape(shape).config(integers(blocks))
+        config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()
         with output.progress(2 * (5 * max(1, len(registry.ready())) + 1)) as advance:
             result = measure(
