@@ -10,7 +10,7 @@ import typer
 
 from nsa_cli import bench_options as options
 from nsa_cli import output
-from nsa_cli.choices import block_sizes, dtype_names, pick_device, words
+from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device, spelt, words
 
 if TYPE_CHECKING:
     from nsa_core.bench.result import Result
@@ -57,16 +57,18 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
+    decode = words(phase or "") == ["decode"]
     with output.exit_codes():
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        _check(preset, decode, options_said(context))
         quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
         limits = {"budget_s": budget, "time_limit_s": time_limit}
-        if phase == "decode":
+        if decode:
             from nsa_cli import bench_decode
 
             cells = bench_decode.cells(shape, length, batch, page_size)
             how = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
-            result = bench_decode.run(cells, *how, limits, preset)
+            result = bench_decode.run(cells, *how, limits, preset, cell_limit)
         else:
             settings = _settings(
                 preset, given, combo or [], block_sizes(blocks), device,
@@ -131,6 +133,20 @@ def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bo
         need_matplotlib()
 
 
+def _check(preset: str, decode: bool, said: set[str]) -> None:
+    """Refuse an unknown preset, and options that a run of this phase would pass over."""
+    from nsa_core.errors import InvalidInput
+
+    if preset not in options.PRESETS:
+        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
+    if over := [name for name in options.PREFILL if decode and name in said]:
+        raise InvalidInput(f"{spelt(over)}: not for --phase decode; leave it out")
+    if over := [name for name in ("batch", "page_size") if decode and name in said and not {"shape", "length"} & said]:
+        raise InvalidInput(f"{spelt(over)}: give --shape or --length with it; the device's own cells have theirs")
+    if "page_size" in said and not decode:
+        raise InvalidInput("--page-size is for --phase decode; leave it out")
+
+
 def _percentage(text: str) -> float:
     from nsa_core.errors import InvalidInput
 
@@ -147,10 +163,6 @@ def _settings(
     preset: str, given: dict[str, str | None], combos: Sequence[str], blocks: tuple[int, ...], device: str,
     numbers: dict[str, Any], inputs: str, text: Path | None, checkpoints: Sequence[Path], threads: int,
 ) -> Settings:  # fmt: skip
-    from nsa_core.errors import InvalidInput
-
-    if preset not in options.PRESETS:
-        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
     of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen

@@ -17,7 +17,7 @@ _SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 
 def cells(shape: str | None, length: str | None, batch: int, page_size: int | None) -> list[Cell]:
-    """Every shape at every length; none where neither is named: the device's own."""
+    """Every shape at every length; none where neither is named, for the device's own."""
     from nsa_core.bench.decode import shape_named
     from nsa_core.bench.decode_works import Cell
     from nsa_core.bench.shapes import parse_lengths
@@ -38,6 +38,7 @@ def run(
     seed: int,
     limits: Mapping[str, float | None],
     preset: str,
+    cell_limit_s: float,
 ) -> Result:
     """Measure; limits left out are the preset's."""
     from nsa_core.bench.combos import parse_combo
@@ -47,12 +48,11 @@ def run(
     dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
     defaults = {"budget_s": bench_options.BUDGET_S, "time_limit_s": bench_options.TIME_LIMIT_S}
     numbers: dict[str, Any] = {
-        name: given if given is not None else defaults[name].get(preset, defaults[name]["full"])
-        for name, given in limits.items()
+        name: given if given is not None else defaults[name][preset] for name, given in limits.items()
     }
     settings = DecodeSettings(
         cells=chosen, dtypes=dtypes, combos=[parse_combo(word) for word in combos], blocks=blocks, device=place,
-        seed=seed, **numbers,
+        seed=seed, cell_limit_s=cell_limit_s, **numbers,
     )  # fmt: skip
     bench = DecodeBench(settings, output.find_backends(), output.environment())
     with output.progress(len(bench.problems())) as advance:

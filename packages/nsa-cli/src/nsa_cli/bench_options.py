@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
+PREFILL = ("rival", "inputs", "text", "checkpoint", "max_call")  # options that a step of decode has no use for
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
 

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import typer
+
+
+def options_said(context: typer.Context) -> set[str]:
+    """Parameters that stand on the command line, and are no defaults."""
+    return {n for n in context.params if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+
+
+def spelt(names: Sequence[str]) -> str:
+    """Parameters as they are typed: "--page-size, --batch"."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def words(text: str) -> list[str]:

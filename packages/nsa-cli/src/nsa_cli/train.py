@@ -12,7 +12,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import named_backends, pick_device
+from nsa_cli.choices import named_backends, options_said, pick_device, spelt
 
 if TYPE_CHECKING:
     from nsa_core.lm.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def train(
     Under torchrun the same command trains on several GPUs. Ctrl-C saves; --resume goes on where a run was.
     """
     given = dict(context.params)
-    said = {n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+    said = options_said(context)
     with output.exit_codes():
         _check(given, said)
         world, trainer = _prepared(given, said)
@@ -83,8 +83,8 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
     from nsa_core.errors import InvalidInput
 
     out, resume = given["out"], given["resume"]
-    if resume and (twice := [f"--{name.replace('_', '-')}" for name in options.FIXED if name in said]):
-        raise InvalidInput(f"{', '.join(twice)}: with --resume the checkpoint says so; leave it out")
+    if resume and (twice := [name for name in options.FIXED if name in said]):
+        raise InvalidInput(f"{spelt(twice)}: with --resume the checkpoint says so; leave it out")
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"{out} is not a folder")
     if not out.exists():
