@@ -51,12 +51,7 @@ class NSACache:
     """
 
     def __init__(
-        self,
-        attn: NSAttention,
-        plan: Plan,
-        sizes: CacheSizes,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, attn: NSAttention, plan: Plan, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.attn, self.config, self.plan, self.dtype, self.device = attn, attn.config, plan, dtype, device
         self.batch, self.max_len, self.page_size, num_pages, self.max_rollback, self.max_step = sizes
@@ -260,14 +255,20 @@ class NSACache:
         self.table.own({b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(wanted)}, self.stores)
 
     def reserve_workspace(self, rows: int = 1) -> None:
-        """Run a step of ``rows`` tokens that writes nothing, as long as any step can be.
+        """Run a step of ``rows`` tokens a sequence that writes nothing, over as many tokens as any step can have.
 
         What steps take beside the cache comes from torch's allocator; after this one it has all that they need, and
-        kernels that compile have compiled. Tokens and results are as without it.
+        kernels that compile have compiled. Tokens and results are as without it. More than ``max_step`` rows are that
+        many, since a longer step goes in pieces.
+
+        Raises:
+            InvalidInput: there is less than one row.
         """
         from nsa_core.cache.step import rehearse
 
-        rehearse(self, rows)
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise InvalidInput(f"reserve_workspace: rows must be an integer >= 1, got {rows!r}")
+        rehearse(self, min(rows, self.max_step))
 
     def _per_sequence(self, name: str, given: int | Sequence[int] | torch.Tensor) -> list[int]:
         values = given.tolist() if isinstance(given, torch.Tensor) else given
