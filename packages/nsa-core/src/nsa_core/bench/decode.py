@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench import roofline
+from nsa_core.bench import figures, roofline
+from nsa_core.bench.cells import part_key
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.decode_works import (
     Cell,
@@ -21,17 +22,15 @@ from nsa_core.bench.decode_works import (
     layer_step,
     make_state,
     one_by_one,
-    part_key,
     part_works,
     step_costs,
     within_step,
 )
-from nsa_core.bench.gate import Gate, gate_case
+from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_core.bench.machine import machine
 from nsa_core.bench.result import Measurement, Part, Result
 from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.run import NOT_CORRECT
-from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
+from nsa_core.bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_core.bench.timing import (
     FAILED,
     LATE,
@@ -136,10 +135,7 @@ class DecodeBench:
                 config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
                 page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
             )  # fmt: skip
-            who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
-            who |= {name: f"{kernel.backend}, fused" for name, kernel in plan.fused.items()}
-            elsewhere = self._combos.setdefault(combo.name, who) != who
-            self._combos |= {f"{combo.name}, {cell.shape.name} {dtype_text} {cell.inputs}": who} if elsewhere else {}
+            figures.note_combo(self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}")
             self._judge(combo, config, cell, dtype)
         return plans
 
@@ -222,14 +218,14 @@ class DecodeBench:
                 else {}
             )
             outcome = outcomes.get(subject, Outcome(reason=LATE))
-            made.append(_measurement(cell, dtype, subject, kind, outcome, costs, peaks, parts))
-        dense = [m.performance.median_ms for m in made if m.kind == "dense" and m.performance]
-        self._measurements += [
-            dataclasses.replace(m, ratio_to_dense=min(dense) / m.performance.median_ms)
-            if dense and m.performance and m.kind != "layer"
-            else m
-            for m in made
-        ]
+            made.append(
+                figures.measurement(
+                    kind, outcome, costs["dense" if kind == "dense" else "total"], peaks, subject=subject,
+                    shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode", batch=cell.batch,
+                    length=cell.length, parts=parts,
+                )
+            )  # fmt: skip
+        self._measurements += figures.beside_dense(made)
 
 
 def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int) -> Gate:
@@ -262,28 +258,10 @@ def _parts(
     for slot in SLOTS:
         outcome = outcomes.get(slot_key(combo, slot)) or outcomes.get(part_key(slot, plan))
         if outcome is not None:
-            cost, found = costs[slot], outcome.performance
-            share = peaks.floor_ms(cost) / found.median_ms if found else None
-            parts[slot] = Part(plan.choices[slot].backend, found, outcome.reason, cost.flops, cost.bytes, share)
+            parts[slot] = figures.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
     return parts
-
-
-def _measurement(
-    cell: Cell, dtype: str, subject: str, kind: str, outcome: Outcome, costs: dict[str, Cost], peaks: Peaks,
-    parts: dict[str, Part],
-) -> Measurement:  # fmt: skip
-    cost, found = costs["dense" if kind == "dense" else "total"], outcome.performance
-    floor = peaks.floor_ms(cost)
-    return Measurement(
-        kind=kind, subject=subject, shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode",
-        batch=cell.batch, length=cell.length, performance=found, reason=outcome.reason,
-        peak_memory_bytes=outcome.peak_bytes if found else None, flops=cost.flops, bytes=cost.bytes, floor_ms=floor,
-        floor_fraction=floor / found.median_ms if found and kind != "layer" else None, ratio_to_dense=None, parts=parts,
-    )  # fmt: skip
 
 
 def shape_named(text: str) -> Shape:
     """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere in the bench."""
-    from nsa_core.bench.shapes import parse_shape
-
     return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

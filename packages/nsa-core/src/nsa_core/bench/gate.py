@@ -18,6 +18,8 @@ from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import SlotRun, masked_do, run_slot, slot_inputs
 
+NOT_CORRECT = "not correct: its gate failed"  # why there is no figure
+
 
 @dataclasses.dataclass(frozen=True)
 class Gate:

@@ -10,7 +10,7 @@ import torch
 
 from nsa_core import tuned
 from nsa_core.bench.cells import part_work
-from nsa_core.bench.gate import Gate, gate_case, pass_gate
+from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import make_inputs
 from nsa_core.bench.machine import device_name
 from nsa_core.bench.timing import clock_for, measure
@@ -82,7 +82,7 @@ def tune(
             gates.append(gate)
             named = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
             if any(said in line for line in gate.failures for said in named):
-                wrong[slot, backend] = "not correct: its gate failed"
+                wrong[slot, backend] = NOT_CORRECT
             advance(f"gate {slot}={backend}, {use}")
         x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed)
         works = [
