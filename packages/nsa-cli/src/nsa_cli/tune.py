@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    shape: Annotated[str, typer.Option(help="Hq/G/Dk[/Dv], reports or paper.")] = "reports",
+    shape: Annotated[str, typer.Option(help="Hq/G/Dk[/Dv], reports, paper or tiny.")] = "reports",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on cuda, float32 on cpu.", show_default=False)] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens; 8192 on cuda, 1024 on cpu.", min=1, show_default=False)

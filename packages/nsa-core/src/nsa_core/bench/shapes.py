@@ -49,7 +49,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that "12/2/64", "64/4/192/128" or a name ("reports", "paper") stands for.
+    """The shape that "12/2/64", "64/4/192/128" or a name ("reports", "paper", "tiny") stands for.
 
     Raises:
         InvalidInput: it is neither, or the heads do not divide.
