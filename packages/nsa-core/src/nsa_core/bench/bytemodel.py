@@ -1,4 +1,8 @@
-"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint."""
+"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint.
+
+Not a model of nsa_core.lm, whose layer sees single bytes: a layer by itself, or above another that is as new, has not
+learned to choose after the hundred steps that benchmarks/real_blocks.py takes.
+"""
 
 from __future__ import annotations
 
@@ -128,11 +132,6 @@ def load_for(path: Path, shape: Shape) -> ByteModel:
         InvalidInput: also where the checkpoint is of another shape.
     """
     model, _ = load(path)
-    if (found := shape_of(model.config)) != shape:
+    if (found := Shape.of(model.config)) != shape:
         raise InvalidInput(f"{path} is a layer of shape {found.name}, not {shape.name}")
     return model
-
-
-def shape_of(config: NSAConfig) -> Shape:
-    """The heads of a layer."""
-    return Shape(config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim)

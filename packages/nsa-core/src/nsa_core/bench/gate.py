@@ -53,8 +53,7 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
     length = (n + 2) * block + 1
     # Not fewer: a key that one judged query alone sees carries that query's error whole into dv's bias.
     rows = {*range(0, length, max(3, length // 96)), geometry.compress_block_size - 1, length - 1}
-    shape = Shape(heads, kv, config.qk_dim, config.v_dim).name
-    name = f"{shape} S={length} n={n} w={window}, {len(rows)} rows"
+    name = f"{Shape.of(small).name} S={length} n={n} w={window}, {len(rows)} rows"
     return Case(name, small, (length,), rows=tuple(sorted(rows)), seed=seed)
 
 

@@ -22,6 +22,11 @@ class Shape:
     head_dim: int
     v_head_dim: int
 
+    @classmethod
+    def of(cls, config: NSAConfig) -> Shape:
+        """The heads of a layer."""
+        return cls(config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim)
+
     @property
     def name(self) -> str:
         """ "12/2/64", with Dv only where it differs from Dk."""
