@@ -52,8 +52,10 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     quiet_profiler()
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable("device 'cuda' cannot be used: torch finds no CUDA GPU")
+    from nsa_core.survey import known_device
+
+    if device != "auto":
+        known_device(device)
     torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
     import nsa_core.testing
 

@@ -98,7 +98,8 @@ class TextRows:
     With a number the stream ends, and what is left of its last row has IGNORED targets.
 
     Raises:
-        InvalidInput: a whole epoch has no document for this side of the split.
+        InvalidInput: ``length`` is below 2; when rows are taken, a whole epoch has no document for this side of the
+            split.
     """
 
     packed = True
