@@ -229,7 +229,9 @@ class _Table:
 
 def _field_of(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        has = type(row).__name__
+        if isinstance(row, dict):
+            has = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise InvalidInput(f"{where} has no text under {field!r} (--text-field); it has {has}")
     return str(row[field])
 

@@ -177,7 +177,7 @@ class TextRows:
                 self._document += 1
             if not self._found:
                 side = f"held out at a share of {self._share:g}" if self._held_out else "left to train on"
-                raise InvalidInput(f"{self.corpus.name} has no document {side}")
+                raise InvalidInput(f"{self.corpus.name} has no document {side}; give more documents, or another share")
             self._epoch, self._document = self._epoch + 1, 0
             if self._epochs is not None and self._epoch >= self._epochs:
                 return
