@@ -135,7 +135,7 @@ def test_sets_are_the_oracles(problem: Problem) -> None:
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_no_tile_changes_a_set(tiles: str) -> None:
-    problem = Problem(_geometry(8, 4, 16), (140,), 10, 2)  # 5 heads: pieces of one, and of two with one to spare
+    problem = Problem(_geometry(8, 4, 16), (110,), 10, 2)  # 5 heads: pieces of one, and of two with one to spare
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, TILES[tiles], seed=3))
 
