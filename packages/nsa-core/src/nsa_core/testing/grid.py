@@ -144,7 +144,8 @@ def _step_shapes() -> Iterator[StepPoint]:
     yield _step("step, w>S", window_size=100)
     yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
-                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2, window_size=512)  # fmt: skip
+                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2,
+                window_size=512)  # fmt: skip
 
 
 def step_grid() -> tuple[StepPoint, ...]:
