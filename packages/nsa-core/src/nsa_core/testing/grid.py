@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES, Request
+from nsa_core.survey import request_of
 from nsa_core.verify.cases import Case
 from nsa_core.verify.decode import Step
 
@@ -30,24 +31,13 @@ class Point:
 
     def request(self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool) -> Request:
         """What a plan would ask about ``slot``."""
-        config, case = self.case.config, self.case
+        case = self.case
         batch = 1 if case.packed else case.batch
-        return Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=self.dtype,
-            device=device,
-            capability=capability,
-            needs_grad=needs_grad,
-            deterministic=self.deterministic,
-            varlen=case.packed,
-            batch=batch if self.sized else None,
+        return request_of(
+            case.config, slot, dtype=self.dtype, device=device, capability=capability, needs_grad=needs_grad,
+            deterministic=self.deterministic, varlen=case.packed, batch=batch if self.sized else None,
             seq_len=case.tokens if self.sized else None,
-        )
+        )  # fmt: skip
 
 
 def _point(
@@ -100,23 +90,12 @@ class StepPoint:
 
     def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
         """What a plan would ask about ``slot``."""
-        config, lengths = self.step.case.config, self.step.lengths
-        return Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=self.dtype,
-            device=device,
-            capability=capability,
-            phase="decode",
-            deterministic=self.deterministic,
-            batch=len(lengths) if self.sized else None,
-            seq_len=max(lengths) if self.sized else None,
-            page_size=self.step.page_size,
-        )
+        lengths = self.step.lengths
+        return request_of(
+            self.step.case.config, slot, dtype=self.dtype, device=device, capability=capability, phase="decode",
+            deterministic=self.deterministic, batch=len(lengths) if self.sized else None,
+            seq_len=max(lengths) if self.sized else None, page_size=self.step.page_size,
+        )  # fmt: skip
 
 
 _RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)

@@ -14,10 +14,11 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.plan import Plan
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
+from nsa_core.verify.subject import Finding, Subject, judged, same_bits
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
@@ -148,7 +149,7 @@ def judge_step(
             verdict = judge_selection(*given, **common)
             said = verdict.why + p.said(verdict.where[:1]) if verdict.why else f"regret {verdict.regret:.2g}"
             share = verdict.regret / 8
-            yield Finding("decode", slot, step.case.name, name_of(dtype), "blocks", verdict.ok, share, detail=said)
+            yield Finding("decode", slot, step.case.name, dtype_name(dtype), "blocks", verdict.ok, share, detail=said)
             continue
         o, lse = results[slot]
         got = {"o": p.placed(o), "lse": p.placed(lse.transpose(1, 2)).T.contiguous()}
