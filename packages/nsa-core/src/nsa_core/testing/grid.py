@@ -14,9 +14,9 @@ from nsa_core.verify.decode import Step
 
 BASE = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=4, window_size=24, rope=False,
+    num_selected_blocks=3, init_blocks=1, local_blocks=1, window_size=24, rope=False,
 )  # fmt: skip
-LENGTH = 61
+LENGTH = 61  # the last 13 tokens choose one of two blocks, what else they have being forced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _shapes() -> Iterator[Point]:
         yield _point(f"S={length}", (length,))
     yield _point("B=0", batch=0)
     yield _point("B=3", batch=3)
-    yield _point("packed", (0, 5, 40, 1, 17, 0), packed=True)
+    yield _point("packed", (0, 5, 57, 1, 17, 0), packed=True)
     yield _point("packed, one document", (LENGTH,), packed=True)
     yield _point("packed, no token", (0, 0), packed=True)
     yield _point("w=1", window_size=1)
@@ -66,7 +66,7 @@ def _shapes() -> Iterator[Point]:
     yield _point("nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _point("n*l'>S", num_selected_blocks=8)
     yield _point("real block sizes", (130,), compress_block_size=32, compress_stride=16, select_block_size=64,
-                 num_selected_blocks=16, window_size=512)  # fmt: skip
+                 num_selected_blocks=16, local_blocks=2, window_size=512)  # fmt: skip
 
 
 def grid() -> tuple[Point, ...]:
@@ -123,7 +123,8 @@ def _step_shapes() -> Iterator[StepPoint]:
     yield _step("step, w>S", window_size=100)
     yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
-                compress_stride=16, select_block_size=64, num_selected_blocks=16, window_size=512)  # fmt: skip
+                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2,
+                window_size=512)  # fmt: skip
 
 
 def step_grid() -> tuple[StepPoint, ...]:
