@@ -1,7 +1,7 @@
 """delta = sum over d of do * o, per row in fp32 (fp64 for fp64): what dS = P * (dP - delta) subtracts.
 
-A program takes ROWS rows, a row being one head of one token: do and o are read once, a number a row is written.
-Bound by memory.
+A program takes ROWS rows, a row being one head of one token: do and o are read once, two numbers a row are written:
+delta, and the lse as backward takes it, in base 2 and inf for a row without keys, whose P is then 0. Bound by memory.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import launch
+from nsa_backend_triton.tile import LOG2E
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len"])
+@triton.jit(do_not_specialize=["n_rows", "seq_len", "lse_b", "lse_h"])
 def attention_delta(
-    DO, O, DELTA,
-    d_b, d_t, d_h, o_b, o_t, o_h, n_rows, seq_len,
+    DO, O, LSE, DELTA, STATS,
+    d_b, d_t, d_h, o_b, o_t, o_h, lse_b: tl.int64, lse_h: tl.int64, n_rows, seq_len,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
+    """DELTA, STATS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
     seq, token = token // seq_len, token % seq_len
@@ -28,17 +29,22 @@ def attention_delta(
     do = tl.load(DO + (seq * d_b + token * d_t + head * d_h)[:, None] + col[None, :], mask=mask, other=0.0)
     o = tl.load(O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0)
     tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
+    lse = tl.load(LSE + seq * lse_b + head * lse_h + token, mask=row < n_rows, other=0.0)
+    tl.store(STATS + row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=row < n_rows)
 
 
-def rows(do: Tensor, o: Tensor, *, packed: bool) -> Tensor:
-    """delta [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv], in fp32 (fp64 for fp64)."""
-    wide = torch.float64 if do.dtype == torch.float64 else torch.float32
-    delta = do.new_empty(do.shape[:-1], dtype=wide)
+def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """delta, and lse in base 2, inf where it is -inf: [B, S, Hq] (packed [T, Hq]) in fp32 (fp64 for fp64).
+
+    do, o [B, S, Hq, Dv], lse [B, Hq, S] (packed [Hq, T]).
+    """
+    delta, stats = (do.new_empty(do.shape[:-1], dtype=lse.dtype) for _ in range(2))
     width = triton.next_power_of_2(do.shape[-1])
     size = max(1, 8192 // width)
     attention_delta[(triton.cdiv(delta.numel(), size),)](
-        do, o, delta, *launch.strides(do, packed), *launch.strides(o, packed), delta.numel(), do.shape[-3],
+        do, o, lse, delta, stats, *launch.strides(do, packed), *launch.strides(o, packed),
+        *launch.lse_strides(lse, packed), delta.numel(), do.shape[-3],
         HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, ACC=launch.accumulator(do.dtype),
         num_warps=8,
     )  # fmt: skip
-    return delta
+    return delta, stats

@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton import configs, delta, launch, sel_forward, sel_lists, sel_union
+from nsa_backend_triton import configs, delta, launch, sel_forward, sel_lists, sel_union, span_forward
 from nsa_backend_triton.launch import Sequences
-from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward
+from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_segments
 from nsa_backend_triton.sel_lists import PairLists
 from nsa_backend_triton.sel_tiles_backward import sel_tile_backward
 from nsa_core.contract import SlotCall
@@ -32,7 +32,7 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    lse: Tensor  # [B, S, Hq]
+    lse: Tensor  # [B, S, Hq], in base 2, inf for a row without keys
     delta: Tensor  # [B, S, Hq]
     seqs: Sequences
     call: SlotCall
@@ -79,6 +79,12 @@ def block_gradients(
     segments, chunk = triton.cdiv(longest, segment), settings["CHUNK"] if ordered else 0
     items = len(lists.tokens) // chunk + n_buckets if ordered else n_buckets * segments
     wide, per_head = problem.delta.dtype, sel_lists.buckets_per_head(seqs, call.geometry)
+    bounds = lists.offsets
+    if not ordered:
+        bounds = lists.offsets.new_empty((n_buckets, segments + 1))
+        sel_segments[(n_buckets,)](
+            lists.tokens, lists.offsets, bounds, segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2
+        )
     dq = torch.zeros(q.shape, dtype=wide, device=q.device) if add_dq else None
     if ordered:
         dk, dv = (x.new_empty((items * parts * settings["KEYS"], x.shape[-1]), dtype=wide) for x in (k, v))
@@ -86,10 +92,10 @@ def block_gradients(
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
     sel_block_backward[(items * parts,)](
-        q, k, v, problem.do, problem.lse, problem.delta, lists.tokens, lists.offsets, seqs.cu,
+        q, k, v, problem.do, problem.lse, problem.delta, lists.tokens, lists.offsets, bounds, seqs.cu,
         dk if dq is None else dq, dk, dv, *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, n_buckets, per_head, segment, segments,
-        CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **tiles,
+        call.scale, seqs.n, seqs.seq_len, n_buckets, per_head, segments,
+        CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **{"WHOLE": 0, **tiles},
     )  # fmt: skip
     if ordered:
         dk, dv = (_add_chunks(problem, part, x, lists, settings) for part, x in ((dk, k), (dv, v)))
@@ -110,7 +116,7 @@ def _add_chunks(problem: Problem, partial: Tensor, x: Tensor, lists: PairLists, 
 
 
 def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
-    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile."""
+    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, AHEAD, TMA where descriptors fit."""
     q, seqs, geometry = problem.q, problem.seqs, problem.call.geometry
     size = sel_forward.tile_tokens(settings["ROWS"], problem.heads)
     unions, tiles = sel_union.build(blocks, seqs, geometry, size, 1), seqs.tiles(size)
@@ -119,10 +125,13 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
         "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
         "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(geometry.select_block_size))),
     }
+    tma = bool(settings.get("TMA")) and span_forward.descriptors_fit(seqs.packed, problem.k, problem.v)
+    tma = tma and geometry.select_block_size % fitted["KEYS"] == 0
+    described = (span_forward.key_descriptor(x, fitted["KEYS"]) if tma else None for x in (problem.k, problem.v))
     sel_tile_backward[(tiles * problem.k.shape[-2],)](
-        q, problem.k, problem.v, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq,
+        q, problem.k, problem.v, *described, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq,
         *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **{**settings, **fitted},
+        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **{"AHEAD": 0, **settings, **fitted, "TMA": tma},
     )  # fmt: skip
     return dq
 
@@ -130,8 +139,8 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
 def prepare(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall) -> Problem:
     """Delta, and lse beside it: a row's h numbers lie together."""
     seqs = Sequences.of(q, call)
-    rows = delta.rows(do, o, packed=seqs.packed)
-    return Problem(do, q, k, v, lse.transpose(-1, -2).contiguous(), rows, seqs, call)
+    rows, stats = delta.rows(do, o, lse, packed=seqs.packed)
+    return Problem(do, q, k, v, stats, rows, seqs, call)
 
 
 def backward(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_backend_triton import configs, sel_lists, sel_union, tile
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.span_forward import descriptors_fit, key_descriptor
 from nsa_core.contract import SlotCall
 
 PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
@@ -104,13 +105,15 @@ def _attend_tiles(
     length = call.geometry.select_block_size
     keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
     tiles = seqs.tiles(size)
+    tma = bool(chosen.get("TMA")) and length % keys == 0 and descriptors_fit(seqs.packed, k, v)
+    described = (key_descriptor(x, keys) if tma else None for x in (k, v))
     sel_forward_kernel[(groups * tiles,)](
-        q, k, v, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles,
+        q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles,
         call.scale * tile.LOG2E.value,
         *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
         *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
         T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys, NEGATIVE=call.scale < 0,
-        **_options(chosen),
+        TMA=tma, **_options(chosen),
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def _attend_buckets(
         *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed),
         **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
         T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        **_options(chosen),
+        NEGATIVE=call.scale < 0, **_options(chosen),
     )  # fmt: skip
     chosen = tuned["sel_merge"]
     size = max(1, chosen["ROWS"] // heads)
@@ -162,9 +165,10 @@ def _load(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
 
 @triton.jit
 def _walk(
-    q, K, V, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k, stride_v,
+    q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k,
+    stride_v,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr, L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, ACC: tl.constexpr,
+    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
 
@@ -191,7 +195,10 @@ def _walk(
             there = ((key < length) & (inner < L))[:, None]
         elif not WHOLE:
             there = (inner < L)[:, None]
-        k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
+        if TMA:
+            k = K_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DKP)
+        else:
+            k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
         dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
         scores = dots * factor
         # Of the products as they are: the multiplication above then joins the subtraction below.
@@ -208,7 +215,10 @@ def _walk(
         p = tl.exp2(scores - tl.where(member, m_safe, float("inf"))[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
-        v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
+        if TMA:
+            v = V_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DVP)
+        else:
+            v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
         m = m_new
         ever |= members
@@ -219,12 +229,12 @@ def _walk(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
 def sel_forward_kernel(
-    Q, K, V, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
+    Q, K, V, K_TMA, V_TMA, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h,
     sl_b: tl.int64, sl_h: tl.int64,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    NEGATIVE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
 
@@ -257,12 +267,12 @@ def sel_forward_kernel(
     acc = tl.zeros([M, DVP], ACC)
     ever = tl.full([], 0, tl.int32)
     m, l, acc, ever = _walk(
-        q, k, v, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, ACC,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     m, l, acc, ever = _walk(
-        q, k, v, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, ACC,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     # A token without blocks got nothing but, from a query that is NaN, NaN.
     chose = (ever & bit) != 0
@@ -279,7 +289,7 @@ def sel_bucket_kernel(
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
 
@@ -313,25 +323,52 @@ def sel_bucket_kernel(
     at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
     k = tl.trans(_load(at_k, lane * sk_t, columns_k, DK, DKP, there[:, None]))
     v = _load(at_v, lane * sv_t, columns_v, DV, DVP, there[:, None])
-    rows = tl.arange(0, M)
-    head = rows % H
     at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
     tokens = TOKENS + first_pair.to(tl.int64)
     slots = SLOTS + first_pair.to(tl.int64)
+    tiles = tl.minimum(tl.cdiv(count - pair, T), TILES)
+    # Tokens ascend: only a block's first L pairs can be of tokens inside it.
+    cut = tiles
+    if L == KEYS:
+        cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
+    _pairs(
+        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, pair + cut * T, count, key, there,
+        sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, True, ACC,
+    )  # fmt: skip
+    _pairs(
+        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, pair + tiles * T, count, key,
+        there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, False, ACC,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pairs(
+    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, begin, end, count, key, there, sq_t, sq_h, factor,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Partial outputs of the pairs begin .. end, whole tiles, of a bucket of ``count``; CUT: keys may lie behind."""
+    rows = tl.arange(0, M)
+    head = rows % H
+    columns_k, columns_v = tl.arange(0, DKP), tl.arange(0, DVP)
     # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
-    at = pair + rows // H
+    at = begin + rows // H
     inside = (rows < T * H) & (at < count)
     t = tl.load(tokens + at, mask=inside, other=0)
     slot = tl.load(slots + at, mask=inside, other=0)
-    for _ in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
+    for _ in tl.range(begin, end, T):
         at += T
         next_inside = (rows < T * H) & (at < count)
         next_t = tl.load(tokens + at, mask=next_inside, other=0)
         next_slot = tl.load(slots + at, mask=next_inside, other=0)
-        q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, inside[:, None])
-        scores = tl.dot(q, k, out_dtype=ACC, input_precision="ieee") * factor
-        scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
-        m = tl.max(scores, 1)
+        # A row that is not there reads token 0's queries, and is not stored.
+        q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, None)
+        dots = tl.dot(q, k, out_dtype=ACC, input_precision="ieee")
+        scores = dots * factor
+        m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
+        if CUT:
+            scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
+            m = tl.max(scores, 1)
         p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
         o = tl.dot(p.to(v.dtype), v, out_dtype=ACC, input_precision="ieee")
         o, lse = tile.finish(m, tl.sum(p, 1), o)

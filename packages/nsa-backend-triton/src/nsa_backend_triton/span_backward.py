@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
@@ -54,19 +55,21 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_plane"])
 def span_dq(
-    Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, DELTA, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
-    lse_seq: tl.int64, lse_head: tl.int64, delta_seq: tl.int64, delta_head: tl.int64,
+    lse_seq: tl.int64, lse_head: tl.int64, stats_plane: tl.int64,
     factor, scale, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq, and delta for span_dkdv, which runs afterwards. One program: TOKENS tokens x HEADS heads = M rows.
+    """dq, and STATS for span_dkdv, which runs afterwards: delta, and a plane on, lse in base 2, inf where no key is seen.
+
+    One program: TOKENS tokens x HEADS heads = M rows.
 
     q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
     itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
@@ -94,9 +97,11 @@ def span_dq(
     O += batch * o_seq + first * o_row + head * o_head
     o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
     delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-    tl.store(DELTA + batch * delta_seq + start + token + (head + h) * delta_head, delta, mask=inside)
-    lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
+    at_stats = batch * lse_seq + start + token + (head + h) * lse_head
+    lse = tl.load(LSE + at_stats, mask=inside, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
+    tl.store(STATS + at_stats, delta, mask=inside)
+    tl.store(STATS + stats_plane + at_stats, lse, mask=inside)
 
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
@@ -123,9 +128,8 @@ def span_dq(
 
 @triton.jit
 def _walk_queries(
-    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
-    left, right, factor,
-    q_row, q_head, do_row, do_head, lse_head, delta_head,
+    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
+    left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -135,11 +139,9 @@ def _walk_queries(
     seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
-    for step in tl.range(0, heads * tiles):
-        head = step // tiles
-        i = tiles - 1 - step % tiles
-        i += tl.where(i >= skip_from, skip_to - skip_from, 0)
-        t = low + i * BLOCK_M
+    head, i = 0, tiles - 1  # counted on, not divided out of the step
+    for _ in tl.range(0, heads * tiles):
+        t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
         at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
         if TMA:
             q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
@@ -147,13 +149,15 @@ def _walk_queries(
         else:
             q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
             do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
-        LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
-        if MASKED:
-            lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
-            delta = tl.load(DELTA_H + row, mask=t + row < length, other=0.0)
+        STATS_H = STATS + h * stats_head + at
+        if TMA > 1:  # a row that is not there: all of it 0, and so is what it adds
+            delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
+            lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
+        elif MASKED:
+            delta = tl.load(STATS_H + row, mask=t + row < length, other=0.0)
+            lse = tl.load(STATS_H + stats_plane + row, mask=t + row < length, other=float("inf"))
         else:
-            lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            delta, lse = tl.load(STATS_H + row), tl.load(STATS_H + stats_plane + row)
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
         if EARLY:
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
@@ -166,16 +170,18 @@ def _walk_queries(
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+        head += tl.where(i == 0, 1, 0)
+        i = tl.where(i == 0, tiles, i) - 1
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "stats_seq", "stats_head", "stats_plane"])
 def span_dkdv(
-    Q, K, V, DO, Q_TMA, DO_TMA, LSE, DELTA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    Q, K, V, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
-    dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
-    delta_seq: tl.int64, delta_head: tl.int64, factor, scale, n_seqs, seq_len, key_rows,
+    dk_part: tl.int64, dv_part: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
+    factor, scale, n_seqs, seq_len, key_rows,
     N_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -216,20 +222,19 @@ def span_dkdv(
     head = kv_head * GROUP + part // CHUNKS * HEADS
     Q += batch * q_seq + tl.cast(start, tl.int64) * q_row + head * q_head
     DO += batch * do_seq + tl.cast(start, tl.int64) * do_row + head * do_head
-    LSE += batch * lse_seq + start + head * lse_head
-    DELTA += batch * delta_seq + start + head * delta_head
+    STATS += batch * stats_seq + start + head * stats_head
     dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
-        head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
+        head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
         DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
     )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from),
-        head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from),
+        head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
         DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
@@ -271,8 +276,8 @@ def backward(
     A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
-    dq, delta = _dq(do, q, k, v, o, lse, seqs, span, scale, settings[0] if settings else None)
-    dk, dv = _dkdv(do, q, k, v, lse, delta, seqs, span, scale, settings[1] if settings else None)
+    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings[0] if settings else None)
+    dk, dv = _dkdv(do, q, k, v, stats, seqs, span, scale, settings[1] if settings else None)
     return dq, dk, dv
 
 
@@ -299,29 +304,35 @@ def _dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq as q, and delta = sum(do o) as lse."""
+    """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
     settings = settings or _pick("span_dq", q, v, span[2], descriptors_fit(seqs.packed, k, v))
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     together = heads_together(group, settings["HEADS"])
     tokens, tma = settings["BLOCK_M"] // together, bool(settings.get("TMA"))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    lse = lse.contiguous()
+    stats = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
     span_dq[(seqs.tiles(tokens) * (heads // together),)](
         q, k, v, *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
-        o, do, lse, dq, delta, seqs.cu, seqs.cu_cmp,
+        o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
-        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+        *lse_strides(lse, seqs.packed), stats.stride(0),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
         **launch_options(settings),
     )  # fmt: skip
-    return dq, delta
+    return dq, stats
+
+
+def stats_descriptor(stats: Tensor, block: int) -> TensorDescriptor:
+    """stats [2, B, H, S], read in runs of ``block`` numbers of one head; zero past its end."""
+    return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, 1, block])
 
 
 def _dkdv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, seqs: Sequences,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv as k, v."""
@@ -330,15 +341,17 @@ def _dkdv(
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
-    direct, tma = bool(span[2]), bool(settings.get("TMA"))
+    direct, tma = bool(span[2]), settings.get("TMA", 0)
+    if tma > 1 and stats.shape[-1] % 4:
+        tma = 1  # a head's rows are not aligned
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-    sums = grads if direct else [torch.empty((parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v)]
+    sums = grads if direct else [torch.empty((parts, *x.shape), dtype=stats.dtype, device=x.device) for x in (k, v)]
     span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
         q, k, v, do, *(key_descriptor(x, settings["BLOCK_M"]) if tma else None for x in (q, do)),
-        lse, delta, *sums, seqs.cu, seqs.cu_cmp,
+        stats, stats_descriptor(stats, settings["BLOCK_M"]) if tma > 1 else None, *sums, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
         *(0 if direct else x.stride(0) for x in sums),
-        *(n for x in (lse, delta) for n in lse_strides(x, seqs.packed)),
+        *lse_strides(stats[0], seqs.packed), stats.stride(0),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
