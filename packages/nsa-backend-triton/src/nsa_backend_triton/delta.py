@@ -6,7 +6,6 @@ delta, and the lse as backward takes it, in base 2 and inf for a row without key
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,12 +18,21 @@ from nsa_backend_triton.tile import LOG2E
 def attention_delta(
     DO, O, LSE, DELTA, STATS,
     d_b, d_t, d_h, o_b, o_t, o_h, lse_b: tl.int64, lse_h: tl.int64, n_rows, seq_len,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BY_HEAD: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """DELTA, STATS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
+    """DELTA, STATS [n_rows] in the order of (sequence, token, head), BY_HEAD of (sequence, head, token).
+
+    WIDTH is DIM padded to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
-    seq, token = token // seq_len, token % seq_len
+    col = tl.arange(0, WIDTH)
+    if BY_HEAD:
+        head, token = row // seq_len % HEADS, row % seq_len
+        seq = row // seq_len // HEADS
+    else:
+        head, token = row % HEADS, row // HEADS % seq_len
+        seq = row // HEADS // seq_len
     mask = (row < n_rows)[:, None] & (col < DIM)[None, :]
     do = tl.load(DO + (seq * d_b + token * d_t + head * d_h)[:, None] + col[None, :], mask=mask, other=0.0)
     o = tl.load(O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0)
@@ -33,18 +41,21 @@ def attention_delta(
     tl.store(STATS + row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=row < n_rows)
 
 
-def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """delta, and lse in base 2, inf where it is -inf: [B, S, Hq] (packed [T, Hq]) in fp32 (fp64 for fp64).
 
-    do, o [B, S, Hq, Dv], lse [B, Hq, S] (packed [Hq, T]).
+    do, o [B, S, Hq, Dv], lse [B, Hq, S] (packed [Hq, T]). ``out`` [2, *lse]: take both there, in lse's order.
     """
-    delta, stats = (do.new_empty(do.shape[:-1], dtype=lse.dtype) for _ in range(2))
+    if out is not None:
+        delta, stats = out.unbind()
+    else:
+        delta, stats = (do.new_empty(do.shape[:-1], dtype=lse.dtype) for _ in range(2))
     width = triton.next_power_of_2(do.shape[-1])
     size = max(1, 8192 // width)
     attention_delta[(triton.cdiv(delta.numel(), size),)](
         do, o, lse, delta, stats, *launch.strides(do, packed), *launch.strides(o, packed),
         *launch.lse_strides(lse, packed), delta.numel(), do.shape[-3],
-        HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, ACC=launch.accumulator(do.dtype),
-        num_warps=8,
+        HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, BY_HEAD=out is not None,
+        ACC=launch.accumulator(do.dtype), num_warps=8,
     )  # fmt: skip
     return delta, stats

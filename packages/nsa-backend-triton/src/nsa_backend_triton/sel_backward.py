@@ -129,9 +129,11 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     tma = tma and geometry.select_block_size % fitted["KEYS"] == 0
     described = (span_forward.key_descriptor(x, fitted["KEYS"]) if tma else None for x in (problem.k, problem.v))
     sel_tile_backward[(tiles * problem.k.shape[-2],)](
-        q, problem.k, problem.v, *described, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq,
+        q, problem.k, problem.v, *described, problem.do, problem.lse, problem.delta, unions.entries,
+        unions.counts, seqs.cu, dq,
         *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(), **{"AHEAD": 0, **settings, **fitted, "TMA": tma},
+        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(),
+        **{"AHEAD": 0, **settings, **fitted, "TMA": tma},
     )  # fmt: skip
     return dq
 

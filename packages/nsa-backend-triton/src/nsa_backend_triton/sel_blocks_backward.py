@@ -231,7 +231,9 @@ def sel_block_backward(
     ADD_DQ: tl.constexpr, TURN: tl.constexpr, WHOLE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LSE (in base 2, inf for a row without keys), DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
+    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
+
+    LSE is in base 2, inf for a row without keys. BOUNDS of sel_segments.
 
     A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers than 64.
     """

@@ -58,7 +58,9 @@ def sel_union_backward(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dq.dtype)
         if AHEAD and not CUT and SIZE % KEYS == 0:
             # A row that did not choose the block costs no operation a key: infinity takes its p to 0.
-            _, ds = sel_scores_backward(s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale)
+            _, ds = sel_scores_backward(
+                s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale
+            )
         else:
             seen = chosen[:, None] & (inside < SIZE)[None, :]
             if CUT:

@@ -14,9 +14,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_backend_triton import configs
+from nsa_backend_triton import configs, delta
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import descriptors_fit, heads_together, key_descriptor, launch_options
+from nsa_backend_triton.span_forward import (
+    descriptors_fit,
+    flat_descriptor,
+    flat_fit,
+    heads_together,
+    key_descriptor,
+    launch_options,
+)
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
@@ -26,11 +33,11 @@ def _walk_keys(
     q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
     factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
     column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles):
+    for i in tl.range(0, tiles, warp_specialize=WS):
         j = low + i * BLOCK_N
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
@@ -57,7 +64,7 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_plane"])
 def span_dq(
-    Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
+    Q, K, V, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
     lse_seq: tl.int64, lse_head: tl.int64, stats_plane: tl.int64,
@@ -65,11 +72,11 @@ def span_dq(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
-    """dq, and STATS for span_dkdv, which runs afterwards: delta, and a plane on, lse in base 2, inf where no key is seen.
+    """dq, and STATS for span_dkdv, which runs afterwards: delta, then lse in base 2, inf where no key is seen.
 
-    One program: TOKENS tokens x HEADS heads = M rows.
+    One program: TOKENS tokens x HEADS heads = M rows. WS as in the forward; STATS are then given.
 
     q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
     itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
@@ -78,8 +85,9 @@ def span_dq(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if row >= length:
-        return
+    if VARLEN:  # noqa: SIM102  a dense sequence has no tile too many
+        if row >= length:
+            return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     first = tl.cast(start + row, tl.int64)
@@ -90,18 +98,25 @@ def span_dq(
     k_column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_mask = inside[:, None] & (k_column < DK)[None, :]
     v_mask = inside[:, None] & (v_column < DV)[None, :]
-    Q += batch * q_seq + first * q_row + head * q_head
-    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
-    DO += batch * do_seq + first * do_row + head * do_head
-    do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-    O += batch * o_seq + first * o_row + head * o_head
-    o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-    at_stats = batch * lse_seq + start + token + (head + h) * lse_head
-    lse = tl.load(LSE + at_stats, mask=inside, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
-    tl.store(STATS + at_stats, delta, mask=inside)
-    tl.store(STATS + stats_plane + at_stats, lse, mask=inside)
+    if WS:
+        q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
+        do = DO_TMA.load([batch * seq_len + row, head * BLOCK_DV])
+        at_stats = (batch * N_HEADS + head) * seq_len + row
+        delta = STATS_TMA.load([at_stats])
+        lse = STATS_TMA.load([at_stats + tl.cast(stats_plane, tl.int32)])
+    else:
+        Q += batch * q_seq + first * q_row + head * q_head
+        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
+        DO += batch * do_seq + first * do_row + head * do_head
+        do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+        O += batch * o_seq + first * o_row + head * o_head
+        o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+        delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+        at_stats = batch * lse_seq + start + token + (head + h) * lse_head
+        lse = tl.load(LSE + at_stats, mask=inside, other=float("inf"))
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
+        tl.store(STATS + at_stats, delta, mask=inside)
+        tl.store(STATS + stats_plane + at_stats, lse, mask=inside)
 
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
@@ -113,13 +128,17 @@ def span_dq(
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     kv_head = head // GROUP
-    dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
-        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
-    )  # fmt: skip
+    if WS:
+        masked += skip_to - skip_from
+        skip_to = skip_from
+    else:
+        dq = _walk_keys(
+            q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
+            right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False, False,
+        )  # fmt: skip
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
-        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
+        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, WS, True,
     )  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
     dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
@@ -131,7 +150,8 @@ def _walk_queries(
     k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
     left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
@@ -140,7 +160,7 @@ def _walk_queries(
     """
     row = tl.arange(0, BLOCK_M)
     head, i = 0, tiles - 1  # counted on, not divided out of the step
-    for _ in tl.range(0, heads * tiles):
+    for _ in tl.range(0, heads * tiles, warp_specialize=WS):
         t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
         at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
         if TMA:
@@ -177,7 +197,7 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "stats_seq", "stats_head", "stats_plane"])
 def span_dkdv(
-    Q, K, V, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    Q, K, V, DO, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
     dk_part: tl.int64, dv_part: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
@@ -186,14 +206,15 @@ def span_dkdv(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, EARLY: tl.constexpr,
+    TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
 
     k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
     through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
     that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. Parts are sums in fp32, added by span_sum, or the result where there is one part.
+    tiles at the same time. WS as in the forward. Parts are sums in fp32, added by span_sum, or
+    the result where there is one part.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
     n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
@@ -202,15 +223,20 @@ def span_dkdv(
     seq, start, length, row = place(tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN)
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     j = row // STRIDE
-    if j >= keys:
-        return
+    if not WS:  # noqa: SIM102  a tile of keys that are not there stores nothing
+        if j >= keys:
+            return
     batch = 0 if VARLEN else seq
     first = tl.cast(key_start + j, tl.int64)
     column = tl.arange(0, BLOCK_N)
-    K += batch * k_seq + first * k_row + kv_head * k_head
-    V += batch * v_seq + first * v_row + kv_head * v_head
-    k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
-    v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
+    if WS:  # keys past the end are hidden from every row, whatever they are
+        k = K_TMA.load([batch * key_rows + j, kv_head * BLOCK_DK])
+        v = V_TMA.load([batch * key_rows + j, kv_head * BLOCK_DV])
+    else:
+        K += batch * k_seq + first * k_row + kv_head * k_head
+        V += batch * v_seq + first * v_row + kv_head * v_head
+        k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
+        v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
 
     low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
     size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
@@ -227,15 +253,18 @@ def span_dkdv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
+    if WS:
+        skip_to = skip_from
+    else:
+        dk, dv = _walk_queries(
+            k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
+            skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, stats_head,
+            stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False, False,
+        )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from,
-        head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
-        DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
-    )  # fmt: skip
-    dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles - (skip_to - skip_from),
-        head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
-        DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to,
+        tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
+        stats_head, stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, WS, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
@@ -307,13 +336,20 @@ def _dq(
     """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
     settings = settings or _pick("span_dq", q, v, span[2], descriptors_fit(seqs.packed, k, v))
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
-    together = heads_together(group, settings["HEADS"])
-    tokens, tma = settings["BLOCK_M"] // together, bool(settings.get("TMA"))
+    tma = bool(settings.get("TMA"))
+    ws = bool(settings.get("WS")) and tma and descriptors_fit(seqs.packed, q, do) and flat_fit(q, do)
+    together = 1 if ws else heads_together(group, settings["HEADS"])
+    tokens = settings["BLOCK_M"] // together
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = lse.contiguous()
     stats = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
+    if ws:
+        delta.rows(do, o, lse, packed=seqs.packed, out=stats)
     span_dq[(seqs.tiles(tokens) * (heads // together),)](
-        q, k, v, *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
+        q, k, v, flat_descriptor(q, tokens) if ws else None,
+        *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
+        flat_descriptor(do, tokens) if ws else None,
+        TensorDescriptor(stats, [stats.numel()], [1], [tokens]) if ws else None,
         o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
         *lse_strides(lse, seqs.packed), stats.stride(0),
@@ -321,7 +357,7 @@ def _dq(
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        **launch_options(settings),
+        WS=ws, **launch_options(settings),
     )  # fmt: skip
     return dq, stats
 
@@ -344,10 +380,13 @@ def _dkdv(
     direct, tma = bool(span[2]), settings.get("TMA", 0)
     if tma > 1 and stats.shape[-1] % 4:
         tma = 1  # a head's rows are not aligned
+    ws = bool(settings.get("WS")) and tma > 1 and descriptors_fit(seqs.packed, k, v) and flat_fit(k, v)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     sums = grads if direct else [torch.empty((parts, *x.shape), dtype=stats.dtype, device=x.device) for x in (k, v)]
     span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
-        q, k, v, do, *(key_descriptor(x, settings["BLOCK_M"]) if tma else None for x in (q, do)),
+        q, k, v, do, key_descriptor(q, settings["BLOCK_M"]) if tma else None,
+        *(flat_descriptor(x, settings["BLOCK_N"]) if ws else None for x in (k, v)),
+        key_descriptor(do, settings["BLOCK_M"]) if tma else None,
         stats, stats_descriptor(stats, settings["BLOCK_M"]) if tma > 1 else None, *sums, seqs.cu, seqs.cu_cmp,
         *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
         *(0 if direct else x.stride(0) for x in sums),
@@ -356,7 +395,7 @@ def _dkdv(
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        EARLY=bool(settings.get("EARLY")),
+        EARLY=bool(settings.get("EARLY")), WS=ws,
         **launch_options(settings),
     )  # fmt: skip
     if not direct:

@@ -30,14 +30,14 @@ def _walk(
     q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
     k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
 
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
     """
     column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles):
+    for i in tl.range(0, tiles, warp_specialize=WS):
         j = low + i * BLOCK_N
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
@@ -66,25 +66,27 @@ def _walk(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
 def span_forward(
-    Q, K, V, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
+    Q, K, V, Q_TMA, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
     factor, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
-    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign.
+    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign. WS: one warp group fetches, two compute half of M
+    each; the compiler takes one loop, structured code and descriptors alone, so all tiles are masked and HEADS is 1.
     """
     slices: tl.constexpr = N_HEADS // HEADS
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if row >= length:
-        return
+    if VARLEN:  # noqa: SIM102  a dense sequence has no tile too many
+        if row >= length:
+            return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     at = tl.arange(0, TOKENS * HEADS)
@@ -92,9 +94,12 @@ def span_forward(
     token = row + local
     inside = token < length
     column = tl.arange(0, BLOCK_DK)
-    Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-    q_mask = inside[:, None] & (column < DK)[None, :]
-    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    if WS:
+        q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
+    else:
+        Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
+        q_mask = inside[:, None] & (column < DK)[None, :]
+        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
     if NEGATIVE:
         q = -q  # exact; then a row's largest product is its largest score
 
@@ -110,13 +115,17 @@ def span_forward(
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
-    m, l, acc = _walk(
-        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right, factor,
-        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
-    )  # fmt: skip
+    if WS:
+        masked += skip_to - skip_from
+        skip_to = skip_from
+    else:
+        m, l, acc = _walk(
+            q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right,
+            factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False, False,
+        )  # fmt: skip
     m, l, acc = _walk(
         q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right, factor,
-        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
+        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, WS, True,
     )  # fmt: skip
     o, lse = finish(m, l, acc)
 
@@ -153,6 +162,17 @@ def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     )
 
 
+def flat_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """x [B, L, H, D] as [B * L, H * D], read in tiles of ``block`` rows of one head; batch entries run on."""
+    batch, length, heads, width = x.shape
+    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [block, width])
+
+
+def flat_fit(*rows: Tensor) -> bool:
+    """Whether flat_descriptor can read these, of which descriptors_fit said yes: heads, and batch entries, adjoin."""
+    return all(x.stride(2) == x.shape[3] and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) for x in rows)
+
+
 def launch_options(settings: configs.Settings) -> dict[str, int]:
     """num_warps, num_stages, and maxnreg where it is given and not 0."""
     names = ("num_warps", "num_stages", "maxnreg")
@@ -181,9 +201,13 @@ def forward(
         pointers=int(not descriptors_fit(seqs.packed, k, v)),
     )
     tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
-    together = heads_together(heads // groups, settings["HEADS"])
+    ws = bool(settings.get("WS")) and tma and scale >= 0 and descriptors_fit(seqs.packed, q) and flat_fit(q)
+    together = 1 if ws else heads_together(heads // groups, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
-    descriptors = tuple(key_descriptor(x, block_n) if tma else None for x in (k, v))
+    descriptors = (
+        flat_descriptor(q, tokens) if ws else None,
+        *(key_descriptor(x, block_n) if tma else None for x in (k, v)),
+    )
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
     o = q.new_empty((*lead, heads, dv))
     lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats)
@@ -195,6 +219,6 @@ def forward(
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
-        ACC=accumulator(q.dtype), TMA=tma, **launch_options(settings),
+        ACC=accumulator(q.dtype), TMA=tma, WS=ws, **launch_options(settings),
     )  # fmt: skip
     return o, lse
