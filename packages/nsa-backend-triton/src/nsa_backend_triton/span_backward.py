@@ -239,6 +239,8 @@ def span_dkdv(
         v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
 
     low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
+    if TMA > 1:
+        low = low // 4 * 4  # statistics are fetched from 16-byte boundaries
     size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
     low += part % CHUNKS * size
     high = tl.minimum(low + size, high)
@@ -338,6 +340,7 @@ def _dq(
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     tma = bool(settings.get("TMA"))
     ws = bool(settings.get("WS")) and tma and descriptors_fit(seqs.packed, q, do) and flat_fit(q, do)
+    ws = ws and lse.shape[-1] % 4 == 0
     together = 1 if ws else heads_together(group, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
