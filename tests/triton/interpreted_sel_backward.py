@@ -116,6 +116,36 @@ def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
         torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
 
 
+FORMS = {
+    "whole": ({"WHOLE": 1}, {"AHEAD": 1}),
+    "whole, turned, described": ({"WHOLE": 1, "TURN": 1}, {"AHEAD": 1, "TMA": 1}),
+    "described": ({"TURN": 1}, {"TMA": 1}),
+}
+FORMED = [
+    ("whole", "h7"), ("whole, turned, described", "h20"), ("whole", "documents"), ("whole, turned, described", "wide"),
+    ("described", "wide"), *(pytest.param("whole", name, marks=pytest.mark.slow) for name in PROBLEMS),
+    *(pytest.param("whole, turned, described", name, marks=pytest.mark.slow) for name in PROBLEMS),
+]  # fmt: skip
+WIDE = Problem((36,), batch=2, heads=2, groups=2)  # descriptors fit, rows fill a tile, tokens behind the first SIZE
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
+@pytest.mark.parametrize(("form", "name"), FORMED)
+def test_every_form_equals_the_oracle(
+    form: str, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS.get(name, WIDE)
+    rows = dict(configs.table(0))
+    for kernel, settings in zip(("sel_block_backward", "sel_tile_backward"), FORMS[form]):
+        rows[kernel] = [({}, {**rows[kernel][0][1], **settings})]
+    monkeypatch.setattr(configs, "table", lambda _: rows)
+    inputs, call, do = problem.inputs()
+    truth = problem.truth(inputs, call, do)
+    found = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
 def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other form."""
     problem = PROBLEMS["h7"]
