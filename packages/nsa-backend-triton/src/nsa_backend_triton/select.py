@@ -61,7 +61,7 @@ def _sum_heads(
         s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
         x = s * factor - lse[piece][None, :]
         x = tl.reshape(x, [k.shape[0], HEADS, x.shape[1] // HEADS])
-        if POLY > 0 and HEADS >= POLY and ACC == tl.float32:
+        if POLY > 0 and HEADS >= POLY and tl.float32 == ACC:
             head = tl.arange(0, HEADS)[None, :, None] + tl.zeros_like(x).to(tl.int32)
             part = tl.sum(tl.where(head % POLY == 0, _polynomial_exp2(x), tl.exp2(x)), 1)
         else:
