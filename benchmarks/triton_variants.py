@@ -192,6 +192,7 @@ def child(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> N
 
 def _child(mode: str, case: Case, piece: str, numbers: list[int]) -> None:
     truths = case.truths() if mode == "check" else ()
+    print("ready", flush=True)
     for number in numbers:
         change = VARIANTS[piece][number]
         try:
@@ -221,11 +222,13 @@ def follow(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> 
         def drain(process: subprocess.Popen[str] = process, errors: list[str] = errors) -> None:
             errors.extend(list(process.stderr or ())[-1:])
 
-        for target in (read, drain):
-            threading.Thread(target=target, daemon=True).start()
-        why = f"died at it: {errors[-1].strip()[:80] if errors else ''}"
+        threads = [threading.Thread(target=target, daemon=True) for target in (read, drain)]
+        for thread in threads:
+            thread.start()
+        why, ready = "died at it:", False
         try:
             while left and (line := said.get(timeout=SILENCE[mode])) is not None:
+                ready = ready or line.startswith("ready")
                 if line.startswith("["):
                     number, result = json.loads(line)
                     left.remove(number)
@@ -234,8 +237,12 @@ def follow(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> 
             why = "hung, killed"
         process.kill()
         process.wait()
-        if left:
+        threads[1].join(5)
+        why = f"{why} {errors[-1].strip()[:80] if errors else ''}"
+        while left:  # all of them, if it did not come as far as the first
             yield left.pop(0), why
+            if ready:
+                break
 
 
 def judge_all(piece: str, shape: str) -> dict[int, str]:

@@ -35,20 +35,6 @@ from nsa_core.contract import SlotCall
 
 
 @triton.jit
-def _polynomial_exp2(x):
-    """2^x for x <= 127 without the special function unit: relative error 2e-7; 2^-126 for anything below."""
-    x = tl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
-    shifted = x + 12582912.0  # 1.5 x 2^23: rounds to the next integer, and leaves it in the low bits
-    f = x - (shifted - 12582912.0)  # in [-1/2, 1/2]
-    p = 0.00132647269 * f + 0.00967151266
-    p = p * f + 0.0555073374
-    p = p * f + 0.240222421
-    p = p * f + 0.693146978
-    p = p * f + 1.0
-    return (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _sum_heads(
     k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
     MASKED: tl.constexpr,
@@ -62,8 +48,19 @@ def _sum_heads(
         x = s * factor - lse[piece][None, :]
         x = tl.reshape(x, [k.shape[0], HEADS, x.shape[1] // HEADS])
         if POLY > 0 and HEADS >= POLY and tl.float32 == ACC:
+            # 2^x, to a relative error of 2e-7: the next integer is left in the low bits of ``shifted``, 1.5 x 2^23 up.
+            bounded = tl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
+            shifted = bounded + 12582912.0
+            f = bounded - (shifted - 12582912.0)  # in [-1/2, 1/2]
+            y = 0.00132647269 * f + 0.00967151266
+            y = y * f + 0.0555073374
+            y = y * f + 0.240222421
+            y = y * f + 0.693146978
+            y = y * f + 1.0
+            exponent = shifted.to(tl.int32, bitcast=True) << 23
+            y = (y.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
             head = tl.arange(0, HEADS)[None, :, None] + tl.zeros_like(x).to(tl.int32)
-            part = tl.sum(tl.where(head % POLY == 0, _polynomial_exp2(x), tl.exp2(x)), 1)
+            part = tl.sum(tl.where(head % POLY == 0, y, tl.exp2(x)), 1)
         else:
             part = tl.sum(tl.exp2(x), 1)
         total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821
