@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -172,9 +173,7 @@ class Case:
 def milliseconds(function: Callable[[], Any]) -> float:
     """Median of do_bench; of one run in the interpreter."""
     if launch.interpreted():
-        began = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - began)
+        return 1e3 * timeit.timeit(function, number=1)
     from triton.testing import do_bench
 
     return float(do_bench(function, warmup=15, rep=90, return_mode="median"))

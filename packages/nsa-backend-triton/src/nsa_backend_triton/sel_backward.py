@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton import configs, delta, launch, sel_forward, sel_lists, sel_union, span_forward
+from nsa_backend_triton import configs, delta, descriptors, launch, sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
 from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_segments
 from nsa_backend_triton.sel_lists import PairLists
@@ -125,9 +125,9 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
         "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
         "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(geometry.select_block_size))),
     }
-    tma = bool(settings.get("TMA")) and span_forward.descriptors_fit(seqs.packed, problem.k, problem.v)
+    tma = bool(settings.get("TMA")) and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
     tma = tma and geometry.select_block_size % fitted["KEYS"] == 0
-    described = (span_forward.key_descriptor(x, fitted["KEYS"]) if tma else None for x in (problem.k, problem.v))
+    described = (descriptors.key_descriptor(x, fitted["KEYS"]) if tma else None for x in (problem.k, problem.v))
     sel_tile_backward[(tiles * problem.k.shape[-2],)](
         q, problem.k, problem.v, *described, problem.do, problem.lse, problem.delta, unions.entries,
         unions.counts, seqs.cu, dq,

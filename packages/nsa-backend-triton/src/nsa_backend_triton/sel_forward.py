@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs, sel_lists, sel_union, tile
+from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import descriptors_fit, key_descriptor
+from nsa_backend_triton.sel_buckets import sel_bucket_kernel, sel_merge_kernel, sel_read
 from nsa_core.contract import SlotCall
 
 PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
@@ -151,19 +152,6 @@ def _attend_buckets(
 
 
 @triton.jit
-def _load(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
-    """Rows ``at`` of X padded to DP columns, 0 where ``mask`` [rows, 1] is off; mask None: every row is there."""
-    where = X + at[:, None] + columns[None, :]
-    if mask is not None:
-        x = tl.load(where, mask=mask & (columns < D)[None, :], other=0.0)
-    elif D != DP:
-        x = tl.load(where, mask=(columns < D)[None, :], other=0.0)
-    else:
-        x = tl.load(where)
-    return x
-
-
-@triton.jit
 def _walk(
     q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k,
     stride_v,
@@ -198,7 +186,7 @@ def _walk(
         if TMA:
             k = K_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DKP)
         else:
-            k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
+            k = sel_read(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
         dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
         scores = dots * factor
         # Of the products as they are: the multiplication above then joins the subtraction below.
@@ -218,7 +206,7 @@ def _walk(
         if TMA:
             v = V_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DVP)
         else:
-            v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
+            v = sel_read(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
         m = m_new
         ever |= members
@@ -255,7 +243,7 @@ def sel_forward_kernel(
     first = start.to(tl.int64)
     head = group * H + rows % H
     at_q = Q + seq * sq_b + (first + row) * sq_t
-    q = _load(at_q, local * sq_t + head * sq_h, tl.arange(0, DKP), DK, DKP, inside[:, None])
+    q = sel_read(at_q, local * sq_t + head * sq_h, tl.arange(0, DKP), DK, DKP, inside[:, None])
     k = K + seq * sk_b + first * sk_t + group * sk_h
     v = V + seq * sv_b + first * sv_t + group * sv_h
     entries = ENTRIES + program.to(tl.int64) * (2 * T * N)
@@ -281,157 +269,3 @@ def sel_forward_kernel(
     at_o = O + seq * so_b + (first + row) * so_t + (local * so_t + head * so_h)[:, None] + columns[None, :]
     tl.store(at_o, out.to(O.dtype.element_ty), mask=inside[:, None] & (columns < DV)[None, :])
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)
-
-
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
-def sel_bucket_kernel(
-    Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr, NEGATIVE: tl.constexpr,
-):  # fmt: skip
-    """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
-
-    Shared memory: K [KEYS, DKP], V [KEYS, DVP], once; num_stages times Q [M, DKP], gathered, rows of H*DK elements.
-    Registers: scores [M, KEYS], o [M, DVP]. A tile moves M*(DK + DV) elements, Q from L2 and partial outputs to
-    memory, and costs 2*M*KEYS*(DKP + DVP) operations: bound by the writes.
-    """
-    bucket, first_pair, count, pair = tile.place(tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True)
-    if pair >= count:
-        return
-    if VARLEN:
-        per_head = seq_len // L + n_seqs
-        group = bucket // per_head
-        seq, start, length, key_row = tile.place(bucket % per_head, CU, n_seqs, seq_len, L, True)
-        flat = start.to(tl.int64) - first_row
-    else:
-        per_head = tl.cdiv(seq_len, L)
-        group = bucket // per_head % groups
-        seq = bucket // per_head // groups
-        start = 0
-        length = seq_len
-        key_row = bucket % per_head * L
-        flat = seq.to(tl.int64) * seq_len - first_row
-    start = tl.cast(start, tl.int64)
-    lane = tl.arange(0, KEYS)
-    key = key_row + lane
-    there = (lane < L) & (key < length)
-    columns_k = tl.arange(0, DKP)
-    columns_v = tl.arange(0, DVP)
-    at_k = K + seq * sk_b + (start + key_row) * sk_t + group * sk_h
-    at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
-    k = tl.trans(_load(at_k, lane * sk_t, columns_k, DK, DKP, there[:, None]))
-    v = _load(at_v, lane * sv_t, columns_v, DV, DVP, there[:, None])
-    at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
-    tokens = TOKENS + first_pair.to(tl.int64)
-    slots = SLOTS + first_pair.to(tl.int64)
-    tiles = tl.minimum(tl.cdiv(count - pair, T), TILES)
-    # Tokens ascend: only a block's first L pairs can be of tokens inside it.
-    cut = tiles
-    if L == KEYS:
-        cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
-    _pairs(
-        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, pair + cut * T, count, key, there,
-        sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, True, ACC,
-    )  # fmt: skip
-    _pairs(
-        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, pair + tiles * T, count, key,
-        there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, False, ACC,
-    )  # fmt: skip
-
-
-@triton.jit
-def _pairs(
-    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, begin, end, count, key, there, sq_t, sq_h, factor,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Partial outputs of the pairs begin .. end, whole tiles, of a bucket of ``count``; CUT: keys may lie behind."""
-    rows = tl.arange(0, M)
-    head = rows % H
-    columns_k, columns_v = tl.arange(0, DKP), tl.arange(0, DVP)
-    # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
-    at = begin + rows // H
-    inside = (rows < T * H) & (at < count)
-    t = tl.load(tokens + at, mask=inside, other=0)
-    slot = tl.load(slots + at, mask=inside, other=0)
-    for _ in tl.range(begin, end, T):
-        at += T
-        next_inside = (rows < T * H) & (at < count)
-        next_t = tl.load(tokens + at, mask=next_inside, other=0)
-        next_slot = tl.load(slots + at, mask=next_inside, other=0)
-        # A row that is not there reads token 0's queries, and is not stored.
-        q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, None)
-        dots = tl.dot(q, k, out_dtype=ACC, input_precision="ieee")
-        scores = dots * factor
-        m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
-        if CUT:
-            scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
-            m = tl.max(scores, 1)
-        p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-        o = tl.dot(p.to(v.dtype), v, out_dtype=ACC, input_precision="ieee")
-        o, lse = tile.finish(m, tl.sum(p, 1), o)
-        part = ((flat + t) * groups + group) * N + slot
-        into = (part * H + head) * DV
-        tl.store(
-            PARTS + into[:, None] + columns_v[None, :], o.to(PARTS.dtype.element_ty),
-            mask=inside[:, None] & (columns_v < DV)[None, :], eviction_policy="evict_first",
-        )  # fmt: skip
-        tl.store(PART_LSE + part * H + head, lse, mask=inside)
-        inside = next_inside
-        t = next_t
-        slot = next_slot
-
-
-@triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
-def sel_merge_kernel(
-    PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64, sl_h: tl.int64,
-    DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
-
-    Registers: acc [M, DVP]. Reads o, and of N places a token only those that LEFT marks; writes o and lse. Two passes
-    over lse, which are a DV-th of the bytes. Bound by memory.
-    """
-    program = tl.program_id(0)
-    group = program % groups
-    rows = tl.arange(0, M)
-    local = program // groups * T + rows // H
-    inside = (rows < T * H) & (local < count)
-    head = rows % H
-    token = local.to(tl.int64) * groups + group  # within the run
-    row = local.to(tl.int64) + first_row
-    at_left = LEFT + (token + first_row * groups.to(tl.int64)) * N
-    at_part = token * N * H + head
-    if VARLEN:
-        at_lse = LSE + (group * H + head) * sl_h + row
-    else:
-        at_lse = LSE + row // seq_len * sl_b + (group * H + head) * sl_h + row % seq_len
-    columns = tl.arange(0, DVP)
-    at_o = O + ((row * groups + group) * H + head)[:, None] * DV + columns[None, :]
-    valid = inside[:, None] & (columns < DV)[None, :]
-    base = tl.load(at_lse, mask=inside, other=float("-inf"))
-    m = base
-    any_marked = inside & (rows < 0)
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        m = tl.maximum(m, tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf")))
-        any_marked |= marked
-    if tl.max(any_marked.to(tl.int32), 0) == 0:
-        return
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.exp(base - m_safe)
-    acc = tl.load(at_o, mask=valid, other=0.0).to(ACC) * l[:, None]
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        lse = tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf"))
-        weight = tl.exp(lse - m_safe)
-        at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
-        mask = marked[:, None] & (columns < DV)[None, :]
-        acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC) * weight[:, None]
-        l += weight
-    l_safe = tl.where(l == 0.0, 1.0, l)
-    tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)
-    tl.store(at_lse, tl.where(l == 0.0, float("-inf"), m + tl.log(l_safe)), mask=inside)

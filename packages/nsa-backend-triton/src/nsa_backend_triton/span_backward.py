@@ -15,15 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs, delta
+from nsa_backend_triton.descriptors import descriptors_fit, flat_descriptor, flat_fit, key_descriptor, stats_descriptor
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.span_forward import (
-    descriptors_fit,
-    flat_descriptor,
-    flat_fit,
-    heads_together,
-    key_descriptor,
-    launch_options,
-)
+from nsa_backend_triton.span_forward import heads_together, launch_options
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
 
@@ -363,11 +357,6 @@ def _dq(
         WS=ws, **launch_options(settings),
     )  # fmt: skip
     return dq, stats
-
-
-def stats_descriptor(stats: Tensor, block: int) -> TensorDescriptor:
-    """stats [2, B, H, S], read in runs of ``block`` numbers of one head; zero past its end."""
-    return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, 1, block])
 
 
 def _dkdv(

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
+from nsa_backend_triton.descriptors import descriptors_fit, flat_descriptor, flat_fit, key_descriptor
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
 from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
@@ -139,38 +139,6 @@ def span_forward(
 def heads_together(group: int, most: int) -> int:
     """The largest power of two, at most ``most``, that divides the heads of a group."""
     return min(group & -group, most)
-
-
-def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
-    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D a power of two from 16.
-
-    Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
-    """
-    return not packed and all(
-        x.numel()
-        and x.data_ptr() % 16 == 0
-        and all(n > 0 and n * x.itemsize % 16 == 0 for n in x.stride()[:-1])
-        and x.shape[-1] == max(16, triton.next_power_of_2(x.shape[-1]))
-        for x in rows
-    )
-
-
-def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [1, block, 1, max(16, triton.next_power_of_2(x.shape[3]))]
-    )
-
-
-def flat_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, H, D] as [B * L, H * D], read in tiles of ``block`` rows of one head; batch entries run on."""
-    batch, length, heads, width = x.shape
-    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [block, width])
-
-
-def flat_fit(*rows: Tensor) -> bool:
-    """Whether flat_descriptor can read these, of which descriptors_fit said yes: heads, and batch entries, adjoin."""
-    return all(x.stride(2) == x.shape[3] and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) for x in rows)
 
 
 def launch_options(settings: configs.Settings) -> dict[str, int]:
