@@ -27,8 +27,9 @@ from nsa_core import NSAConfig, resolve
 from nsa_core.bench import bytemodel
 from nsa_core.bench.bytemodel import ByteModel
 from nsa_core.bench.corpus import library_text
-from nsa_core.bench.machine import device_name, git_commit
+from nsa_core.bench.machine import device_name
 from nsa_core.bench.shapes import parse_lengths, parse_shape
+from nsa_core.bench.source import source
 from nsa_core.files import write_atomic
 from nsa_core.layout import BlockGeometry
 
@@ -234,7 +235,7 @@ def main() -> None:
         "text": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
         "environment": {
             "device": device_name(given.device), "torch": torch.__version__, "python": platform.python_version(),
-            "git_commit": git_commit(),
+            **source(),
         },
     }  # fmt: skip
     for shape in (parse_shape(word).name for word in given.shapes.split(",")):

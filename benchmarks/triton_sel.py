@@ -184,12 +184,9 @@ def parts(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, setti
 
     union = unions()
     o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
+    tiles, _ = sel_forward._prepare(q, k, v, blocks, seqs, call, settings)
     times = [median_ms(unions, quick)]
-    times += [
-        median_ms(
-            lambda: sel_forward._attend_tiles(q, k, v, union, o, lse, seqs, call, size, settings["sel_forward"]), quick
-        )
-    ]
+    times += [median_ms(lambda: tiles.launch(q, k, v, union.entries, union.counts, o, lse, seqs.cu), quick)]
     if settings["sel_forward"]["LEAST"] == 1:
         return [*times, 0.0, 0.0]
     runs = list(sel_forward._runs(o, heads, blocks.shape[-1]))

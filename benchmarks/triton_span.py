@@ -113,12 +113,12 @@ class Case:
 
     def _dq(self, settings: configs.Settings | None) -> tuple[Tensor, Tensor]:
         tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)
-        return span_backward._dq(*tensors, self.seqs, self.span, self.scale, settings)
+        return span_backward.dq_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def dkdv(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dk, dv."""
         tensors = (self.do, self.q, self.k, self.v, self.stats)
-        return span_backward._dkdv(*tensors, self.seqs, self.span, self.scale, settings)
+        return span_backward.dkdv_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def backward(self, settings: None) -> tuple[Tensor, ...]:
         """dq, dk, dv with the shipped configurations."""

@@ -103,7 +103,7 @@ class Case:
 
     def _dq(self, settings: Settings | None) -> tuple[Tensor, Tensor]:
         given = (self.do, self.q, self.k, self.v, self.o, self.lse)
-        return span_backward._dq(*given, self.seqs, self.span, self.scale, settings)
+        return span_backward.dq_of(*given, self.seqs, self.span, self.scale, settings)
 
     def run(self, change: Settings) -> dict[str, Tensor]:
         """Results by the names of nsa_core.verify.dense."""
@@ -129,7 +129,7 @@ class Case:
         if self.what == "dq":
             return {"dq": self._dq(change or None)[0]}
         given = (self.do, self.q, self.k, self.v, self.stats, self.seqs, self.span, self.scale, change or None)
-        return dict(zip((f"dk{tail}", f"dv{tail}"), span_backward._dkdv(*given)))
+        return dict(zip((f"dk{tail}", f"dv{tail}"), span_backward.dkdv_of(*given)))
 
     def tuned(self, change: Settings) -> sel_forward.Settings:
         """The three rows of sel's forward; "bucket x" and "merge x" change theirs."""

@@ -1,4 +1,4 @@
-"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, and the mutation score at the end."""
+"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, figures and scores at the end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What ran in triton's interpreter; one line per mutant that ran, and the score, whichever workers shared them."""
+    """What ran in triton's interpreter, measured figures, a line per mutant and the score, whoever shared the work."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
     interpreted = [value for r in reports for key, value in r.user_properties if key == "interpreted"]
     if interpreted:
         terminalreporter.section("kernels in triton's interpreter")
         for line in sorted(interpreted):
             terminalreporter.line(line)
+    figures = [(r.nodeid, value) for r in reports for key, value in r.user_properties if key == "figure"]
+    if figures:
+        terminalreporter.section("figures of the reports' rows")
+        for name, text in sorted(figures):
+            terminalreporter.line(f"{name.split('::')[-1]}: {text}")
     mutants = [dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties]
     mutants = [m for m in mutants if "mutant" in m]
     if not mutants:

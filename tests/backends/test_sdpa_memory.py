@@ -7,47 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from nsa_backend_sdpa import aten, cmp, combine, cudnn, engine, sel, select, win, workspace
 from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
+from nsa_core.dryrun import PeakBytes
 
 LENGTHS = [2048 << i for i in range(6)]
 MODULES = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, -(-storage.nbytes() // 512) * 512
-                if key not in self._known and key not in given:
-                    self._known.add(key)
-                    self.live += size
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._free, key, size)
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +68,7 @@ def allocated(request: Request) -> int:
         cu_seqlens.tolist = lambda: [0, *itertools.accumulate(DOCUMENTS)]  # what has no data is asked for it
     longest = max(DOCUMENTS) if request.varlen else rows
     call = SlotCall(geometry, 0.125, cu_seqlens, longest, deterministic=request.deterministic)
-    with Peak() as peak:
+    with PeakBytes() as peak:
         out = MODULES[slot].forward(*inputs, call=call)
         saved = out if slot in ("cmp", "sel", "win") else ()
         if request.needs_grad and slot != "select":

@@ -187,7 +187,7 @@ def request(**fields: object) -> Request:
 def test_probe_gives_every_reason_at_once() -> None:
     assert [list(probe.probe(request(slot=slot))) for slot in SLOTS] == [[]] * len(SLOTS)
     asked = request(device="cuda", dtype="float64", seq_len=2**20, phase="decode")
-    assert [r.code for r in probe.probe(asked)] == ["decode_not_implemented", "fp64_too_long"]
+    assert [r.code for r in probe.probe(asked)] == ["fp64_too_long"]
     assert [r.code for r in probe.probe(request(device="xpu"))] == ["device_not_supported"]
     limit = probe.FP64_CUDA_MAX_SEQ_LEN
     assert not probe.probe(request(device="cuda", dtype="float64", seq_len=limit))

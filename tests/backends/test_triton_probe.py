@@ -58,7 +58,6 @@ def test_row_49_other_gpus_are_refused_with_both_numbers(capability: Any, code: 
         ({"v_head_dim": 257}, "head_dim"),
         ({"slot": "win", "head_dim": 257}, "head_dim"),
         ({"slot": "win", "n_heads": 65, "n_kv_heads": 1}, "too_many_heads"),
-        ({"phase": "decode"}, "phase"),
         ({"slot": "sel", "geometry": BlockGeometry(8, 8, 8)}, "select_block_size"),
         ({"slot": "select", "geometry": BlockGeometry(select_block_size=256)}, "select_block_size"),
         ({"slot": "sel", "geometry": BlockGeometry(num_selected_blocks=65)}, "num_selected_blocks"),
@@ -69,8 +68,8 @@ def test_what_is_refused(fields: dict[str, Any], code: str) -> None:
 
 
 def test_reasons_of_one_request_are_all_told() -> None:
-    asked = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300, "phase": "decode"}
-    assert {"sm_too_old", "dtype", "head_dim", "phase"} <= set(codes(**asked))
+    asked = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300}
+    assert {"sm_too_old", "dtype", "head_dim"} <= set(codes(**asked))
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

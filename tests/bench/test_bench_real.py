@@ -16,6 +16,7 @@ from nsa_core import NSAConfig
 from nsa_core.bench import bytemodel
 from nsa_core.bench.corpus import library_text
 from nsa_core.bench.inputs import make_inputs
+from nsa_core.bench.result import read_result
 from nsa_core.bench.shapes import parse_shape
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.layout import BlockGeometry
@@ -155,6 +156,29 @@ def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch
     ]  # fmt: skip
     with pytest.raises(InvalidInput, match="not 4/2/8"):
         real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
+
+
+def test_what_the_recipe_saved_is_benched(real_blocks, tmp_path, monkeypatch, nsa):
+    """The two commands of docs/bench.md, one after the other, small."""
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
+    options = {"device": "cpu", "shapes": "2/1/8", "dim": 16, "steps": 2, "length": 192, "lengths": 256}
+    options |= {"checkpoints": tmp_path}
+    monkeypatch.setattr(sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())])
+    real_blocks.main()
+    file, json_file = tmp_path / "2-1-8.safetensors", tmp_path / "r.json"
+    done = nsa(
+        "bench", "--device", "cpu", "--shape", "2/1/8", "--length", "192", "--combo", "sdpa", "--budget", "0.001",
+        "--inputs", "random,real", "--checkpoint", str(file), "--json", str(json_file),
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    result = read_result(json_file)
+    assert all(m.performance for m in result.measurements)
+    assert {(m.inputs, m.phase) for m in result.measurements} == {
+        (inputs, phase) for inputs in ("random", "real") for phase in ("forward", "backward")
+    }
+    assert result.settings["checkpoints"]["2/1/8"]["file"] == file.name
+    assert result.settings["text_bytes"] >= 192
 
 
 def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
     assert (sdpa["status"], sdpa["distribution"], sdpa["reason"]) == ("ready", "nsa-backend-sdpa", None)
     assert set(sdpa["slots"]) == set(SLOTS)
     for slot, row in sdpa["slots"].items():
-        assert (row["forward"], row["backward"], row["decode"]) == (True, slot != "select", False)
+        assert (row["forward"], row["backward"], row["decode"]) == (True, slot != "select", True)
         assert row["accepted"]
         assert row["reasons"] == []
     for row in document["backends"]:
@@ -45,7 +45,7 @@ def test_list_text_has_a_line_per_backend(nsa):
     row = next(line for line in lines if line.startswith("sdpa"))
     assert row.split()[:9] == [
         "sdpa", of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"], "nsa-backend-sdpa", "ready",
-        "forward+backward", "forward", "forward+backward", "forward+backward", "forward+backward",
+        *["forward+backward+decode" if slot != "select" else "forward+decode" for slot in SLOTS],
     ]  # fmt: skip
 
 
@@ -85,6 +85,26 @@ def test_show_tells_everything_about_one(nsa):
         assert said in out
     document = json.loads(nsa("backends", "show", "sdpa", "--json").out)
     assert [row["name"] for row in document["backends"]] == ["sdpa"]
+
+
+def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monkeypatch):
+    monkeypatch.setattr("nsa_backend_sdpa.probe.rank", lambda request: 40 if request.slot == "cmp" else -3)
+    done = nsa("backends", "show", "sdpa").out
+    rows = {line.split()[0]: line.split() for line in done.splitlines() if line}
+    assert rows["slot"][3:6] == ["workspace", "priority", "rank"]
+    assert rows["cmp"][4:6] == ["0", "40"]
+    assert rows["win"][4:6] == ["0", "-3"]
+    assert "rank          counts for this request, in place of the stated priority" in done
+    (row,) = json.loads(nsa("backends", "show", "sdpa", "--json").out)["backends"]
+    assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [(0, 40), *[(0, -3)] * 4]
+
+
+def test_show_of_a_backend_without_a_rank_of_its_own_has_no_such_column(nsa):
+    done = nsa("backends", "show", "fa2")
+    assert "priority" in done.out
+    assert "rank" not in done.out
+    (row,) = json.loads(nsa("backends", "show", "fa2", "--json").out)["backends"]
+    assert {slot["rank"] for slot in row["slots"].values()} == {None}
 
 
 def test_row_58_show_and_explain_of_an_unknown_name_suggest(nsa):
@@ -173,7 +193,7 @@ def test_explain_passes_every_option_on(nsa, toy):
         "batch": 3, "seq_len": 77, "needs_grad": True, "varlen": True, "deterministic": True, "phase": "prefill",
     }  # fmt: skip
     assert {name: request[name] for name in expected} == expected
-    assert nsa("backends", "explain", "--phase", "decode").code == 3
+    assert nsa("backends", "explain", "--phase", "decode", "--sel", "fa2").code == 3
 
 
 @pytest.mark.parametrize(

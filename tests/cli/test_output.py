@@ -37,6 +37,7 @@ def test_version(nsa):
 
 
 LIGHT = [["--help"], ["--version"], ["backends", "--help"], ["backends", "list", "--help"], ["verify", "--help"]]
+LIGHT += [["train", "--help"], ["generate", "--help"]]
 LIGHT += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
 
 

@@ -163,3 +163,19 @@ def test_output_has_the_spread_of_its_input_at_the_start(kind):
     out = phi(torch.randn(1, 1024, 2, 64))
     least = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)  # averages of 32 tokens: 1 / sqrt(32)
     assert least < out.std().item() < 1.4
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("length", [33, 64, 71])
+def test_mean_as_one_node_is_the_mean_op_by_op(name, length):
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    geometry = GEOMETRIES[name]
+    x = torch.randn(2, length, 3, 4, dtype=torch.float64, requires_grad=True)
+    mean = mean_compress(x, geometry)
+    assert mean.grad_fn is None or type(mean.grad_fn).__name__ == "_MeanBackward"
+    by_ops, pull = torch.func.vjp(lambda y: mean_compress(y, geometry), x.detach())
+    torch.testing.assert_close(mean, by_ops, rtol=1e-14, atol=1e-15)
+    grad = torch.randn_like(mean)
+    (found,) = torch.autograd.grad(mean, x, grad, create_graph=True)
+    torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
+    assert torch.autograd.gradgradcheck(lambda y: mean_compress(y, geometry), x[:1, :, :1, :1])

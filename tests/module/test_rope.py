@@ -56,3 +56,17 @@ def test_backward_keeps_nothing_of_x():
 def test_angles_are_fp32_beside_low_precision_and_fp64_beside_fp64():
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         assert rope_table(torch.arange(3), 8, 1e4, dtype).cos.dtype == expected
+
+
+def test_as_one_node_it_is_the_rotation_op_by_op():
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    x = torch.randn(2, 7, 3, 6, dtype=torch.float64, requires_grad=True)
+    table = rope_table(torch.arange(7), 6, 1e4, x.dtype)
+    turned = rotate(x, table)
+    assert type(turned.grad_fn).__name__ == "_RotateBackward"
+    by_ops, pull = torch.func.vjp(lambda y: rotate(y, table), x.detach())
+    grad = torch.randn_like(turned)
+    (found,) = torch.autograd.grad(turned, x, grad)
+    assert torch.equal(turned, by_ops)
+    torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
+    assert torch.autograd.gradgradcheck(lambda y: rotate(y, table), x)

@@ -12,9 +12,10 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Reason, SlotSpec
+from nsa_core.decode_ops import DecodeKernel
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.plan import resolve
-from nsa_core.registry import Registry
+from nsa_core.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
 
 
@@ -96,9 +97,16 @@ def test_forward_only_slot_is_refused_for_training_but_not_select(toy):
     assert "has no backward for win" in str(caught.value)
 
 
-def test_decode_is_refused_with_a_reason_until_there_is_one():
-    with pytest.raises(Unsupported, match="decode is not implemented"):
-        resolve(CONFIG, phase="decode", backends="sdpa")
+def test_a_backend_without_a_decode_form_is_refused_for_decode():
+    assert isinstance(resolve(CONFIG, phase="decode", backends="sdpa").win, DecodeKernel)
+    sdpa = default_registry().get("sdpa").spec
+    slots = {**sdpa.slots, "win": dataclasses.replace(sdpa.slots["win"], decode=None)}
+    registry = Registry().with_backend(dataclasses.replace(sdpa, name="old", slots=slots))
+    with pytest.raises(Unsupported, match="has no decode form of win"):
+        resolve(CONFIG, phase="decode", backends="old", registry=registry)
+
+
+def test_bad_phases_are_refused():
     with pytest.raises(InvalidInput, match="phase must be one of prefill, decode, got 'prefil'"):
         resolve(CONFIG, phase="prefil")
 

@@ -8,6 +8,8 @@ float64 oracle on the same tensors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_0_575_cuda_varlen_selection(device: str) -> None:
+def test_0_575_cuda_varlen_selection(device: str, figure: Any) -> None:
     """'CUDA varlen selection, MAE 0.575 (tolerance 1e-5)': the distance to V[first of the span]."""
     inputs = spans(device, seed=0)
     number, to_first = distance_to_first(inputs, window=4)
@@ -95,8 +97,9 @@ def test_0_575_cuda_varlen_selection(device: str) -> None:
         assert number == pytest.approx(0.575, abs=0.003)
     mean = sum(distance_to_first(spans("cpu", seed), window=4)[0] for seed in range(40)) / 40
     assert mean == pytest.approx(0.575, abs=0.02)
-    assert judge_window(inputs, window=4) < 1e-5
-    assert _selection_mae(inputs) < 1e-5
+    errors = judge_window(inputs, window=4), _selection_mae(inputs)
+    figure(f"MAE {errors[0]:.1e} by win, {errors[1]:.1e} by sel (1e-5 allowed); to V[first] {number:.3f}")
+    assert max(errors) < 1e-5
 
 
 def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:

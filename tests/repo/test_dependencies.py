@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 
-FROM_CORE = {"nsa_core.contract", "nsa_core.layout", "nsa_core.packing"}
+FROM_CORE = {"nsa_core.contract", "nsa_core.layout", "nsa_core.packing", "nsa_core.dryrun"}
 JUDGED = {
     f"nsa_core.{name}"
     for name in ("ops", "module", "attention", "compress", "packing", "gating", "rope", "registry", "plan", "stats")

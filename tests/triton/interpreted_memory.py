@@ -11,6 +11,7 @@ import torch
 from kernel_cases import CASES, SLOTS, point, under_test
 from nsa_backend_triton import workspace
 from nsa_core.contract import SlotCall
+from nsa_core.dryrun import PeakBytes
 from nsa_core.verify.cases import Case
 from nsa_core.verify.interpreter import strict
 
@@ -27,7 +28,7 @@ def test_the_dry_run_counts_what_a_run_makes(slot: str, case: Case) -> None:
     kernel = subject.kernel(asked)
     call = SlotCall(case.config.geometry, kernel.scale, data.cu_seqlens, data.max_seqlen)
     given = [data.do, *inputs.values(), *([] if data.cu_seqlens is None else [data.cu_seqlens])]
-    with strict(), workspace.Peak(*given) as counted:
+    with strict(), PeakBytes(*given) as counted:
         out = module.forward(*inputs.values(), call=call)
         if subject.differentiable:
             kept = module.backward(data.do, *inputs.values(), *(out if slot != "combine" else ()), call=call)

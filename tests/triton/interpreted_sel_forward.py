@@ -184,3 +184,12 @@ def test_unions_hold_what_enough_tokens_chose() -> None:
             first = [j not in chosen[t][:i] for i, j in enumerate(chosen[t])]
             left = [int(new and 0 <= j <= t // 8 and len(choosers[j]) == 1) for new, j in zip(first, chosen[t])]
             assert unions.left[0, t, 0].tolist() == left
+
+
+def test_row_of_bits_holds_32_tokens() -> None:
+    geometry = BlockGeometry(4, 2, 8, 1, 0, 1, 8)
+    x, call = problem([37], False, 1, 1, 8, 8, geometry)
+    x["blocks"].zero_()
+    unions = sel_union.build(x["blocks"], Sequences.of(x["q"], call), geometry, 32, 32)
+    assert unions.counts.tolist() == [[1, 1], [0, 0]]
+    assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and every bit

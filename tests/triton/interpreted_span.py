@@ -229,7 +229,10 @@ def test_a_batch_row_is_that_row_alone(slot: str) -> None:
         assert torch.equal(both[name][1:], x), name
 
 
-@pytest.mark.parametrize("bounds", [(0, 60, 20, 40), (0, 10, 99, 40), (0, -5, 20, 40), (0, 39, 1, 40)])
+@pytest.mark.parametrize(
+    "bounds",
+    [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)],
+)
 @BOTH
 def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int, ...]) -> None:
     call = SlotCall(geometry(4, 2, 9), 0.25, torch.tensor(bounds, dtype=torch.int32), 40)

@@ -46,6 +46,30 @@ def add_atomically(X, Y):
     tl.atomic_add(Y, tl.load(X + tl.program_id(0)))
 
 
+@triton.jit
+def add_atomically_past(X, Y):
+    tl.atomic_add(Y + 1, tl.load(X))
+
+
+@triton.jit
+def assert_positive(X):
+    tl.device_assert(tl.load(X) > 0, "not positive")
+
+
+@triton.jit
+def arithmetic(A, B, C, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    a, b = tl.load(A + at), tl.load(B + at)
+    tl.store(C + at, tl.abs(a) * b + a)
+    tl.store(C + SIZE + at, (a.to(tl.float32) / 3).to(C.dtype.element_ty))
+
+
+@triton.jit
+def masked_integer(X, Y, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(Y, tl.max(tl.load(X + at, mask=at < n)))
+
+
 def test_triton_interprets_here() -> None:
     assert interpreted()
 
@@ -66,8 +90,10 @@ def test_what_is_counted() -> None:
         (lambda x: copy_rows[(3,)](x, torch.zeros(10), 10, STEP=3, SIZE=4), "store to one address"),
         (lambda x: overflow[(1,)](x, 70000), "int32"),
         (lambda x: copy_rows[(1, 70000)](x, x, 10, STEP=4, SIZE=4), "exceeds"),
+        (lambda x: add_atomically_past[(1,)](x, torch.zeros(1)), "atomic outside every argument"),
+        (lambda x: assert_positive[(1,)](x), "not positive"),
     ],
-    ids=["load", "store", "race", "overflow", "grid"],
+    ids=["load", "store", "race", "overflow", "grid", "atomic", "assert"],
 )
 def test_what_a_gpu_punishes(launch, message: str) -> None:
     x = torch.arange(16.0)[:10]
@@ -81,6 +107,23 @@ def test_a_masked_lane_without_other_is_nan() -> None:
     with strict():
         no_other[(1,)](torch.ones(8), y, 5, SIZE=8)
     assert y.isnan()
+
+
+def test_a_masked_lane_of_integers_without_other_is_the_largest() -> None:
+    y = torch.zeros(1, dtype=torch.int32)
+    with strict():
+        masked_integer[(1,)](torch.ones(8, dtype=torch.int32), y, 5, SIZE=8)
+    assert y.item() == 2**31 - 1
+
+
+def test_bf16_arithmetic_rounds_each_result_to_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, generator=generator).bfloat16() for _ in range(2))
+    c = torch.empty(2, 64, dtype=torch.bfloat16)
+    with strict():
+        arithmetic[(1,)](a, b, c, SIZE=64)
+    assert torch.equal(c[0], a.abs() * b + a)
+    assert torch.equal(c[1], (a.float() / 3).bfloat16())
 
 
 def test_bf16_is_bf16() -> None:

@@ -1,7 +1,8 @@
-"""Mutants of the package's jit functions, shared helpers included, and whether a few tiny problems tell them apart.
+"""Mutants of the package's jit functions, shared helpers included, and whether tiny launches tell them apart.
 
-A mutant is one change of a function's syntax tree. It is killed when a problem that runs the function gives another
-result in fp64, breaks a rule of the strict interpreter, or does not end.
+A mutant is one change of a function's syntax tree. It is killed when a launch that runs the function leaves another
+result in memory, breaks a rule of the strict interpreter, does not end, or takes more or fewer operations: clamps that
+only save work are guarded too.
 """
 
 from __future__ import annotations
@@ -11,25 +12,24 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import pkgutil
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
-import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa_backend_triton
-from kernel_cases import BASE, SLOTS, point, under_test
-from nsa_core.verify.cases import Case
-from nsa_core.verify.interpreter import strict
+from launches import Launch
 
-LIMIT_S = 10  # of processor time a mutant: a loop that no longer ends
+PATIENCE_S, PATIENCE = 0.5, 5  # of processor time: more than this many times a launch's own is a loop without end
+LISTED_ON = 3  # launches, the quickest, on which equivalent mutants are seen to live
+EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
+ANY = ("result", "work")
 _SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mod,
@@ -47,6 +47,12 @@ class Mutant:
     module: str
     function: str
     source: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """ "module.function"."""
+        return self.key.partition(":")[0]
 
 
 def modules() -> list[ModuleType]:
@@ -78,7 +84,7 @@ def mutants(name: str) -> list[Mutant]:
         text = f"{name}: {before} -> {ast.unparse(node)}"
         seen[text] = seen.get(text, 0) + 1
         key = text + (f" #{seen[text]}" if seen[text] > 1 else "")
-        made.append(Mutant(key, module.__name__, function.name, ast.unparse(function)))
+        made.append(Mutant(key, module.__name__, function.name, ast.unparse(function), getattr(node, "lineno", 0)))
         setattr(target, field, healthy)
     return made
 
@@ -135,81 +141,9 @@ def _changes(node: ast.AST) -> Iterator[Site]:
             yield node, node, "keywords", [keyword for keyword in node.keywords if keyword.arg != "mask"]
 
 
-_TINY = {"head_dim": 4, "v_head_dim": 3, "compress_block_size": 4, "compress_stride": 2, "window_size": 5}
-
-
-def _tiny(name: str, *lengths: int, batch: int = 1, packed: bool = False, **fields: Any) -> Case:
-    return Case(name, dataclasses.replace(BASE, **{**_TINY, **fields}), lengths, batch=batch, packed=packed)
-
-
-TINY = (
-    _tiny("dense", 19, batch=2, n_heads=6, n_kv_heads=2, window_size=7),
-    _tiny("packed", 2, 0, 37, packed=True, n_heads=4, n_kv_heads=2),
-    _tiny("choice", 70, n_heads=2, n_kv_heads=1, num_selected_blocks=3, init_blocks=1),
-    _tiny("nothing forced", 55, n_heads=3, n_kv_heads=1, local_blocks=0, compress_stride=4),
-)
-
-
-@dataclasses.dataclass
-class Problem:
-    """One slot on one tiny case, its inputs between NaNs, and what the healthy kernels make of it."""
-
-    slot: str
-    case: Case
-    deterministic: bool
-
-    def __post_init__(self) -> None:
-        self.subject = under_test(self.slot)
-        self.asked = point(self.case, "float64", self.deterministic)
-        self.data, inputs = self.subject.data(self.asked)
-        self.inputs = {n: t if n in ("blocks", "lse") else between_nans(t) for n, t in inputs.items()}
-        self.ran: set[str] = set()
-        started = time.process_time()
-        with _calls(self.ran):
-            self.expected = self.run()
-        self.seconds = time.process_time() - started
-        self.ran |= _named_by(self.ran)
-
-    def run(self) -> dict[str, torch.Tensor]:
-        """Outputs and gradients."""
-        do = between_nans(self.data.do) if self.subject.differentiable else None
-        with strict():
-            return self.subject.run(self.asked, self.inputs, do, self.data).outputs
-
-    def differs(self) -> bool:
-        """Whether the kernels, as they are now, give anything else."""
-        return any(not _close(self.expected[name], found) for name, found in self.run().items())
-
-
-def between_nans(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, rows and heads apart, NaN between them."""
-    storage = tensor.new_full((*tensor.shape[:-2], tensor.shape[-2] + 1, tensor.shape[-1] + 2), torch.nan)
-    return storage[..., : tensor.shape[-2], : tensor.shape[-1]].copy_(tensor)
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) if not a.is_floating_point() else torch.allclose(a, b, rtol=1e-10, atol=1e-10)
-
-
-@contextlib.contextmanager
-def _calls(names: set[str]) -> Iterator[None]:
-    """Collect "module.function" of every jit function that runs inside."""
-
-    def noted(stock: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            names.add(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}")
-            return stock(self, *args, **kwargs)
-
-        return call
-
-    kinds = {"run": noted(InterpretedFunction.run), "__call__": noted(InterpretedFunction.__call__)}
-    with mock.patch.multiple(InterpretedFunction, **kinds):
-        yield
-
-
-def _named_by(ran: set[str]) -> set[str]:
-    """Functions that one of ``ran`` hands on, as to a scan, which calls them without its telling."""
-    found = set()
+def reached(ran: set[str]) -> set[str]:
+    """``ran`` and the functions that one of them hands on, as to a scan, which calls them without its telling."""
+    found = set(ran)
     for name, (module, node) in functions().items():
         if name in ran:
             used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
@@ -217,17 +151,6 @@ def _named_by(ran: set[str]) -> set[str]:
             kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
             found |= {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in kernels}
     return {name for name in found if name in functions()}
-
-
-def problems() -> list[Problem]:
-    """Every slot on every tiny case; sel also in its deterministic form."""
-    found = [
-        Problem(slot, case, deterministic)
-        for case in TINY
-        for slot in SLOTS
-        for deterministic in ((False, True) if slot == "sel" else (False,))
-    ]
-    return sorted(found, key=lambda problem: problem.seconds)
 
 
 class _TooLong(BaseException):
@@ -238,19 +161,48 @@ def _alarm(*_: object) -> None:
     raise _TooLong
 
 
-def killed(mutant: Mutant, asked: list[Problem], folder: Path) -> bool:
-    """Whether one of ``asked`` tells ``mutant`` from the healthy function."""
+def killer(mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection[str] = ANY) -> Launch | None:
+    """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by its work."""
     with _in_place(mutant, folder):
         signal.signal(signal.SIGPROF, _alarm)
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         try:
-            return any(problem.differs() for problem in asked)
-        except _TooLong:
-            return True
-        except Exception:  # noqa: BLE001  a mutant may do anything
-            return True
+            for launch in asked:
+                signal.setitimer(signal.ITIMER_PROF, PATIENCE_S + PATIENCE * launch.seconds)
+                try:
+                    if launch.differs() in by:
+                        return launch
+                except (_TooLong, Exception):  # noqa: BLE001  a mutant may do anything
+                    return launch
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+    return None
+
+
+def survivors(
+    mutants: Iterable[Mutant], launches: Iterable[Launch], folder: Path, by: Collection[str] = ANY
+) -> list[str]:
+    """Keys of the mutants of one function that no launch kills; the one that killed the last is asked first."""
+    order, alive = list(launches), []
+    for mutant in mutants:
+        asked = [launch for launch in order if mutant.name in launch.ran]
+        found = killer(mutant, asked, folder, by)
+        if found is None:
+            alive.append(mutant.key)
+        else:
+            order.remove(found)
+            order.insert(0, found)
+    return alive
+
+
+def unproved(name: str, launches: Sequence[Launch], folder: Path) -> list[str]:
+    """Mutants of ``name`` that live and are not listed as equivalent, or are listed and die."""
+    made = mutants(name)
+    alive = survivors([m for m in made if m.key not in EQUIVALENT], launches, folder)
+    listed = [m for m in made if m.key in EQUIVALENT]
+    few = [launch for launch in launches if name in launch.ran][:LISTED_ON]
+    dead = {m.key for m in listed} - set(survivors(listed, few, folder))
+    print(f"{name}: {len(made)} mutants, {len(listed)} equivalent, alive {alive}, listed and dead {sorted(dead)}")
+    return alive + sorted(dead)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,6 @@ def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> No
         pytest.param({"dtype": "float64"}, "dtype", "got float64", id="row21-fp64"),
         pytest.param({"head_dim": 257}, "head_dim", "257/64 exceed 256", id="row13-wide"),
         pytest.param({"v_head_dim": 264}, "head_dim", "64/264 exceed 256", id="row14-wide-v"),
-        pytest.param({"phase": "decode"}, "phase", "decode", id="decode"),
         pytest.param({"slot": "cmp", "n_heads": 8192}, "too_many_heads", "131072", id="row44-heads"),
     ],
 )
@@ -79,8 +78,8 @@ def test_refuses_with_a_reason(change: dict, code: str, words: str, served_by) -
 
 def test_all_reasons_come_at_once(served_by) -> None:
     served_by("2.8.3")
-    assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0), phase="decode")) == [
-        "sm_too_old", "dtype", "head_dim", "phase",
+    assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0))) == [
+        "sm_too_old", "dtype", "head_dim",
     ]  # fmt: skip
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from nsa_backend_fa2 import operands, providers, workspace
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.contract import Request, import_named
+from nsa_core.dryrun import rounded
 from nsa_core.layout import BlockGeometry
 
 S, HQ, G, D = 8192, 12, 2, 64
@@ -55,8 +55,8 @@ def test_win_is_its_outputs_and_the_librarys_own() -> None:
 
 def test_win_packed_has_rows_of_its_own_for_each_document() -> None:
     one = stated(varlen=True, batch=None)
-    assert one == stated() + 128 * HQ * (D + 1) * 4 + 2 * 4  # and cu_seqlens
-    assert stated(varlen=True, batch=3) == one + 2 * (128 * HQ * (D + 1) * 4 + 4)
+    assert one == stated() + 128 * HQ * (D + 1) * 4 + rounded(2 * 4)  # and cu_seqlens
+    assert stated(varlen=True, batch=3) == one + 2 * 128 * HQ * (D + 1) * 4
 
 
 def test_cmp_packed_has_rows_of_every_folded_head_for_each_document() -> None:
@@ -83,7 +83,7 @@ def test_cmp_of_one_sequence_copies_dq_only(monkeypatch: pytest.MonkeyPatch) -> 
     keys = rows + 1
     assert (rows, rest) == (510, 1)
     spread = places * rows * HQ * (D * 2 + 4)  # the call's own o and lse, before they go to their places
-    assert stated(slot="cmp", needs_grad=False) == OUT + spread + places * rows * HQ
+    assert stated(slot="cmp", needs_grad=False) == OUT + spread + rounded(places * rows * HQ)
     own = S * HQ * D * 2 + keys * G * 2 * D * 4  # dq, and dk and dv in fp32
     stats = places * rows * HQ * 4
     assert stated(slot="cmp") == OUT + own + stats + library_backward(places, rows, HQ, rows, G)
@@ -124,18 +124,6 @@ def test_small_requests_state_something(slot: str, change: dict) -> None:
     size = stated(slot=slot, **change)
     assert size >= 0
     assert (size == 0) == (0 in change.values())
-
-
-def test_count_is_the_most_alive_at_once() -> None:
-    with workspace._Count() as count:
-        a = torch.empty(100, dtype=torch.uint8)
-        b = a.view(10, 10)  # no storage of its own
-        c = torch.empty(30, dtype=torch.uint8)
-        del c
-        d = torch.empty(20, dtype=torch.uint8)
-        del a, b, d
-        torch.empty(60, dtype=torch.uint8)
-    assert count.peak == 130
 
 
 def test_nothing_serves_instead_afterwards() -> None:

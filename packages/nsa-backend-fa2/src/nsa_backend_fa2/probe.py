@@ -53,8 +53,6 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if width > MAX_WIDTH:
         message = f"head widths {request.head_dim}/{request.v_head_dim} exceed {MAX_WIDTH}"
         reasons.append(Reason("head_dim", message, "use sdpa"))
-    if request.phase != "prefill":
-        reasons.append(Reason("phase", f"has no form for {request.phase}", "use sdpa or triton"))
     heads = request.n_heads * (request.geometry.compress_stride if request.slot == "cmp" else 1)
     if heads > MAX_HEADS:
         message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"

@@ -9,17 +9,15 @@ token, one that does not say how many documents are packed as one document.
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
 from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
 from nsa_core.contract import Request, SlotCall
+from nsa_core.dryrun import PeakBytes
 
 _EXACT_CHUNKS = 4  # of sel; beyond them every chunk costs the same, and the rest grows with the tokens
 
@@ -98,38 +96,6 @@ class Hollow:
         return dq, dk, dv
 
 
-class _Count(TorchDispatchMode):
-    """Bytes of the storages made inside the block that still live, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._live: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {StorageWeakRef(x.untyped_storage()) for x in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
-        for x in _tensors(result):
-            ref = StorageWeakRef(x.untyped_storage())
-            if ref not in before:
-                self._live[ref] = x.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self._live.values()) + _inside(func, args))
-        return result
-
-
-def _inside(func: Any, args: Any) -> int:
-    """Bytes an operator takes on CUDA beyond its result: index_put_ sorts its indices with their places.
-
-    Those are index, place, both sorted, and a second buffer of each inside the sort, int64.
-    """
-    return 6 * 8 * int(args[1][0].numel()) if func is torch.ops.aten.index_put_.default else 0
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-
-
 def _measure(request: Request, batch: int, length: int) -> int:
     """Peak bytes of the slot's own functions on meta tensors, and of making their results contiguous."""
     geometry, slot = request.geometry, request.slot
@@ -147,7 +113,7 @@ def _measure(request: Request, batch: int, length: int) -> int:
     cu = empty((batch + 1,), torch.int32) if request.varlen else None
     call = SlotCall(geometry, request.head_dim**-0.5, cu, length, request.deterministic)
     module = importlib.import_module(f"nsa_backend_fa2.{slot}")
-    count = _Count()
+    count = PeakBytes()
     with providers.instead(Hollow(providers.first())), count:
         if rows == 0 and slot == "cmp":  # nsa_core answers without the backend
             kept = [empty((*lead, request.n_heads, request.v_head_dim)), empty((*lead, request.n_heads), torch.float32)]

@@ -11,6 +11,7 @@ def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool 
     return SlotSpec(
         forward=f"{_HOME}.{name}:forward",
         backward=f"{_HOME}.{name}:backward" if backward else None,
+        decode=None if name == "combine" else f"{_HOME}.decode:{name}",
         evidence=evidence,
         workspace=f"{_HOME}.workspace:{name}",
         deterministic=deterministic,

@@ -18,8 +18,6 @@ def probe(request: Request) -> Sequence[Reason]:
         reasons.append(
             Reason("device_not_supported", f"runs on cpu and cuda, got {request.device}", "move the tensors")
         )
-    if request.phase == "decode":
-        reasons.append(Reason("decode_not_implemented", "has no decode form yet", "use phase='prefill'"))
     longest = request.seq_len or 0
     if request.device == "cuda" and request.dtype == "float64" and longest > FP64_CUDA_MAX_SEQ_LEN:
         reasons.append(
@@ -34,7 +32,8 @@ def probe(request: Request) -> Sequence[Reason]:
 
 def rank(request: Request) -> int:
     """Priority: 0, but above the kernels of other backends where cmp runs on cuDNN, the fastest there is on Hopper."""
-    if request.slot != "cmp" or request.varlen:  # packed documents are called one by one
+    # Packed documents are called one by one, and no step of decode runs on cuDNN.
+    if request.slot != "cmp" or request.varlen or request.phase == "decode":
         return 0
     import torch
 

@@ -38,7 +38,7 @@ def _places(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
     return places.position, tiles.offsets[places.document]
 
 
-def _distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+def distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
     """Block numbers [..., n] made ascending, and which of them count: in range, not in the future, once."""
     beyond = torch.iinfo(torch.int64).max
     blocks = blocks.long()
@@ -65,7 +65,7 @@ def _pick(q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall) -
     for a in range(0, tiles.total, count):
         rows = slice(a, min(a + count, tiles.total))
         here = position[rows][:, None, None]
-        number, counted = _distinct(blocks[rows], here // size)
+        number, counted = distinct(blocks[rows], here // size)
         block = (offset[rows][:, None, None] + number).clamp_(0, len(tiles) - 1) * groups + head
         hidden = (inside > (here - number * size)[..., None]).logical_or_(~counted[..., None])
         yield _Picked(rows, block.flatten(), hidden.view(-1, 1, 1, n * size))

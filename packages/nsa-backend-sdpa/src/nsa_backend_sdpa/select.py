@@ -85,16 +85,18 @@ def block_scores(
     call: SlotCall,
 ) -> Tensor:  # [g, tiles, c, NB]
     """Group scores (Eq. 9 and 10) of every selection block that a query of the step may see."""
-    geometry = call.geometry
-    p, taps = _probabilities(rows, first_cmp, step, call), geometry.overlap_taps()
+    return group_scores(_probabilities(rows, first_cmp, step, call), call.geometry, step.longest)
+
+
+def group_scores(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
+    """Probabilities [..., h, columns], see :func:`columns`, to scores [..., NB] of the blocks of ``longest`` tokens."""
+    taps, count = geometry.overlap_taps(), geometry.num_select_blocks(longest)
     first, every = taps[0][0], geometry.select_block_size // geometry.compress_stride
-    count = geometry.num_select_blocks(step.longest)
     total: Tensor | None = None
     for tap, weight in taps:
         overlapping = p[..., tap - first :: every][..., :count]
         total = overlapping * weight if total is None else total.add_(overlapping, alpha=weight)
     assert total is not None
-    del p, overlapping
     score = total[..., 0, :].clone()
     for head in range(1, total.shape[-2]):
         score += total[..., head, :]

@@ -10,12 +10,13 @@ the same input gives the same bits.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton import configs, launch
+from nsa_backend_triton import configs
+from nsa_backend_triton.launch import accumulator, architecture, strides
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_core.contract import SlotCall
 
 
@@ -101,8 +102,9 @@ def forward(
     call: SlotCall,
 ) -> Tensor:
     """The gated sum [..., Hq, Dv]."""
-    out = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
-    _launch(combine_forward, "combine_forward", (gates, o_cmp, o_sel, o_win), (out,), call)
+    out = o_cmp.new_empty(o_cmp.shape)
+    launch = _prepare(o_win, call.cu_seqlens is not None, False, gates, o_cmp, o_sel, o_win)
+    launch(gates, o_cmp, o_sel, o_win, out)
     return out
 
 
@@ -116,37 +118,24 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dgates [..., Hq, 3] in the gates' dtype; do_cmp, do_sel, do_win, each rounded once."""
-    d_gates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-    d_cmp, d_sel, d_win = (torch.empty(do.shape, dtype=do.dtype, device=do.device) for _ in range(3))
-    outputs = (d_gates, d_cmp, d_sel, d_win)
-    _launch(combine_backward, "combine_backward", (do, gates, o_cmp, o_sel, o_win), outputs, call)
+    shape = do.shape
+    outputs = (gates.new_empty(gates.shape), do.new_empty(shape), do.new_empty(shape), do.new_empty(shape))
+    launch = _prepare(o_win, call.cu_seqlens is not None, True, do, gates, o_cmp, o_sel, o_win)
+    launch(do, gates, o_cmp, o_sel, o_win, *outputs)
     return outputs
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    name: str,
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-    call: SlotCall,
-) -> None:
-    """``kernel`` over every (token, head) row of contiguous ``outputs``; ``inputs`` [..., Hq, *] lie as they like."""
-    o, packed = inputs[-1], call.cu_seqlens is not None
+@remembered
+def _prepare(o: Tensor, packed: bool, backwards: bool, *inputs: Tensor) -> Launch:
+    """Over every (token, head) row of contiguous outputs as ``o``; ``inputs`` [..., Hq, *] lie as they like."""
+    name, kernel = ("combine_backward", combine_backward) if backwards else ("combine_forward", combine_forward)
     *lead, heads, width = o.shape
     rows = heads
     for size in lead:
         rows *= size
-    settings = dict(configs.pick(name, launch.architecture(o.device), v_head_dim=width, itemsize=o.element_size()))
-    tile = settings["ROWS"]
-    kernel[(triton.cdiv(rows, tile),)](
-        *inputs,
-        *outputs,
-        *(stride for x in inputs for stride in launch.strides(x, packed)),
-        rows,
-        lead[-1],
-        HEADS=heads,
-        WIDTH=width,
-        COLS=triton.next_power_of_2(width),
-        ACC=launch.accumulator(o.dtype),
-        **settings,
-    )
+    settings = dict(configs.pick(name, architecture(o.device), v_head_dim=width, itemsize=o.element_size()))
+    return Launch(
+        kernel, (triton.cdiv(rows, settings["ROWS"]),),
+        *(stride for x in inputs for stride in strides(x, packed)), rows, lead[-1],
+        HEADS=heads, WIDTH=width, COLS=triton.next_power_of_2(width), ACC=accumulator(o.dtype), **settings,
+    )  # fmt: skip

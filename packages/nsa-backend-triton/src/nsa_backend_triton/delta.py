@@ -6,11 +6,14 @@ delta, and the lse as backward takes it, in base 2 and inf for a row without key
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton import launch
+from nsa_backend_triton.launch import accumulator, lse_strides, strides
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_backend_triton.tile import LOG2E
 
 
@@ -41,21 +44,23 @@ def attention_delta(
     tl.store(STATS + row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=row < n_rows)
 
 
+@remembered
+def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool, by_head: bool) -> Launch:
+    *lead, tokens, heads, dim = do.shape
+    width = triton.next_power_of_2(dim)
+    size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
+    return Launch(
+        attention_delta, (triton.cdiv(count, size),),
+        *strides(do, packed), *strides(o, packed), *lse_strides(lse, packed), count, tokens,
+        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, BY_HEAD=by_head, ACC=accumulator(do.dtype), num_warps=8,
+    )  # fmt: skip
+
+
 def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """delta, and lse in base 2, inf where it is -inf: [B, S, Hq] (packed [T, Hq]) in fp32 (fp64 for fp64).
 
     do, o [B, S, Hq, Dv], lse [B, Hq, S] (packed [Hq, T]). ``out`` [2, *lse]: take both there, in lse's order.
     """
-    if out is not None:
-        delta, stats = out.unbind()
-    else:
-        delta, stats = (do.new_empty(do.shape[:-1], dtype=lse.dtype) for _ in range(2))
-    width = triton.next_power_of_2(do.shape[-1])
-    size = max(1, 8192 // width)
-    attention_delta[(triton.cdiv(delta.numel(), size),)](
-        do, o, lse, delta, stats, *launch.strides(do, packed), *launch.strides(o, packed),
-        *launch.lse_strides(lse, packed), delta.numel(), do.shape[-3],
-        HEADS=do.shape[-2], DIM=do.shape[-1], WIDTH=width, ROWS=size, BY_HEAD=out is not None,
-        ACC=launch.accumulator(do.dtype), num_warps=8,
-    )  # fmt: skip
+    delta, stats = out.unbind() if out is not None else (lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1]))
+    _prepare(do, o, lse, packed, out is not None)(do, o, lse, delta, stats)
     return delta, stats

@@ -21,17 +21,23 @@ def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
     )
 
 
+class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no types
+    """A descriptor of what descriptors_fit has seen: not validated once more at every launch."""
+
+    def __post_init__(self) -> None:
+        """Nothing is left to check."""
+
+
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [1, block, 1, max(16, triton.next_power_of_2(x.shape[3]))]
-    )
+    width = x.shape[3]
+    return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, max(16, 1 << (width - 1).bit_length())])
 
 
 def flat_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """x [B, L, H, D] as [B * L, H * D], read in tiles of ``block`` rows of one head; batch entries run on."""
     batch, length, heads, width = x.shape
-    return TensorDescriptor(x, [batch * length, heads * width], [x.stride(1), 1], [block, width])
+    return _Descriptor(x, [batch * length, heads * width], [x.stride(1), 1], [block, width])
 
 
 def flat_fit(*rows: Tensor) -> bool:
@@ -41,4 +47,9 @@ def flat_fit(*rows: Tensor) -> bool:
 
 def stats_descriptor(stats: Tensor, block: int) -> TensorDescriptor:
     """stats [2, B, H, S], read in runs of ``block`` numbers of one head; zero past its end."""
-    return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, 1, block])
+    return _Descriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, 1, block])
+
+
+def run_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """All numbers of contiguous x after each other, read in runs of ``block``; zero past its end."""
+    return _Descriptor(x, [x.numel()], [1], [block])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from nsa_backend_triton import prepared
+from nsa_backend_triton.documents import compressed_starts
 from nsa_core.contract import SlotCall
-from nsa_core.packing import compressed_cu_seqlens
 
 
 @functools.cache
@@ -80,6 +82,9 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+Shape: TypeAlias = Sequence[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sequences:
     """The sequences of a call, dense or packed, as kernels take them.
@@ -104,13 +109,16 @@ class Sequences:
         if call.cu_seqlens is None:
             return cls(q, q, q.shape[0], q.shape[1], False)
         cu = call.cu_seqlens
-        return cls(cu, compressed_cu_seqlens(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
+        return cls(cu, compressed_starts(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
 
     def tiles(self, size: int) -> int:
         """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
+
+
+prepared.READ[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -123,6 +131,18 @@ def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)
 
 
+def new_strides(shape: Shape, packed: bool) -> tuple[int, int, int]:
+    """:func:`strides` of a new tensor of ``shape``."""
+    *batch, tokens, heads, width = shape
+    return 0 if packed or batch[0] == 1 else tokens * heads * width, heads * width, width
+
+
 def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
     """(sequence, head) strides of lse [B, H, S], packed [H, T]; tokens are adjacent."""
     return (0, lse.stride(0)) if packed else (lse.stride(0), lse.stride(1))
+
+
+def new_lse_strides(shape: Shape, packed: bool) -> tuple[int, int]:
+    """:func:`lse_strides` of a new tensor of ``shape``."""
+    heads, tokens = shape[-2:]
+    return 0 if packed else heads * tokens, tokens

@@ -106,8 +106,6 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if heads > MAX_HEADS and request.slot != "combine":
         message = f"{heads} query heads a group exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use more kv heads, or sdpa"))
-    if request.phase != "prefill":
-        reasons.append(Reason("phase", f"has no form for {request.phase}", "use phase='prefill'"))
     low, high = SELECT_BLOCKS
     block, chosen = geometry.select_block_size, geometry.num_selected_blocks
     if request.slot in _POINTED and not low <= block <= high:

@@ -8,7 +8,7 @@ where that is faster, takes dk and dv from fixed partial sums, and dq tile by ti
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,24 +16,25 @@ from torch import Tensor
 
 from nsa_backend_triton import configs, delta, descriptors, launch, sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
-from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_segments
+from nsa_backend_triton.prepared import Launch, aligned, remembered
+from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_round, sel_segments
 from nsa_backend_triton.sel_lists import PairLists
 from nsa_backend_triton.sel_tiles_backward import sel_tile_backward
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
+ROUNDED = 1024  # sums that a program of sel_round rounds
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What the kernels share: inputs, sequences, lse and delta as [tokens, Hq], constants."""
 
     do: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    lse: Tensor  # [B, S, Hq], in base 2, inf for a row without keys
-    delta: Tensor  # [B, S, Hq]
+    lse: Tensor  # [B, S, Hq], contiguous, in base 2, inf for a row without keys
+    delta: Tensor  # [B, S, Hq], contiguous
     seqs: Sequences
     call: SlotCall
 
@@ -57,12 +58,72 @@ class Problem:
             "ACC": launch.accumulator(self.q.dtype), "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def settings(self, kernel: str) -> configs.Settings:
-        """The tuned row of ``kernel``."""
-        return configs.pick(
-            kernel, launch.architecture(self.q.device), head_dim=self.k.shape[-1], v_head_dim=self.v.shape[-1],
-            itemsize=self.q.itemsize, heads=self.heads, block=self.call.geometry.select_block_size,
-        )  # fmt: skip
+
+@remembered
+def tuned(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: str) -> configs.Settings:
+    """The row of ``kernel`` for blocks of ``size`` keys."""
+    return configs.pick(
+        kernel, launch.architecture(q.device), head_dim=k.shape[-1], v_head_dim=v.shape[-1],
+        itemsize=q.itemsize, heads=q.shape[-2] // k.shape[-2], block=size,
+    )  # fmt: skip
+
+
+class _Blocks(NamedTuple):
+    """What a call's metadata decide of the kernels over blocks."""
+
+    segments: Launch | None  # where those of a bucket begin
+    bounds: tuple[int, int]  # how many
+    gradients: Launch
+    add: tuple[Launch, ...]  # chunks of dk and of dv, where the order is fixed
+    partial: tuple[tuple[int, int], ...]  # shapes of theirs
+    round: Launch
+    starts: tuple[int, int, int, int]  # of dq, dk and dv in one buffer of sums, and its end
+
+
+def _items(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> tuple[int, ...]:
+    """(programs per part of a block, tokens of a segment, segments, CHUNK)."""
+    seqs = problem.seqs
+    longest = problem.call.max_seqlen if seqs.packed else seqs.seq_len
+    segment = max(settings["SEGMENT"] // problem.heads, triton.cdiv(longest, MAX_SEGMENTS))
+    segments, chunk = triton.cdiv(longest, segment), settings["CHUNK"] if ordered else 0
+    return pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk
+
+
+@remembered
+def _prepare_blocks(
+    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool, add_dq: bool
+) -> _Blocks:
+    q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
+    parts = triton.cdiv(call.geometry.select_block_size, settings["KEYS"])
+    items, segment, segments, chunk = _items(problem, pairs, buckets, settings, ordered)
+    per_head = sel_lists.buckets_per_head(seqs, call.geometry)
+    tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
+    gradients = Launch(
+        sel_block_backward, (items * parts,), *problem.strides(),
+        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segments,
+        CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **{"WHOLE": 0, **tiles},
+    )  # fmt: skip
+    bounds = None
+    if not ordered:
+        bounds = Launch(sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2)
+    add = [
+        Launch(
+            sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head,
+            GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=triton.next_power_of_2(x.shape[-1]),
+            SIZE=call.geometry.select_block_size, KEYS=settings["KEYS"], CHUNK=chunk, VARLEN=seqs.packed,
+            ACC=launch.accumulator(x.dtype),
+        )
+        for x in (k, v) if ordered
+    ]  # fmt: skip
+    counts = [q.numel() if add_dq else 0, *([0, 0] if ordered else [k.numel(), v.numel()])]
+    first, second, third = (-(-count // ROUNDED) * ROUNDED for count in counts)  # each begins on 16 bytes
+    grid = (sum(triton.cdiv(count, ROUNDED) for count in counts),)
+    rounding = Launch(sel_round, grid, *counts, first, first + second, SIZE=ROUNDED, num_warps=4)
+    partial = tuple((items * parts * settings["KEYS"], x.shape[-1]) for x in (k, v) if ordered)
+    shape = (buckets, segments + 1)
+    return _Blocks(
+        bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, first + second + third)
+    )
 
 
 def block_gradients(
@@ -70,79 +131,68 @@ def block_gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dq (None unless ``add_dq``), dk, dv in the inputs' dtypes; ``ordered`` adds dk and dv in a fixed order.
 
-    ``settings``: KEYS and ROWS of a tile, SEGMENT rows of q that share L2, CHUNK pairs of an ordered program.
+    ``settings``: KEYS and ROWS of a tile, SEGMENT rows of q that share L2, CHUNK pairs of an ordered program. What is
+    added in no order is added in one buffer of zeros.
     """
-    q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
-    n_buckets, parts = len(lists.offsets) - 1, triton.cdiv(call.geometry.select_block_size, settings["KEYS"])
-    longest = call.max_seqlen if seqs.packed else seqs.seq_len
-    segment = max(settings["SEGMENT"] // problem.heads, triton.cdiv(longest, MAX_SEGMENTS))
-    segments, chunk = triton.cdiv(longest, segment), settings["CHUNK"] if ordered else 0
-    items = len(lists.tokens) // chunk + n_buckets if ordered else n_buckets * segments
-    wide, per_head = problem.delta.dtype, sel_lists.buckets_per_head(seqs, call.geometry)
+    q, k, v = problem.q, problem.k, problem.v
+    made = _prepare_blocks(problem, len(lists.tokens), len(lists.offsets) - 1, settings, ordered, add_dq)
+    _, at_k, at_v, end = made.starts
+    sums = problem.delta.new_zeros(end) if end else problem.delta
+    partial = [problem.delta.new_empty(shape) for shape in made.partial] or [sums[at_k:], sums[at_v:]]
     bounds = lists.offsets
-    if not ordered:
-        bounds = lists.offsets.new_empty((n_buckets, segments + 1))
-        sel_segments[(n_buckets,)](
-            lists.tokens, lists.offsets, bounds, segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2
-        )
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device) if add_dq else None
-    if ordered:
-        dk, dv = (x.new_empty((items * parts * settings["KEYS"], x.shape[-1]), dtype=wide) for x in (k, v))
-    else:
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-    tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
-    sel_block_backward[(items * parts,)](
-        q, k, v, problem.do, problem.lse, problem.delta, lists.tokens, lists.offsets, bounds, seqs.cu,
-        dk if dq is None else dq, dk, dv, *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, n_buckets, per_head, segments,
-        CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **{"WHOLE": 0, **tiles},
-    )  # fmt: skip
-    if ordered:
-        dk, dv = (_add_chunks(problem, part, x, lists, settings) for part, x in ((dk, k), (dv, v)))
-    return None if dq is None else dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    if made.segments:
+        bounds = lists.offsets.new_empty(made.bounds)
+        made.segments(lists.tokens, lists.offsets, bounds)
+    rows = (problem.do, problem.lse, problem.delta)
+    made.gradients(q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial)
+    grads = [x.new_empty(x.shape) for x in (k, v)]
+    dq = q.new_empty(q.shape) if add_dq else None
+    for add, part, grad in zip(made.add, partial, grads):
+        add(part, lists.offsets, problem.seqs.cu, grad)
+    if end:
+        made.round(sums, grads[0] if dq is None else dq, *grads)
+    return dq, grads[0], grads[1]
 
 
-def _add_chunks(problem: Problem, partial: Tensor, x: Tensor, lists: PairLists, settings: configs.Settings) -> Tensor:
-    """Partial sums [items * parts * KEYS, D] to the gradient of ``x``, in its dtype."""
-    seqs, size, keys = problem.seqs, problem.call.geometry.select_block_size, settings["KEYS"]
-    per_head = sel_lists.buckets_per_head(seqs, problem.call.geometry)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sel_add_chunks[((len(lists.offsets) - 1) * triton.cdiv(size, keys),)](
-        partial, lists.offsets, seqs.cu, out, seqs.n, seqs.seq_len, per_head,
-        GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=triton.next_power_of_2(x.shape[-1]), SIZE=size, KEYS=keys,
-        CHUNK=settings["CHUNK"], VARLEN=seqs.packed, ACC=launch.accumulator(x.dtype),
+@remembered
+def _prepare_tiles(
+    problem: Problem, n: int, settings: configs.Settings, tensors_aligned: bool
+) -> tuple[Launch, int, int]:
+    """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no descriptors)."""
+    seqs, size = problem.seqs, sel_forward.tile_tokens(settings["ROWS"], problem.heads)
+    tiles = seqs.tiles(size)
+    fitted = {
+        "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
+        "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(problem.call.geometry.select_block_size))),
+    }
+    tma = bool(settings.get("TMA")) and tensors_aligned
+    tma = tma and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
+    tma = tma and problem.call.geometry.select_block_size % fitted["KEYS"] == 0
+    made = Launch(
+        sel_tile_backward, (tiles * problem.k.shape[-2],),
+        *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
+        TOKENS=size, MOST=size * n, **problem.constants(), **{"AHEAD": 0, **settings, **fitted, "TMA": tma},
     )  # fmt: skip
-    return out
+    return made, size, fitted["KEYS"] if tma else 0
 
 
 def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
     """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, AHEAD, TMA where descriptors fit."""
-    q, seqs, geometry = problem.q, problem.seqs, problem.call.geometry
-    size = sel_forward.tile_tokens(settings["ROWS"], problem.heads)
-    unions, tiles = sel_union.build(blocks, seqs, geometry, size, 1), seqs.tiles(size)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    fitted = {
-        "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
-        "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(geometry.select_block_size))),
-    }
-    tma = bool(settings.get("TMA")) and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
-    tma = tma and geometry.select_block_size % fitted["KEYS"] == 0
-    described = (descriptors.key_descriptor(x, fitted["KEYS"]) if tma else None for x in (problem.k, problem.v))
-    sel_tile_backward[(tiles * problem.k.shape[-2],)](
-        q, problem.k, problem.v, *described, problem.do, problem.lse, problem.delta, unions.entries,
-        unions.counts, seqs.cu, dq,
-        *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=unions.entries.shape[-1], **problem.constants(),
-        **{"AHEAD": 0, **settings, **fitted, "TMA": tma},
-    )  # fmt: skip
+    q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
+    made, size, keys = _prepare_tiles(problem, blocks.shape[-1], settings, aligned(k, v))
+    unions = sel_union.build(blocks, seqs, problem.call.geometry, size, 1)
+    dq = q.new_empty(q.shape)
+    described = [descriptors.key_descriptor(x, keys) if keys else None for x in (k, v)]
+    rows = (problem.do, problem.lse, problem.delta)
+    made(q, k, v, *described, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq
 
 
 def prepare(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall) -> Problem:
     """Delta, and lse beside it: a row's h numbers lie together."""
     seqs = Sequences.of(q, call)
-    rows, stats = delta.rows(do, o, lse, packed=seqs.packed)
-    return Problem(do, q, k, v, stats, rows, seqs, call)
+    rows, turned = delta.rows(do, o, lse, packed=seqs.packed)
+    return Problem(do, q, k, v, turned, rows, seqs, call)
 
 
 def backward(
@@ -157,11 +207,11 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v."""
-    problem = prepare(do, q, k, v, o, lse, call=call)
+    problem, size = prepare(do, q, k, v, o, lse, call=call), call.geometry.select_block_size
     lists = sel_lists.build(blocks, problem.seqs, call.geometry)
-    settings = problem.settings("sel_block_backward")
+    settings = tuned(q, k, v, size, "sel_block_backward")
     ordered = call.deterministic or bool(settings.get("ORDERED"))
     dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered, add_dq=not ordered)
     if dq is None:
-        dq = tile_gradients(problem, blocks, problem.settings("sel_tile_backward"))
+        dq = tile_gradients(problem, blocks, tuned(q, k, v, size, "sel_tile_backward"))
     return dq, dk, dv

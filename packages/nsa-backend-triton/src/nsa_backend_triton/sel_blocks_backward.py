@@ -11,7 +11,8 @@ A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D
 KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
 
 How the tokens of a block are shared out:
-    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order.
+    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order, and
+                sel_round rounds them and dq.
     CHUNK > 0   a program per CHUNK tokens of a block at most; sel_add_chunks adds their dk, dv in order.
 
 How rows are laid out in a tile:
@@ -27,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.tile import LOG2E, place
+from nsa_backend_triton.tile import LOG2E, owner, place
 
 
 @triton.jit
@@ -66,19 +67,12 @@ def sel_chunk(OFFSETS, item, n_buckets, CHUNK: tl.constexpr):
 
     A bucket's pairs are cut into as many even parts as CHUNK demands; an item past them is empty.
     """
-    low = 0
-    high = n_buckets
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(OFFSETS + middle) // CHUNK + middle <= item:
-            low = middle
-        else:
-            high = middle
-    first = tl.load(OFFSETS + low)
-    end = tl.load(OFFSETS + low + 1)
+    bucket = owner(OFFSETS, n_buckets, item, CHUNK)
+    first = tl.load(OFFSETS + bucket)
+    end = tl.load(OFFSETS + bucket + 1)
     part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, CHUNK), 1))
-    begin = first + (item - (first // CHUNK + low)) * part
-    return low, tl.minimum(begin, end), tl.minimum(begin + part, end)
+    begin = first + (item - (first // CHUNK + bucket)) * part
+    return bucket, tl.minimum(begin, end), tl.minimum(begin + part, end)
 
 
 @triton.jit
@@ -325,3 +319,25 @@ def sel_add_chunks(
     token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
     at = ((token_0 + block + inside) * GROUPS + group) * DIM
     sel_put(OUT, at, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "n_v", "at_k", "at_v"])
+def sel_round(
+    SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, at_k: tl.int64, at_v: tl.int64, SIZE: tl.constexpr
+):
+    """DQ [n_q], DK [n_k], DV [n_v] = the sums at 0, at_k and at_v, rounded once. SIZE of one of them a program.
+
+    4 bytes read and an itemsize written a number: bound by memory.
+    """
+    programs_q = tl.cdiv(n_q, SIZE)
+    programs_k = tl.cdiv(n_k, SIZE)
+    program = tl.program_id(0).to(tl.int64)
+    if program < programs_q:
+        at = program * SIZE + tl.arange(0, SIZE)
+        tl.store(DQ + at, tl.load(SUMS + at, mask=at < n_q, other=0.0).to(DQ.dtype.element_ty), mask=at < n_q)
+    elif program < programs_q + programs_k:
+        at = (program - programs_q) * SIZE + tl.arange(0, SIZE)
+        tl.store(DK + at, tl.load(SUMS + at_k + at, mask=at < n_k, other=0.0).to(DK.dtype.element_ty), mask=at < n_k)
+    else:
+        at = (program - programs_q - programs_k) * SIZE + tl.arange(0, SIZE)
+        tl.store(DV + at, tl.load(SUMS + at_v + at, mask=at < n_v, other=0.0).to(DV.dtype.element_ty), mask=at < n_v)

@@ -9,6 +9,7 @@ output by their LSE. With many heads a group a tile is as good as a bucket, so e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +18,18 @@ from torch import Tensor
 
 from nsa_backend_triton import configs, sel_lists, sel_union, tile
 from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
-from nsa_backend_triton.sel_buckets import sel_bucket_kernel, sel_merge_kernel, sel_read
+from nsa_backend_triton.launch import (
+    Sequences,
+    accumulator,
+    architecture,
+    lse_strides,
+    new_lse_strides,
+    new_strides,
+    strides,
+)
+from nsa_backend_triton.prepared import Launch, aligned, remembered
+from nsa_backend_triton.sel_buckets import sel_bucket_kernel, sel_read
+from nsa_backend_triton.sel_merge import sel_merge_kernel
 from nsa_core.contract import SlotCall
 
 PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
@@ -48,6 +59,50 @@ def least_shared(tuned: Settings, seq_len: int) -> int:
     return chosen["LEAST"] if seq_len > chosen["SHORT"] else 1
 
 
+class _Tiles(NamedTuple):
+    """What a call's metadata decide of the first kernel."""
+
+    launch: Launch
+    keys: int  # of a descriptor's tile; 0: no descriptors
+    size: int  # tokens of a tile
+    least: int  # how many of them must choose a block for the tile to read it; 1: nothing is left to the buckets
+    leave: bool  # whether what the tiles do not read may matter at another length
+    o: tuple[int, ...]
+    lse: tuple[int, ...]
+
+
+@remembered
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    seqs: Sequences,
+    call: SlotCall,
+    tuned: Settings | None,
+    tensors_aligned: bool,
+) -> tuple[_Tiles, Settings]:
+    groups, n, length = k.shape[-2], blocks.shape[-1], call.geometry.select_block_size
+    heads = q.shape[-2] // groups
+    tuned = tuned or settings(q, v, heads, call)
+    chosen, least = tuned["sel_forward"], least_shared(tuned, seqs.seq_len)
+    size = tile_tokens(chosen["ROWS"], heads)
+    tiles = seqs.tiles(size)
+    o = (*q.shape[:-1], v.shape[-1])
+    lse = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
+    keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
+    tma = bool(chosen.get("TMA")) and length % keys == 0 and tensors_aligned and descriptors_fit(seqs.packed, k, v)
+    launch = Launch(
+        sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, call.scale * tile.LOG2E.value,
+        *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+        *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
+        T=size, M=max(16, triton.next_power_of_2(size * heads)),
+        KEYS=keys, NEGATIVE=call.scale < 0, TMA=tma,
+        **_options(chosen),
+    )  # fmt: skip
+    return _Tiles(launch, keys if tma else 0, size, min(least, size), chosen["LEAST"] > 1, o, lse), tuned
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k: Tensor,  # [B, S, G, Dk]
@@ -59,19 +114,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen blocks."""
     seqs = Sequences.of(q, call)
-    heads = q.shape[-2] // k.shape[-2]
-    tuned = tuned or settings(q, v, heads, call)
-    least = least_shared(tuned, seqs.seq_len)
-    size = tile_tokens(tuned["sel_forward"]["ROWS"], heads)
-    unions = sel_union.build(
-        blocks, seqs, call.geometry, size, min(least, size), leave=tuned["sel_forward"]["LEAST"] > 1
-    )
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse_shape = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    _attend_tiles(q, k, v, unions, o, lse, seqs, call, size, tuned["sel_forward"])
-    if least > 1:
-        for rows in _runs(o, heads, blocks.shape[-1]):
+    tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
+    unions = sel_union.build(blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave)
+    o = q.new_empty(tiles.o)
+    lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    described = (key_descriptor(x, tiles.keys) if tiles.keys else None for x in (k, v))
+    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
+    if tiles.least > 1:
+        for rows in _runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
             _attend_buckets(q, k, v, blocks, unions.left, o, lse, seqs, call, rows, tuned)
     return o, lse
 
@@ -97,25 +147,40 @@ def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, obje
     return {**dims, **padded, "H": heads, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype)}
 
 
-def _attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, unions: sel_union.Unions, o: Tensor, lse: Tensor, seqs: Sequences,
-    call: SlotCall, size: int, chosen: Mapping[str, int],
-) -> None:  # fmt: skip
-    groups = k.shape[-2]
+class _Buckets(NamedTuple):
+    """What a call's metadata decide of the kernels over buckets, and the shape of the partial outputs."""
+
+    attend: Launch
+    merge: Launch
+    parts: tuple[int, int, int]
+
+
+@remembered
+def _prepare_buckets(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, rows: tuple[int, int], n: int,
+    pairs: int, buckets: int, tuned: Settings,
+) -> _Buckets:  # fmt: skip
+    groups, length = k.shape[-2], call.geometry.select_block_size
     heads = q.shape[-2] // groups
-    length = call.geometry.select_block_size
-    keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
-    tiles = seqs.tiles(size)
-    tma = bool(chosen.get("TMA")) and length % keys == 0 and descriptors_fit(seqs.packed, k, v)
-    described = (key_descriptor(x, keys) if tma else None for x in (k, v))
-    sel_forward_kernel[(groups * tiles,)](
-        q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu, seqs.n, seqs.seq_len, tiles,
-        call.scale * tile.LOG2E.value,
-        *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed), *strides(o, seqs.packed),
-        *lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=unions.entries.shape[-1] // size, L=length,
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), KEYS=keys, NEGATIVE=call.scale < 0,
-        TMA=tma, **_options(chosen),
+    shapes, chosen = _shapes(q, v, heads, seqs), tuned["sel_bucket"]
+    size = max(1, chosen["ROWS"] // heads)
+    attend = Launch(
+        sel_bucket_kernel, (pairs // (size * chosen["TILES"]) + buckets,),
+        seqs.n, seqs.seq_len, buckets, pairs, rows[0], groups, call.scale * tile.LOG2E.value,
+        *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
+        **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
+        T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
+        NEGATIVE=call.scale < 0, **_options(chosen),
     )  # fmt: skip
+    chosen = tuned["sel_merge"]
+    size = max(1, chosen["ROWS"] // heads)
+    merge = Launch(
+        sel_merge_kernel, (triton.cdiv(rows[1], size) * groups,),
+        seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
+        DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
+        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
+    )  # fmt: skip
+    return _Buckets(attend, merge, (rows[1] * groups * n, heads, v.shape[-1]))
 
 
 def _attend_buckets(
@@ -123,32 +188,12 @@ def _attend_buckets(
     call: SlotCall, rows: tuple[int, int], tuned: Settings,
 ) -> None:  # fmt: skip
     """Add the pairs that no tile shares, of rows (first, count), to o and lse."""
-    groups, n = blocks.shape[-2:]
-    heads = q.shape[-2] // groups
-    length = call.geometry.select_block_size
     lists = sel_lists.build(blocks, seqs, call.geometry, kept=left, rows=rows)
-    shapes = _shapes(q, v, heads, seqs)
-    parts = torch.empty((rows[1] * groups * n, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    part_lse = torch.empty(parts.shape[:2], dtype=lse.dtype, device=q.device)
-    chosen = tuned["sel_bucket"]
-    size = max(1, chosen["ROWS"] // heads)
-    run = size * chosen["TILES"]
-    buckets = lists.offsets.numel() - 1
-    sel_bucket_kernel[(len(lists.tokens) // run + buckets,)](
-        q, k, v, *lists, parts, part_lse, seqs.cu, seqs.n, seqs.seq_len, buckets, len(lists.tokens), rows[0],
-        groups, call.scale * tile.LOG2E.value,
-        *strides(q, seqs.packed), *strides(k, seqs.packed), *strides(v, seqs.packed),
-        **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        NEGATIVE=call.scale < 0, **_options(chosen),
-    )  # fmt: skip
-    chosen = tuned["sel_merge"]
-    size = max(1, chosen["ROWS"] // heads)
-    sel_merge_kernel[(triton.cdiv(rows[1], size) * groups,)](
-        parts, part_lse, left, o, lse, seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
-        DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
-    )  # fmt: skip
+    n, pairs, buckets = blocks.shape[-1], lists.tokens.numel(), lists.offsets.numel() - 1
+    made = _prepare_buckets(q, k, v, lse, seqs, call, rows, n, pairs, buckets, tuned)
+    parts, part_lse = q.new_empty(made.parts), lse.new_empty(made.parts[:2])
+    made.attend(q, k, v, *lists, parts, part_lse, seqs.cu)
+    made.merge(parts, part_lse, left, o, lse)
 
 
 @triton.jit

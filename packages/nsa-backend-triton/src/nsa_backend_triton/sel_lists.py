@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_backend_triton import tile
 from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_core.layout import BlockGeometry
 
 TOKENS_PER_PROGRAM = 32
@@ -55,29 +56,50 @@ def build(
     ``rows``: only those of (first, count) rows of all sequences after each other; P is of these alone.
     Bound by the sort (two radix passes over int16 keys below 2^15 buckets, else four).
     """
+    made = _prepare(blocks, seqs, geometry, kept is not None, rows)
+    keys = blocks.new_empty(made.pairs, dtype=torch.int32)
+    local = blocks.new_empty(made.rows, dtype=torch.int32)
+    if seqs.packed:  # boundaries that leave rows out may not leave them to chance
+        keys.fill_(made.buckets)
+        local.zero_()
+    made.write_keys(blocks, blocks if kept is None else kept, keys, local, seqs.cu)
+    pairs = torch.sort(keys.to(made.key_dtype), stable=True).indices
+    tokens, slots = torch.empty_like(keys), torch.empty_like(keys)
+    offsets = keys.new_empty(made.buckets + 1)
+    made.write_pairs(pairs, keys, local, tokens, slots, offsets)
+    return PairLists(tokens, slots, offsets)
+
+
+class _Call(NamedTuple):
+    """What a call's metadata decide."""
+
+    write_keys: Launch
+    write_pairs: Launch
+    key_dtype: torch.dtype  # int32 for the kernel, which is then one binary; int16 for the sort, where it does
+    rows: int
+    pairs: int
+    buckets: int
+
+
+@remembered
+def _prepare(
+    blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, kept: bool, rows: tuple[int, int] | None
+) -> _Call:
     groups, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
-    n_buckets = per_head * groups * (1 if seqs.packed else seqs.n)
-    dtype = torch.int16 if n_buckets < 2**15 else torch.int32
+    buckets = per_head * groups * (1 if seqs.packed else seqs.n)
     first, count = rows or (0, blocks.numel() // (groups * n))
-    # int32 for the kernel, which is then one binary; int16 for the sort, where it does.
-    keys = torch.full((count * groups * n,), n_buckets, dtype=torch.int32, device=blocks.device)
-    local = torch.zeros(count, dtype=torch.int32, device=blocks.device)
-    row_stride = blocks.stride(-3)
-    sel_keys_kernel[(seqs.tiles(TOKENS_PER_PROGRAM) * groups,)](
-        blocks, kept if kept is not None else blocks, keys, local, seqs.cu, seqs.n, seqs.seq_len, first, count,
-        0 if seqs.packed else blocks.stride(0), row_stride, blocks.stride(-2), per_head, groups,
+    pairs = count * groups * n
+    write_keys = Launch(
+        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * groups,), seqs.n, seqs.seq_len, first, count,
+        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), per_head, buckets, groups,
         N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, TILE=TOKENS_PER_PROGRAM,
-        VARLEN=seqs.packed, KEPT=kept is not None, num_warps=4,
+        VARLEN=seqs.packed, KEPT=kept, num_warps=4,
     )  # fmt: skip
-    ordered, pairs = torch.sort(keys.to(dtype), stable=True)
-    edges = torch.arange(n_buckets + 1, device=blocks.device, dtype=dtype)
-    offsets = torch.searchsorted(ordered, edges, out_int32=True)
-    tokens, slots = (torch.empty(keys.shape, dtype=torch.int32, device=blocks.device) for _ in range(2))
-    sel_pairs_kernel[(triton.cdiv(len(keys), 1024),)](
-        pairs, local, tokens, slots, len(keys), groups, N=n, SIZE=1024, num_warps=4
-    )
-    return PairLists(tokens, slots, offsets)
+    grid = (triton.cdiv(pairs, 1024) + triton.cdiv(buckets + 1, 1024),)
+    write_pairs = Launch(sel_pairs_kernel, grid, pairs, buckets, groups, N=n, SIZE=1024, num_warps=4)
+    dtype = torch.int16 if buckets < 2**15 else torch.int32
+    return _Call(write_keys, write_pairs, dtype, count, pairs, buckets)
 
 
 @triton.jit
@@ -98,12 +120,13 @@ def candidates(BLOCKS, row, length, N: tl.constexpr, NP: tl.constexpr, L: tl.con
     return tl.where(seen, -1, block).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head", "nowhere"])
 def sel_keys_kernel(
-    BLOCKS, LEFT, KEYS, LOCAL, CU, n_seqs, seq_len, first_row, count, stride_b, stride_t, stride_g, per_head, groups,
+    BLOCKS, LEFT, KEYS, LOCAL, CU,
+    n_seqs, seq_len, first_row, count, stride_b, stride_t, stride_g, per_head, nowhere, groups,
     N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, VARLEN: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """The bucket of every pair, and the local row of every token.
+    """The bucket of every pair, ``nowhere`` behind all for one that does not count; the local row of every token.
 
     A program: TILE tokens of one kv head, [TILE, NP] in registers; N + 1 loads of TILE rows from L1, N compares of
     the tile. Bytes: blocks read and keys written once. Bound by memory.
@@ -124,21 +147,40 @@ def sel_keys_kernel(
     inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
     if KEPT:
         valid = inside[:, None] & (place < N)[None, :]
-        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=valid, other=0).to(tl.int32)
         counts = tl.load(LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0) != 0
+        # Only what counts is a candidate: a block out of range would overflow the sum below.
+        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0).to(tl.int32)
     else:
         block = candidates(base, row, length, N, NP, L, TILE, stride_t)
         counts = inside[:, None] & (block >= 0)
     into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + place[None, :]
-    tl.store(into, (bucket + block).to(KEYS.dtype.element_ty), mask=counts)
+    tl.store(into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (place < N)[None, :])
     tl.store(LOCAL + flat - first_row, t, mask=inside & (group == 0))
 
 
-@triton.jit(do_not_specialize=["count"])
-def sel_pairs_kernel(PAIRS, LOCAL, TOKENS, SLOTS, count, groups, N: tl.constexpr, SIZE: tl.constexpr):
-    """Token and place of each sorted pair. SIZE pairs a program; 8 bytes read, 4 gathered, 8 written a pair."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < count
-    pair = tl.load(PAIRS + at, mask=inside, other=0)
-    tl.store(TOKENS + at, tl.load(LOCAL + pair // (groups * N), mask=inside, other=0), mask=inside)
-    tl.store(SLOTS + at, (pair % N).to(tl.int32), mask=inside)
+@triton.jit(do_not_specialize=["count", "buckets"])
+def sel_pairs_kernel(
+    PAIRS, KEYS, LOCAL, TOKENS, SLOTS, OFFSETS, count, buckets, groups, N: tl.constexpr, SIZE: tl.constexpr
+):
+    """Token and place of each sorted pair, and behind these programs, where each bucket begins.
+
+    SIZE pairs a program: 8 bytes read, 4 gathered, 8 written a pair. SIZE buckets a program: a binary search each.
+    """
+    programs = tl.cdiv(count, SIZE)
+    if tl.program_id(0) < programs:
+        at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+        inside = at < count
+        pair = tl.load(PAIRS + at, mask=inside, other=0)
+        tl.store(TOKENS + at, tl.load(LOCAL + pair // (groups * N), mask=inside, other=0), mask=inside)
+        tl.store(SLOTS + at, (pair % N).to(tl.int32), mask=inside)
+    else:
+        bucket = (tl.program_id(0) - programs) * SIZE + tl.arange(0, SIZE)
+        low = tl.zeros([SIZE], tl.int32)
+        left = tl.zeros([SIZE], tl.int32) + count
+        while tl.max(left, 0) > 0:  # the first pair of a bucket >= this one lies in low .. low + left
+            half = left // 2
+            pair = tl.load(PAIRS + low + half, mask=left > 0, other=0)
+            below = (tl.load(KEYS + pair, mask=left > 0, other=0) < bucket) & (left > 0)
+            low = tl.where(below, low + half + 1, low)
+            left = tl.where(below, left - half - 1, half)
+        tl.store(OFFSETS + bucket, low, mask=bucket <= buckets)

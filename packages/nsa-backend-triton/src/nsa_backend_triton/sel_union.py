@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa_backend_triton import tile
 from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_backend_triton.sel_lists import candidates
 from nsa_core.layout import BlockGeometry
 
@@ -26,7 +27,8 @@ class Unions(NamedTuple):
         entries: int32 [G * tiles, 2, T * n] blocks, descending, and behind them for each its tokens as bits.
         counts: int32 [G * tiles, 2] how many entries; how many of them, the first ones, hold keys that some token of
             the tile may not see.
-        left: int8 [rows, G, n] 1 where a pair counts and is in no entry; all of it is written when asked for.
+        left: int8 [rows, G, n] 1 where a pair counts and is in no entry. Any numbers with least = 1, where every pair
+            is in one, and when not asked for.
     """
 
     entries: Tensor
@@ -41,19 +43,31 @@ def build(
 
     An entry is a block that at least ``least`` tokens of the tile chose; ``leave``: write ``left``.
     """
+    launch, tiles = _prepare(blocks, seqs, geometry, size, least, leave)
+    entries = blocks.new_empty((tiles, 2, size * blocks.shape[-1]), dtype=torch.int32)
+    counts = blocks.new_empty((tiles, 2), dtype=torch.int32)
+    left = counts
+    if leave:  # with least = 1 no pair is left
+        left = (blocks.new_zeros if least > 1 else blocks.new_empty)(blocks.shape, dtype=torch.int8)
+    launch(blocks, entries, counts, left, seqs.cu)
+    return Unions(entries, counts, left)
+
+
+@remembered
+def _prepare(
+    blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, size: int, least: int, leave: bool
+) -> tuple[Launch, int]:
+    """The launch, and how many tiles all kv heads have."""
     groups, n = blocks.shape[-2:]
     tiles = seqs.tiles(size)
-    entries = torch.empty((groups * tiles, 2, size * n), dtype=torch.int32, device=blocks.device)
-    counts = torch.empty((groups * tiles, 2), dtype=torch.int32, device=blocks.device)
-    left = torch.zeros(blocks.shape if leave else (1,), dtype=torch.int8, device=blocks.device)
     pairs = triton.next_power_of_2(size) * triton.next_power_of_2(n)
-    sel_union_kernel[(groups * tiles,)](
-        blocks, entries, counts, left, seqs.cu, seqs.n, seqs.seq_len, tiles, least,
+    launch = Launch(
+        sel_union_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, least,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), groups,
         N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, T=size, TP=triton.next_power_of_2(size),
         VARLEN=seqs.packed, LEAVE=leave, num_warps=min(8, max(1, pairs // 128)),
     )  # fmt: skip
-    return Unions(entries, counts, left)
+    return launch, groups * tiles
 
 
 @triton.jit
@@ -87,14 +101,14 @@ def sel_union_kernel(
     _, until = tl.associative_scan((block, bits), 0, _join)
     _, since = tl.associative_scan((block, bits), 0, _join, reverse=True)
     members = until | since
-    chosen_by = members
+    chosen_by = members.to(tl.uint32, bitcast=True)  # 32 tokens' bits: pairs of them added overflow an int32
     chosen_by = (chosen_by & 0x55555555) + ((chosen_by >> 1) & 0x55555555)
     chosen_by = (chosen_by & 0x33333333) + ((chosen_by >> 2) & 0x33333333)
     chosen_by = (chosen_by & 0x0F0F0F0F) + ((chosen_by >> 4) & 0x0F0F0F0F)
     chosen_by = (chosen_by & 0x00FF00FF) + ((chosen_by >> 8) & 0x00FF00FF)
     chosen_by = (chosen_by & 0x0000FFFF) + ((chosen_by >> 16) & 0x0000FFFF)
     valid = block < NONE
-    shared = valid & (chosen_by >= least)
+    shared = valid & (chosen_by.to(tl.int32) >= least)
     entry = (shared & (until == members)).to(tl.int32)
     count = tl.sum(entry, 0)
     into = ENTRIES + program.to(tl.int64) * (2 * T * N) + count - tl.cumsum(entry, 0)

@@ -21,6 +21,8 @@ alone, and would move every head's last taps across threads. No prefix sums.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, multiprocessors, strides
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_backend_triton.select_rank import rank_rows
 from nsa_backend_triton.span_forward import launch_options
 from nsa_backend_triton.tile import LOG2E, num_compressed, place
@@ -258,16 +261,20 @@ def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
     return heads, pieces
 
 
-def forward(
-    q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
-    k_cmp: Tensor,  # [B, n_c, G, Dk], packed [T // d, G, Dk]
-    lse: Tensor,  # [B, Hq, S], packed [Hq, T]
-    *,
-    call: SlotCall,
-    settings: configs.Settings | None = None,
-) -> Tensor:
-    """blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, -1 at the end; ``settings`` replace the tuned ones."""
-    seqs, geometry = Sequences.of(q, call, compressed=True), call.geometry
+class _Call(NamedTuple):
+    """The launch, and the shapes of the blocks and of the scratch."""
+
+    launch: Launch
+    out: tuple[int, ...]
+    scores: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@remembered
+def _prepare(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, settings: configs.Settings | None
+) -> _Call:
+    geometry = call.geometry
     groups, dk = k_cmp.shape[-2:]
     group, n = q.shape[-2] // groups, geometry.num_selected_blocks
     traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group}
@@ -284,11 +291,8 @@ def forward(
     row_length = scratch_row(geometry.num_select_blocks(longest), keys // taps, slots, chunks * settings["LANES"])
     tiles = seqs.tiles(tokens)
     programs = min(tiles * groups, multiprocessors(q.device) * settings["PROGRAMS"])
-    out = q.new_empty((*q.shape[:-2], groups, n), dtype=torch.int32)
-    scores = q.new_empty((programs, tokens, row_length), dtype=lse.dtype)
-    places = q.new_empty((2, programs, tokens, slots), dtype=torch.int32)
-    select_forward[(programs,)](
-        q, k_cmp, lse, out, scores, places[0], places[1], seqs.cu, seqs.cu_cmp,
+    launch = Launch(
+        select_forward, (programs,),
         *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, longest, k_cmp.shape[-3], row_length, tiles,
         GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
@@ -298,6 +302,24 @@ def forward(
         WARPS=settings["num_warps"], POLY=settings.get("POLY", 0), ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
+    return _Call(launch, (*q.shape[:-2], groups, n), (programs, tokens, row_length), (2, programs, tokens, slots))
+
+
+def forward(
+    q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
+    k_cmp: Tensor,  # [B, n_c, G, Dk], packed [T // d, G, Dk]
+    lse: Tensor,  # [B, Hq, S], packed [Hq, T]
+    *,
+    call: SlotCall,
+    settings: configs.Settings | None = None,
+) -> Tensor:
+    """blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, -1 at the end; ``settings`` replace the tuned ones."""
+    seqs = Sequences.of(q, call, compressed=True)
+    made = _prepare(q, k_cmp, lse, seqs, call, settings)
+    out = q.new_empty(made.out, dtype=torch.int32)
+    scores = lse.new_empty(made.scores)
+    places, survivors = q.new_empty(made.places, dtype=torch.int32)
+    made.launch(q, k_cmp, lse, out, scores, places, survivors, seqs.cu, seqs.cu_cmp)
     return out
 
 

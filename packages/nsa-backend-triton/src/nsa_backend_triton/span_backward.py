@@ -8,280 +8,26 @@ counted), which costs less than adding fp32 gradients of every tile through L2 a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs, delta
-from nsa_backend_triton.descriptors import descriptors_fit, flat_descriptor, flat_fit, key_descriptor, stats_descriptor
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.descriptors import (
+    descriptors_fit,
+    flat_descriptor,
+    flat_fit,
+    key_descriptor,
+    run_descriptor,
+    stats_descriptor,
+)
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
+from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_forward import heads_together, launch_options
-from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
-from nsa_backend_triton.tile import LOG2E, num_compressed, place
-
-
-@triton.jit
-def _walk_keys(
-    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
-    factor, k_row, v_row,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
-    column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles, warp_specialize=WS):
-        j = low + i * BLOCK_N
-        if MASKED:
-            j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
-        if TMA:
-            k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
-        else:
-            k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        s = s * factor - lse[:, None]
-        if MASKED:
-            if WINDOW > 0:  # one unsigned comparison for both sides
-                seen = (column[None, :] - (left - j)[:, None]).to(tl.uint32) < (right - left).to(tl.uint32)[:, None]
-                s = tl.where(seen, s, float("-inf"))
-            else:
-                s = hide(s, column, left - j, right - j, False, True)
-        p = tl.exp2(s)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
-    return dq
-
-
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_plane"])
-def span_dq(
-    Q, K, V, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
-    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
-    o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
-    lse_seq: tl.int64, lse_head: tl.int64, stats_plane: tl.int64,
-    factor, scale, n_seqs, seq_len, key_rows,
-    N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, WS: tl.constexpr,
-):  # fmt: skip
-    """dq, and STATS for span_dkdv, which runs afterwards: delta, then lse in base 2, inf where no key is seen.
-
-    One program: TOKENS tokens x HEADS heads = M rows. WS as in the forward; STATS are then given.
-
-    q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
-    itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
-    """
-    slices: tl.constexpr = N_HEADS // HEADS
-    index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
-    head = tl.program_id(0) % slices * HEADS
-    seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if VARLEN:  # noqa: SIM102  a dense sequence has no tile too many
-        if row >= length:
-            return
-    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
-    batch = 0 if VARLEN else seq
-    first = tl.cast(start + row, tl.int64)
-    at = tl.arange(0, TOKENS * HEADS)
-    local, h = at // HEADS, at % HEADS
-    token = row + local
-    inside = token < length
-    k_column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    k_mask = inside[:, None] & (k_column < DK)[None, :]
-    v_mask = inside[:, None] & (v_column < DV)[None, :]
-    if WS:
-        q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
-        do = DO_TMA.load([batch * seq_len + row, head * BLOCK_DV])
-        at_stats = (batch * N_HEADS + head) * seq_len + row
-        delta = STATS_TMA.load([at_stats])
-        lse = STATS_TMA.load([at_stats + tl.cast(stats_plane, tl.int32)])
-    else:
-        Q += batch * q_seq + first * q_row + head * q_head
-        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
-        DO += batch * do_seq + first * do_row + head * do_head
-        do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        O += batch * o_seq + first * o_row + head * o_head
-        o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-        at_stats = batch * lse_seq + start + token + (head + h) * lse_head
-        lse = tl.load(LSE + at_stats, mask=inside, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
-        tl.store(STATS + at_stats, delta, mask=inside)
-        tl.store(STATS + stats_plane + at_stats, lse, mask=inside)
-
-    K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
-    V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
-    last = tl.minimum(row + TOKENS, length) - 1
-    low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
-    dq = tl.zeros([TOKENS * HEADS, BLOCK_DK], ACC)
-    left = token - WINDOW + 1
-    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
-    skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
-    masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
-    kv_head = head // GROUP
-    if WS:
-        masked += skip_to - skip_from
-        skip_to = skip_from
-    else:
-        dq = _walk_keys(
-            q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
-            right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False, False,
-        )  # fmt: skip
-    dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
-        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, WS, True,
-    )  # fmt: skip
-    DQ += batch * dq_seq + first * dq_row + head * dq_head
-    dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
-    tl.store(dq_at, (dq * scale).to(DQ.dtype.element_ty), mask=k_mask)
-
-
-@triton.jit
-def _walk_queries(
-    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
-    left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
-
-    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is
-    seen by the queries left[r] .. right[r]; there is none from ``length`` on.
-    """
-    row = tl.arange(0, BLOCK_M)
-    head, i = 0, tiles - 1  # counted on, not divided out of the step
-    for _ in tl.range(0, heads * tiles, warp_specialize=WS):
-        t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
-        at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
-        if TMA:
-            q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
-            do = DO_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DV)
-        else:
-            q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
-            do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
-        STATS_H = STATS + h * stats_head + at
-        if TMA > 1:  # a row that is not there: all of it 0, and so is what it adds
-            delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
-            lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
-        elif MASKED:
-            delta = tl.load(STATS_H + row, mask=t + row < length, other=0.0)
-            lse = tl.load(STATS_H + stats_plane + row, mask=t + row < length, other=float("inf"))
-        else:
-            delta, lse = tl.load(STATS_H + row), tl.load(STATS_H + stats_plane + row)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
-        if EARLY:
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
-        s = s * factor - lse[None, :]
-        if MASKED:
-            s = hide(s, row, left - t, right - t, True, WINDOW > 0)
-        p = tl.exp2(s)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
-        if not EARLY:
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
-        head += tl.where(i == 0, 1, 0)
-        i = tl.where(i == 0, tiles, i) - 1
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "stats_seq", "stats_head", "stats_plane"])
-def span_dkdv(
-    Q, K, V, DO, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
-    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
-    do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
-    dk_part: tl.int64, dv_part: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
-    factor, scale, n_seqs, seq_len, key_rows,
-    N_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
-):  # fmt: skip
-    """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
-
-    k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
-    through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
-    that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. WS as in the forward. Parts are sums in fp32, added by span_sum, or
-    the result where there is one part.
-    """
-    parts: tl.constexpr = GROUP // HEADS * CHUNKS
-    n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
-    outer = tl.program_id(0) // n_tiles
-    part, kv_head = outer % parts, outer // parts
-    seq, start, length, row = place(tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN)
-    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
-    j = row // STRIDE
-    if not WS:  # noqa: SIM102  a tile of keys that are not there stores nothing
-        if j >= keys:
-            return
-    batch = 0 if VARLEN else seq
-    first = tl.cast(key_start + j, tl.int64)
-    column = tl.arange(0, BLOCK_N)
-    if WS:  # keys past the end are hidden from every row, whatever they are
-        k = K_TMA.load([batch * key_rows + j, kv_head * BLOCK_DK])
-        v = V_TMA.load([batch * key_rows + j, kv_head * BLOCK_DV])
-    else:
-        K += batch * k_seq + first * k_row + kv_head * k_head
-        V += batch * v_seq + first * v_row + kv_head * v_head
-        k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
-        v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
-
-    low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
-    if TMA > 1:
-        low = low // 4 * 4  # statistics are fetched from 16-byte boundaries
-    size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
-    low += part % CHUNKS * size
-    high = tl.minimum(low + size, high)
-    tiles = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
-    skip_from = tl.minimum(tl.cdiv(tl.maximum(inner_low - low, 0), BLOCK_M), tiles)
-    skip_to = tl.maximum(tl.maximum(tl.minimum(inner_high, high) - low, 0) // BLOCK_M, skip_from)
-    head = kv_head * GROUP + part // CHUNKS * HEADS
-    Q += batch * q_seq + tl.cast(start, tl.int64) * q_row + head * q_head
-    DO += batch * do_seq + tl.cast(start, tl.int64) * do_row + head * do_head
-    STATS += batch * stats_seq + start + head * stats_head
-    dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
-    left = (j + column) * STRIDE + SIZE - 1
-    right = j + column + WINDOW
-    if WS:
-        skip_to = skip_from
-    else:
-        dk, dv = _walk_queries(
-            k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
-            skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, stats_head,
-            stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False, False,
-        )  # fmt: skip
-    dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to,
-        tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
-        stats_head, stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, WS, True,
-    )  # fmt: skip
-    DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
-    DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
-    store_rows(DK_OUT, column, keys - j, dk_row, dk * scale, DK, BLOCK_DK)
-    store_rows(DV_OUT, column, keys - j, dv_row, dv, DV, BLOCK_DV)
-
-
-@triton.jit(do_not_specialize=["n_seqs", "size"])
-def span_sum(PARTS, OUT, CU_KEYS, n_seqs, size, row_size, N: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """OUT [size] = the sum of PARTS [N, size] in order; 0 in packed rows that no document owns. Memory binds.
-
-    A row is ``row_size`` elements; N * 4 bytes are read and one itemsize written an element.
-    """
-    at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    if VARLEN:
-        mask &= at < tl.cast(tl.load(CU_KEYS + n_seqs), tl.int64) * row_size
-    total = tl.load(PARTS + at, mask=mask, other=0.0)
-    for part in range(1, N):
-        total += tl.load(PARTS + tl.cast(size, tl.int64) * part + at, mask=mask, other=0.0)
-    tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=at < size)
+from nsa_backend_triton.span_gradients import span_dkdv, span_dq, span_sum
+from nsa_backend_triton.tile import LOG2E
 
 
 def backward(
@@ -301,9 +47,47 @@ def backward(
     A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
-    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings[0] if settings else None)
-    dk, dv = _dkdv(do, q, k, v, stats, seqs, span, scale, settings[1] if settings else None)
-    return dq, dk, dv
+    dq, stats = dq_of(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0])
+    return dq, *dkdv_of(do, q, k, v, stats, seqs, span, scale, settings and settings[1])
+
+
+def dq_of(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
+    lse = lse.contiguous()
+    flags = (aligned(k, v), aligned(q, do))
+    launch, tokens, rows = _launch_dq(q, k, v, do, o, lse, seqs, span, scale, flags, settings)
+    dq, stats = q.new_empty(q.shape), lse.new_empty((2, *lse.shape))
+    of_keys = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    of_q = of_do = of_stats = None
+    if tokens:
+        delta.rows(do, o, lse, packed=seqs.packed, out=stats)
+        of_q, of_do = flat_descriptor(q, tokens), flat_descriptor(do, tokens)
+        of_stats = run_descriptor(stats, tokens)
+    launch(q, k, v, of_q, *of_keys, of_do, of_stats, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
+    return dq, stats
+
+
+def dkdv_of(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk, dv as k, v."""
+    made = _launch_dkdv(q, k, v, do, stats, seqs, span, scale, (aligned(q, do), aligned(k, v)), settings)
+    grads = k.new_empty(k.shape), v.new_empty(v.shape)
+    sums: tuple[Tensor, ...] = grads
+    if made.parts:
+        sums = tuple(torch.empty((made.parts, *x.shape), dtype=stats.dtype, device=x.device) for x in (k, v))
+    rows, keys = made.rows, made.keys
+    of_q, of_do = (key_descriptor(q, rows), key_descriptor(do, rows)) if rows else (None, None)
+    of_keys = (flat_descriptor(k, keys), flat_descriptor(v, keys)) if keys else (None, None)
+    of_stats = stats_descriptor(stats, rows) if made.of_stats else None
+    made.dkdv(q, k, v, do, of_q, *of_keys, of_do, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
+    for add, part, grad in zip(made.add, sums, grads):
+        add(part, grad, seqs.cu_cmp)
+    return grads
 
 
 def _pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> configs.Settings:
@@ -325,46 +109,51 @@ def _blocks(dk: int, dv: int) -> dict[str, int]:
     return {"DK": dk, "DV": dv, **width}
 
 
-def _dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
-    settings = settings or _pick("span_dq", q, v, span[2], descriptors_fit(seqs.packed, k, v))
+@remembered
+def _launch_dq(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
+) -> tuple[Launch, int, int]:  # fmt: skip
+    """The launch of span_dq, and the rows of a tile of q's and of k's descriptors (0: none)."""
+    described = tensors_aligned[0] and descriptors_fit(seqs.packed, k, v)
+    settings = settings or _pick("span_dq", q, v, span[2], described)
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     tma = bool(settings.get("TMA"))
-    ws = bool(settings.get("WS")) and tma and descriptors_fit(seqs.packed, q, do) and flat_fit(q, do)
-    ws = ws and lse.shape[-1] % 4 == 0
+    ws = bool(settings.get("WS")) and tma and tensors_aligned[1] and lse.shape[-1] % 4 == 0
+    ws = ws and descriptors_fit(seqs.packed, q, do) and flat_fit(q, do)
     together = 1 if ws else heads_together(group, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = lse.contiguous()
-    stats = torch.empty((2, *lse.shape), dtype=lse.dtype, device=lse.device)
-    if ws:
-        delta.rows(do, o, lse, packed=seqs.packed, out=stats)
-    span_dq[(seqs.tiles(tokens) * (heads // together),)](
-        q, k, v, flat_descriptor(q, tokens) if ws else None,
-        *(key_descriptor(x, settings["BLOCK_N"]) if tma else None for x in (k, v)),
-        flat_descriptor(do, tokens) if ws else None,
-        TensorDescriptor(stats, [stats.numel()], [1], [tokens]) if ws else None,
-        o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp,
-        *(n for x in (q, k, v, o, do, dq) for n in strides(x, seqs.packed)),
-        *lse_strides(lse, seqs.packed), stats.stride(0),
+    launch = Launch(
+        span_dq, (seqs.tiles(tokens) * (heads // together),),
+        *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape, seqs.packed),
+        *new_lse_strides(lse.shape, seqs.packed), lse.numel(),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
         WS=ws, **launch_options(settings),
     )  # fmt: skip
-    return dq, stats
+    return launch, tokens if ws else 0, settings["BLOCK_N"] if tma else 0
 
 
-def _dkdv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk, dv as k, v."""
-    settings = settings or _pick("span_dkdv", q, v, span[2], descriptors_fit(seqs.packed, q, do))
+class _Sums(NamedTuple):
+    """How dk and dv are made: a launch of span_dkdv, and of span_sum for each where they come in parts."""
+
+    dkdv: Launch
+    add: tuple[Launch, ...]
+    parts: int  # 0: the first launch writes the gradients
+    rows: int  # of a tile of q's descriptor; 0: none
+    keys: int  # of a tile of k's
+    of_stats: bool  # whether statistics have one
+
+
+@remembered
+def _launch_dkdv(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
+) -> _Sums:  # fmt: skip
+    described = tensors_aligned[0] and descriptors_fit(seqs.packed, q, do)
+    settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
@@ -372,28 +161,26 @@ def _dkdv(
     direct, tma = bool(span[2]), settings.get("TMA", 0)
     if tma > 1 and stats.shape[-1] % 4:
         tma = 1  # a head's rows are not aligned
-    ws = bool(settings.get("WS")) and tma > 1 and descriptors_fit(seqs.packed, k, v) and flat_fit(k, v)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-    sums = grads if direct else [torch.empty((parts, *x.shape), dtype=stats.dtype, device=x.device) for x in (k, v)]
-    span_dkdv[(seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,)](
-        q, k, v, do, key_descriptor(q, settings["BLOCK_M"]) if tma else None,
-        *(flat_descriptor(x, settings["BLOCK_N"]) if ws else None for x in (k, v)),
-        key_descriptor(do, settings["BLOCK_M"]) if tma else None,
-        stats, stats_descriptor(stats, settings["BLOCK_M"]) if tma > 1 else None, *sums, seqs.cu, seqs.cu_cmp,
-        *(n for x in (q, k, v, do, *grads) for n in strides(x, seqs.packed)),
-        *(0 if direct else x.stride(0) for x in sums),
-        *lse_strides(stats[0], seqs.packed), stats.stride(0),
+    ws = bool(settings.get("WS")) and tma > 1 and tensors_aligned[1]
+    ws = ws and descriptors_fit(seqs.packed, k, v) and flat_fit(k, v)
+    launch = Launch(
+        span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
+        *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
+        *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
+        *(0 if direct else x.numel() for x in (k, v)),
+        *new_lse_strides(stats.shape[1:], seqs.packed), stats.stride(0),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        EARLY=bool(settings.get("EARLY")), WS=ws,
-        **launch_options(settings),
+        EARLY=bool(settings.get("EARLY")), WS=ws, **launch_options(settings),
     )  # fmt: skip
-    if not direct:
-        for part, grad in zip(sums, grads):
-            span_sum[(triton.cdiv(grad.numel(), 1024),)](
-                part, grad, seqs.cu_cmp, seqs.n, grad.numel(), grad.shape[-2] * grad.shape[-1],
-                N=parts, BLOCK=1024, VARLEN=seqs.packed, num_warps=4,
-            )  # fmt: skip
-    return grads[0], grads[1]
+    add = [
+        Launch(
+            span_sum, (triton.cdiv(x.numel(), 1024),), seqs.n, x.numel(), x.shape[-2] * x.shape[-1],
+            N=parts, BLOCK=1024, VARLEN=seqs.packed, num_warps=4,
+        )
+        for x in (k, v) if not direct
+    ]  # fmt: skip
+    rows, keys = settings["BLOCK_M"] if tma else 0, settings["BLOCK_N"] if ws else 0
+    return _Sums(launch, tuple(add), 0 if direct else parts, rows, keys, tma > 1)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.descriptors import descriptors_fit, flat_descriptor, flat_fit, key_descriptor
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, strides
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
+from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
 from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
 
@@ -147,6 +148,43 @@ def launch_options(settings: configs.Settings) -> dict[str, int]:
     return {name: settings[name] for name in names if settings.get(name)}
 
 
+@remembered
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float,
+    tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
+) -> tuple[Launch, int, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """The launch, the rows of a tile of q's and of k's descriptors (0: none), the shapes of o and lse."""
+    *lead, heads, dk = q.shape
+    groups, dv = v.shape[-2:]
+    settings = settings or configs.pick(
+        "span_forward",
+        architecture(q.device),
+        head_dim=dk,
+        v_head_dim=dv,
+        itemsize=q.itemsize,
+        window=span[2],
+        pointers=int(not (tensors_aligned[0] and descriptors_fit(seqs.packed, k, v))),
+    )
+    tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
+    ws = bool(settings.get("WS")) and tma and scale >= 0 and tensors_aligned[1]
+    ws = ws and descriptors_fit(seqs.packed, q) and flat_fit(q)
+    together = 1 if ws else heads_together(heads // groups, settings["HEADS"])
+    tokens = settings["BLOCK_M"] // together
+    o, lse = (*lead, heads, dv), (*lead[:-1], heads, lead[-1])
+    made = Launch(
+        span_forward, (seqs.tiles(tokens) * (heads // together),),
+        *(n for x in (q, k, v) for n in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+        *new_lse_strides(lse, seqs.packed),
+        max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
+        N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
+        BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
+        TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
+        ACC=accumulator(q.dtype), TMA=tma, WS=ws, **launch_options(settings),
+    )  # fmt: skip
+    return made, tokens if ws else 0, block_n if tma else 0, o, lse
+
+
 def forward(
     q: Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
@@ -157,36 +195,10 @@ def forward(
     settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace the tuned ones."""
-    *lead, heads, dk = q.shape
-    groups, dv = v.shape[-2:]
-    settings = settings or configs.pick(
-        "span_forward",
-        architecture(q.device),
-        head_dim=dk,
-        v_head_dim=dv,
-        itemsize=q.itemsize,
-        window=span[2],
-        pointers=int(not descriptors_fit(seqs.packed, k, v)),
-    )
-    tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
-    ws = bool(settings.get("WS")) and tma and scale >= 0 and descriptors_fit(seqs.packed, q) and flat_fit(q)
-    together = 1 if ws else heads_together(heads // groups, settings["HEADS"])
-    tokens = settings["BLOCK_M"] // together
-    descriptors = (
-        flat_descriptor(q, tokens) if ws else None,
-        *(key_descriptor(x, block_n) if tma else None for x in (k, v)),
-    )
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    o = q.new_empty((*lead, heads, dv))
-    lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats)
-    span_forward[(seqs.tiles(tokens) * (heads // together),)](
-        q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp,
-        *(n for x in (q, k, v, o) for n in strides(x, seqs.packed)), *lse_strides(lse, seqs.packed),
-        max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
-        N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
-        BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
-        TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
-        ACC=accumulator(q.dtype), TMA=tma, WS=ws, **launch_options(settings),
-    )  # fmt: skip
+    made = _launch(q, k, v, seqs, span, scale, (aligned(k, v), aligned(q)), settings)
+    launch, tokens, rows, o_shape, lse_shape = made
+    of_keys = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    o = q.new_empty(o_shape)
+    lse = q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    launch(q, k, v, flat_descriptor(q, tokens) if tokens else None, *of_keys, o, lse, seqs.cu, seqs.cu_cmp)
     return o, lse

@@ -10,6 +10,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def owner(BOUNDS, runs, index, TILE: tl.constexpr):
+    """Which of ``runs`` runs, that begin at BOUNDS, owns tile ``index``: run i those from BOUNDS[i] // TILE + i on."""
+    low = 0
+    high = runs  # the last run whose first tile is <= index lies in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(BOUNDS + middle) // TILE + middle <= index:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
     """Tile ``index`` of the sequences cut into tiles of TILE rows, sequences after each other.
 
@@ -18,19 +32,12 @@ def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
     is never too few for it; a tile past its end has its first row >= length, and has nothing to do. ``seq_len`` is T.
     """
     if VARLEN:
-        low = 0
-        high = n_seqs  # the last document whose first tile is <= index lies in [low, high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if tl.load(CU + middle) // TILE + middle <= index:
-                low = middle
-            else:
-                high = middle
-        seq = low
+        seq = owner(CU, n_seqs, index, TILE)
         # Boundaries are only seen on the device: malformed ones may give wrong rows, never an address outside.
         start = tl.minimum(tl.maximum(tl.load(CU + seq), 0), seq_len)
         length = tl.maximum(tl.minimum(tl.load(CU + seq + 1), seq_len) - start, 0)
-        row = (index - (start // TILE + seq)) * TILE
+        first = start // TILE + seq
+        row = tl.where(index < first, length, (index - first) * TILE)
     else:
         tiles = tl.cdiv(seq_len, TILE)
         seq = index // tiles

@@ -12,56 +12,20 @@ import contextvars
 import functools
 import importlib
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton import launch
 from nsa_backend_triton.requests import inputs
 from nsa_core.contract import Request
+from nsa_core.dryrun import PeakBytes
 
-_BLOCK = 512  # bytes: what PyTorch's CUDA allocator rounds a size up to
 _dry = contextvars.ContextVar("dry", default=False)
 _one_at_a_time = threading.RLock()  # two threads that patch and restore in turn would leave a patch behind
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time, those of ``given`` left out."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and count the storages that it made."""
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
-                if key not in self._known and key not in given:
-                    self._known.add(key)
-                    self.live += size
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._free, key, size)
-        if getattr(func, "overloadpacket", None) is not None and func.overloadpacket.__name__ == "sort":
-            # The CUDA sort holds a second copy of the values and of the int64 places, and the places it began with.
-            values = next(iter(tree_iter(args)))
-            self.peak = max(self.peak, self.live + values.numel() * (values.element_size() + 16))
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 @contextlib.contextmanager
@@ -94,7 +58,7 @@ def peak(request: Request) -> int:
         return 0  # no key that anyone could see: the core makes no call
     module = importlib.import_module(f"nsa_backend_triton.{request.slot}")
     major, minor = request.capability or (0, 0)
-    with _one_at_a_time, launch.described(10 * major + minor), _no_launches(), Peak() as counted:
+    with _one_at_a_time, launch.described(10 * major + minor), _no_launches(), PeakBytes() as counted:
         out = module.forward(*given, call=call)
         if request.needs_grad and request.slot != "select":
             kept = module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)

@@ -11,6 +11,8 @@ import typer
 from nsa_cli import backends, bench, output
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
+from nsa_cli.generate import generate
+from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
@@ -34,6 +36,8 @@ app.add_typer(backends.app, name="backends", short_help="List, show and explain 
 app.command(short_help="Check backends against a float64 truth.")(verify)
 app.command(short_help="Measure backends here, for `auto` to use.")(tune)
 app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
+app.command(short_help="Train a small language model.")(train)
+app.command(short_help="Text from a model that was trained.")(generate)
 app.command(short_help="Run the suite for authors of backends.")(conformance)
 app.command(short_help="What this machine has, what is wrong, and what to type.")(doctor)
 app.command(short_help="Print a block to paste in a bug report.")(env)

@@ -97,11 +97,12 @@ def _slot_row(entry: BackendEntry, slot: str, answer: Candidate | None) -> dict[
     return {
         "forward": offered is not None,
         "backward": offered is not None and offered.backward is not None,
-        "decode": False,  # the contract has no decode forms yet
+        "decode": offered is not None and (offered.decode is not None or slot == "combine"),  # whose forward serves
         "accepted": answer is not None and answer.accepted,
         "deterministic": offered.deterministic if offered else None,
         "workspace": offered is not None and offered.workspace is not None,
         "priority": entry.spec.priority_of(slot) if entry.spec and offered else None,
+        "rank": answer.rank if answer else None,
         "reasons": [_reason_row(reason) for reason in reasons],
     }
 
@@ -158,13 +159,21 @@ def print_details(document: dict[str, Any]) -> None:
         for line in row["details"]:
             console.print(f"{'detail':13} {line}")
         console.print(f"{'contract':13} {'.'.join(map(str, row['api_version']))}")
-        made = output.plain_table("slot", "offers", "deterministic", "workspace", "priority", "refuses, because")
+        columns = ("deterministic", "workspace", "priority", *(["rank"] if _ranks(row) else []))
+        made = output.plain_table("slot", "offers", *columns, "refuses, because")
         for name, slot in row["slots"].items():
             said = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])
-            stated = [str(slot[key]) if slot["forward"] else "-" for key in ("deterministic", "workspace", "priority")]
+            stated = [str(slot[key]) if slot["forward"] and slot[key] is not None else "-" for key in columns]
             made.add_row(name, _offer(slot), *stated, said)
         console.print(made)
         console.print(f"{'asked':13} {document['request']}")
+        if _ranks(row):
+            console.print(f"{'rank':13} counts for this request, in place of the stated priority")
+
+
+def _ranks(row: dict[str, Any]) -> bool:
+    """Whether the backend ranks the request that was asked."""
+    return any(slot["rank"] is not None for slot in row["slots"].values())
 
 
 def complain(document: dict[str, Any]) -> None:

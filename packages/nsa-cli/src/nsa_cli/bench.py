@@ -28,6 +28,7 @@ app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
 def bench(
     context: typer.Context,
     combo: options.Combos = None,
+    rival: options.Rivals = None,
     preset: options.Preset = "quick",
     shape: options.Shapes = None,
     length: options.Lengths = None,
@@ -61,7 +62,7 @@ def bench(
         limits = {"budget_s": budget, "time_limit_s": time_limit}
         settings = _settings(
             preset, given, combo or [], integers(blocks), device,
-            {"batch": batch, "seed": seed, "max_call_s": max_call, "cell_limit_s": cell_limit}
+            {"batch": batch, "seed": seed, "rivals": rival, "max_call_s": max_call, "cell_limit_s": cell_limit}
             | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
             inputs, text, checkpoint or [], threads,
         )  # fmt: skip

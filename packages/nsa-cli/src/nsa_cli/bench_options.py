@@ -36,6 +36,13 @@ Combos = Annotated[
         "--combo", help="win=sdpa,cmp=fa2 or one name; repeatable. Left out: all that are ready.", show_default=False
     ),
 ]
+Rivals = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rival", show_default=False,
+        help="Somebody else's NSA to time as well: fla; repeatable. Left out: all known, on a GPU.",
+    ),
+]  # fmt: skip
 Preset = Annotated[str, typer.Option(help="quick (under a minute) or full.")]
 Shapes = Annotated[str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports or paper.", show_default=False)]
 Lengths = Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)]

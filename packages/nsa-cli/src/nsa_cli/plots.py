@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _MARKS = {
     "combine": "X",
     "total": "o",
     "dense": "*",
+    "rival": "p",
 }
 
 
@@ -51,12 +53,17 @@ def save(result: Result, path: Path, kind: str, force: bool) -> None:
 
 def render(result: Result, kind: str) -> bytes:
     """The figure: a row per shape, dtype and kind of inputs."""
+    return drawn(lambda: _figure(result), kind)
+
+
+def drawn(make: Callable[[], Any], kind: str) -> bytes:
+    """The figure that ``make`` returns, as png or svg."""
     need_matplotlib()
     import matplotlib as mpl
 
     style: Any = {"svg.hashsalt": "nsa", "svg.fonttype": "path", "font.size": 9, "axes.titlesize": 10}
     with mpl.rc_context(style):
-        figure = _figure(result)
+        figure = make()
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue() if kind == "svg" else _small(buffer)
@@ -94,12 +101,12 @@ def _figure(result: Result) -> Any:
 
 
 def _colours(result: Result) -> dict[str, str]:
-    names: dict[str, list[str]] = {"combo": [], "dense": []}
+    names: dict[str, list[str]] = {"combo": [], "dense": [], "rival": []}
     for m in result.measurements:
         if m.subject not in names[m.kind]:
             names[m.kind].append(m.subject)
     found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"])}
-    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"])}
+    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])}
 
 
 def _tokens(length: int) -> str:
@@ -121,7 +128,7 @@ def _over_length(axes: Any, found: list[Measurement], result: Result, colours: d
         points = sorted((m for m in timed if m.subject == subject), key=lambda m: m.length)
         lengths = [m.length for m in points]
         times = [p for m in points if (p := m.performance)]
-        dashed = "--" if points[0].kind == "dense" else "-"
+        dashed = {"dense": "--", "rival": "-."}.get(points[0].kind, "-")
         axes.plot(
             lengths, [t.median_ms for t in times], dashed, marker="o", ms=4, color=colours[subject], label=subject
         )
@@ -173,7 +180,7 @@ def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict
     points = []
     for m in (m for m in found if m.phase == phase and m.length == longest):
         assert m.performance is not None  # the caller's choice
-        kind = "total" if m.kind == "combo" else "dense"
+        kind = "total" if m.kind == "combo" else m.kind
         points.append((m.subject, kind, m.flops, m.bytes, m.performance.median_ms))
         for name, part in m.parts.items():
             if part.performance and part.flops:

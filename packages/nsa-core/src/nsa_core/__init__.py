@@ -24,6 +24,7 @@ _HOME = {
     "resolve": "plan",
     "nsa_attention": "attention",
     "NSAttention": "module",
+    "NSACache": "cache",
     "pad": "packing",
     "unpad": "packing",
 }

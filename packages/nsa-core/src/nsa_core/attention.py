@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,7 +13,7 @@ from nsa_core.compress import mean_compress, packed_blocks
 from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput, Unsupported
-from nsa_core.validate import check_cu_seqlens, describe, dtype_problems, tensor_problems
+from nsa_core.validate import Described, Metadata, check_cu_seqlens, describe, dtype_problems, tensor_problems
 
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
@@ -140,26 +141,37 @@ def _check_inputs(
 ) -> bool:
     """Refuse what no backend could take; True if a gradient will be wanted."""
     _check_kinds(given)
+    packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)
+    compiling = torch.compiler.is_compiling()
+    tensors: Sequence[Described] = list(given.values()) if compiling else [Metadata.of(t) for t in given.values()]
+    find = _problems if compiling else _known_problems
+    if wrong := [*find(config, tuple(given), tuple(tensors), cu_seqlens is not None), *packing]:
+        raise InvalidInput("; ".join(wrong) + f" ({describe(list(given), list(given.values()))})")
+    return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+
+
+def _problems(config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool) -> list[str]:
+    """What does not fit among the inputs by their metadata alone."""
+    given = dict(zip(names, tensors))
     axes: dict[str, tuple[str | int, ...]] = {"q": ("B", "S", "Hq", "Dk"), "gates": ("B", "S", "Hq", 3)}
     axes |= {"k_cmp": ("B", "C", "G", "Dk"), "v_cmp": ("B", "C", "G", "Dv"), "blocks": ("B", "S", "G", "n")}
     shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in given]
     sizes = {"Hq": config.n_heads, "G": config.n_kv_heads, "Dk": config.qk_dim, "Dv": config.v_dim}
-    packed = cu_seqlens is not None
     if given["q"].dim() == 4 - packed:
         length = given["q"].shape[-3]
         sizes["S"] = length
         sizes["C"] = config.geometry.max_compressed(length) if packed else config.geometry.num_compressed(length)
-    wrong = tensor_problems(list(given), list(given.values()), shapes, packed, sizes)
+    wrong = tensor_problems(names, tensors, shapes, packed, sizes)
     floats = {n: t for n, t in given.items() if n not in ("gates", "blocks")}
     wrong += dtype_problems(floats, {"gates": given["gates"]})
     if "blocks" in given and given["blocks"].dtype not in _INTEGERS:
         wrong.append("blocks must be integers")
     if ("k_cmp" in given) != ("v_cmp" in given):
         wrong.append("k_cmp and v_cmp go together: give both or neither")
-    wrong += _packing_problems(given["q"], cu_seqlens, max_seqlen)
-    if wrong:
-        raise InvalidInput("; ".join(wrong) + f" ({describe(list(given), list(given.values()))})")
-    return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+    return wrong
+
+
+_known_problems = functools.lru_cache(maxsize=1024)(_problems)
 
 
 def _check_kinds(given: dict[str, torch.Tensor]) -> None:
@@ -169,7 +181,7 @@ def _check_kinds(given: dict[str, torch.Tensor]) -> None:
         raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
     if torch.compiler.is_compiling():
         return
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in given.values()):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given.values()):
         raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
 
 

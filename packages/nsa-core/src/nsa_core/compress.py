@@ -7,7 +7,7 @@ in a block, followed by a combination of r results. So the tokens are copied onc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import nn
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.surroundings import eager
 
 
 class PackedBlocks(NamedTuple):
@@ -71,15 +72,50 @@ class _Chunks:
         return total
 
 
+def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
+    rows, blocks = x.shape[1] // stride, (x.shape[1] - size) // stride + 1
+    whole = x if rows * stride == x.shape[1] else x[:, : rows * stride]
+    chunks = whole.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
+    total = chunks if blocks == rows else chunks[:, :blocks]
+    for place in range(1, size // stride):
+        total = total + chunks[:, place : place + blocks]
+    mean: torch.Tensor = total.div_(size).to(x.dtype)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """mean_compress of a dense tensor: the gradient that PyTorch would find op by op, as one node and in fewer ops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
+        ctx.size, ctx.stride, ctx.shape = size, stride, x.shape
+        return _dense_mean(x, size, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        batch, length, *rest = ctx.shape
+        rows, places = length // ctx.stride, ctx.size // ctx.stride
+        around = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))  # a chunk's blocks: places, from one on
+        chunks = around.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
+        tokens = grad.new_empty((batch, rows, ctx.stride, *rest)).copy_(chunks.unsqueeze(2)).flatten(1, 2)
+        tail = length - rows * ctx.stride
+        return (F.pad(tokens, (0, 0, 0, 0, 0, tail)) if tail else tokens), None, None
+
+
 def mean_compress(
     x: torch.Tensor,  # [B, S, G, D] or packed [T, G, D]
     geometry: BlockGeometry,
     packed: PackedBlocks | None = None,
 ) -> torch.Tensor:
     """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32 (fp64 for fp64)."""
+    size, stride = geometry.compress_block_size, geometry.compress_stride
+    if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
+        wanted = torch.is_grad_enabled() and x.requires_grad
+        return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = _Chunks(x, geometry, packed)
     sums = chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype)).unsqueeze(-1).expand(*(-1,) * x.dim(), chunks.places)
-    return (chunks.total(sums) / geometry.compress_block_size).to(x.dtype)
+    mean = (chunks.total(sums) / size).to(x.dtype)
+    return mean
 
 
 class Phi(nn.Module):

@@ -27,11 +27,28 @@ carry ``cu_seqlens`` (int32, on the device) and ``max_seqlen`` (host int). A slo
     packed k_cmp has T // d rows; document i's rows start at the sum of num_compressed() of the documents
            before it, the tail is never read, and its gradient is zero
 
+Beside them a slot may have a decode form, forward only: the newest queries of B sequences over keys in a cache.
+`combine` needs none, its forward serves.
+
+    cmp      decode(q, k_cmp, v_cmp, *, call) -> o, lse
+    select   decode(q, k_cmp, lse, *, call) -> blocks
+    sel      decode(q, k, v, blocks, *, call) -> o, lse
+    win      decode(q, k, v, *, call) -> o, lse
+
+    ``call`` is a DecodeCall with ``starts`` and ``lengths``, the tokens of each sequence before and after this step
+    q      [B,m,Hq,Dk]  row r of sequence b is its token starts[b] + r; a row at or past lengths[b] is padding:
+           its o is 0, its lse -inf, its blocks -1
+    k, v   [P,page,G,D]  sel: token t of sequence b is row t % page of page block_table[b, t // page]
+    k_cmp  [P,page/d,G,D]  compressed token i likewise, with page / d for page; page is a multiple of l'
+    k, v   [B,R,G,D]  win: a ring, token t of sequence b at row t % R; R >= w + m - 1
+    A cache already holds this step's own tokens. Entries of block_table past a sequence's last token, and what lies in
+    memory past it, are never read. A step that is replayed from a CUDA graph has new numbers in the same tensors.
+
 ``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema, shape inference for torch.compile,
-autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, or no
-compressed token) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out
-otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below autograd:
-torch.func.vjp works inside a backward, torch.autograd.grad does not.
+autograd, input and output checks, the current CUDA device, and calls with nothing to compute (no token, no compressed
+token, `sel` given n = 0 blocks) are its work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor
+laid out otherwise is copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
+autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not.
 What each slot computes: docs/semantics.md.
 """
 
@@ -55,6 +72,7 @@ ENTRY_POINT_GROUP = "nsa.backends"
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 BRANCHES = ("cmp", "sel", "win")
 PHASES = ("prefill", "decode")
+FUSED = ("step", "append")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -92,6 +110,7 @@ class Request:
     varlen: bool = False  # packed documents
     batch: int | None = None  # sequences, or documents when packed; None: not known when planning
     seq_len: int | None = None  # tokens per sequence, or in all when packed; None: not known
+    page_size: int | None = None  # decode: tokens of a page of the cache; None: a sequence lies in one piece
 
     def __post_init__(self) -> None:
         wrong = []
@@ -103,6 +122,11 @@ class Request:
         for name in ("head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 wrong.append(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.phase == "decode" and (self.needs_grad or self.varlen):
+            wrong.append("decode has no gradient and takes no packed documents: needs_grad and varlen must be False")
+        if self.page_size is not None and (self.page_size < 1 or self.page_size % self.geometry.select_block_size):
+            size = self.geometry.select_block_size
+            wrong.append(f"page_size must be a multiple of select_block_size {size}, got {self.page_size}")
         if self.dtype not in DTYPES:
             wrong.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if wrong:
@@ -121,11 +145,24 @@ class SlotCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodeCall:
+    """What a slot's decode form is told besides tensors: where the cached tokens of each sequence lie."""
+
+    geometry: BlockGeometry
+    scale: float
+    starts: torch.Tensor  # int32 [B], tokens of each sequence before this step
+    lengths: torch.Tensor  # int32 [B], after it; starts <= lengths <= starts + m
+    block_table: torch.Tensor  # int32 [B, pages], page of the store that holds tokens page * i .. page * (i + 1) - 1
+    max_len: int  # host bound of lengths, by which a grid is sized
+
+
+@dataclasses.dataclass(frozen=True)
 class SlotSpec:
     """One slot of a backend. Functions are named "module:function" and imported when a plan first uses them."""
 
     forward: str
     backward: str | None = None  # None: forward only (`select` needs none)
+    decode: str | None = None  # the decode form; None: prefill only
     evidence: tuple[str, ...] = ()  # a profile of a call shows at least one event whose name holds one of these
     workspace: str | None = (
         None  # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
@@ -142,6 +179,14 @@ class BackendSpec:
     the request (empty: the backend takes it). It is called only for slots listed in ``slots``.
     ``priority`` orders `auto` among the accepting backends, highest first; a slot may override it, and ``rank``, where
     given, a request: it names a function Request -> int, as cheap as the probe, asked about requests that it accepts.
+
+    ``fused`` maps the name of a fused decode form to its function, used where every slot of a plan is this backend's:
+
+        step    (q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call) -> o, blocks    the five slots at once
+        append  (q, k, v, raw, sel, win, *, rope, rotate_raw, call) -> q                      what comes before them
+                k, v: this step's (cmp, sel, win) rows [B,m,G,D]; raw, sel, win: the (k, v) stores they are written to,
+                raw a ring as win's; rope: fp32 (cos, sin) [positions, Dk / 2] or None: q, k of sel and win, and with
+                rotate_raw k of cmp, are rotated at their positions; tokens past lengths are not written
     """
 
     name: str
@@ -152,6 +197,7 @@ class BackendSpec:
     slot_priority: Mapping[str, int] = dataclasses.field(default_factory=dict)
     summary: str = ""
     rank: str | None = None
+    fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     detail: str | None = None  # "module:function" of () -> lines of text on this machine, for `nsa backends show`
 
     def priority_of(self, slot: str) -> int:

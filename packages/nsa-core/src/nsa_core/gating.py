@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.ops import no_autocast, stats_dtype
+from nsa_core.ops import stats_dtype
+from nsa_core.surroundings import no_autocast
 
 _SPREAD = 0.5  # of the logits at the start: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # of SiLU over a standard normal

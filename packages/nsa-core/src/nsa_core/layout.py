@@ -7,6 +7,7 @@ blocks, w window. Positions and block indices are 0-based. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from nsa_core.errors import InvalidInput
@@ -81,5 +82,10 @@ class BlockGeometry:
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> BlockGeometry:
-        """Inverse of :meth:`as_ints`."""
-        return cls(*values)
+        """Inverse of :meth:`as_ints`; the same object for the same integers."""
+        return _geometry(*values)
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # typed: True is not 1 here
+def _geometry(*values: int) -> BlockGeometry:
+    return BlockGeometry(*values)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.attention import nsa_attention
+from nsa_core.cache.setup import CacheSizes, make_cache
+from nsa_core.cache.step import step
+from nsa_core.checked import checked_plan
 from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
 from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan, frozen_backends
-from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.errors import InvalidInput
 from nsa_core.gating import make_gate
-from nsa_core.ops import autocasts
 from nsa_core.packing import token_places
 from nsa_core.rope import RopeTable, rope_table, rotate
+from nsa_core.surroundings import autocasts
 
 if TYPE_CHECKING:
+    from nsa_core.cache.state import NSACache
     from nsa_core.plan import Plan
     from nsa_core.stats import NSAStats
 
@@ -101,16 +105,26 @@ class NSAttention(nn.Module):
         context: None = None,
         key_value_states: None = None,
         plan: Plan | None = None,
+        cache: NSACache | None = None,
+        new: Sequence[int] | torch.Tensor | None = None,  # int32 [B]
     ) -> torch.Tensor:
         """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
 
         ``plan`` runs this call on its kernels instead of those that ``backends`` named.
 
+        With ``cache`` (see :meth:`new_cache`) x holds the next tokens of each sequence, the first ``new[b]`` rows of
+        x[b] (None: all), and what came before lies in the cache, to which they are added. Rows past them give 0.
+        Without gradient, whatever the grad mode is. docs/decode.md has more.
+
         Raises:
-            InvalidInput: x or cu_seqlens do not fit the layer; a padding mask, or keys from elsewhere, are given.
+            InvalidInput: x or cu_seqlens do not fit the layer or the cache; a padding mask, or keys from elsewhere, are
+                given; the cache has no room, and stays as it was.
             Unsupported: no backend takes the request.
         """
         self._refuse(x, cu_seqlens, attention_mask, context, key_value_states)
+        if cache is not None or new is not None:
+            over_cache: torch.Tensor = step(self, x, cache, new, plan, packed=cu_seqlens is not None)
+            return over_cache
         q, k, v, k_cmp, v_cmp = self.project(x, cu_seqlens)
         o = nsa_attention(
             q,
@@ -122,20 +136,60 @@ class NSAttention(nn.Module):
             config=self.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=self._plan(x, q, cu_seqlens is not None, plan),
+            plan=self.plan_of(x, q, cu_seqlens is not None, plan),
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
 
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        max_rollback: int = 0,
+        max_step: int = 64,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        plan: Plan | None = None,
+    ) -> NSACache:
+        """An empty cache of ``batch`` sequences of up to ``max_len`` tokens, for ``forward(x, cache=...)``.
+
+        ``page_size``: a multiple of l'; None: a sequence lies in one piece. ``num_pages`` of it are shared by all
+        sequences (default: as many as all can need). ``max_rollback``: tokens that ``crop`` may take back.
+        ``max_step``: rows that go through the decode kernels at once; longer steps are cut. ``plan``: a plan for
+        decode, by default that of ``backends``.
+
+        Raises:
+            InvalidInput: a size is out of range, or the plan does not fit.
+            Unsupported, BackendUnavailable: no backend decodes here.
+        """
+        sizes = CacheSizes(batch, max_len, page_size, num_pages, max_rollback, max_step)
+        return make_cache(self, sizes, self.out_dtype if dtype is None else dtype, device, plan)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype that projections have now: the parameters', or autocast's."""
+        device = self.out.weight.device
+        return torch.get_autocast_dtype(device.type) if autocasts(device) else self.out.weight.dtype
+
     def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
         """x [B, S, dim], or packed [T, dim], to queries, keys, values and compressed pairs."""
+        return self.project_with_raw(x, cu_seqlens)[0]
+
+    def project_with_raw(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[Projected, tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`project`, and the keys [B, S, G, Dk] and values [B, S, G, Dv] that phi took."""
         config = self.config
         packed = None if cu_seqlens is None else packed_blocks(cu_seqlens, x.shape[0], config.geometry)
-        q, k, v = self._heads(x)
+        q, k, v = self.heads(x)
         table = self._rope_of_tokens(q, cu_seqlens)
         if config.rope and config.rope_before_compress:
             k = [rotate(part, table) for part in k]
-        k_cmp, v_cmp = self.phi_k(k[0], packed), self.phi_v(v[0], packed)
+        raw = k[0], v[0]
+        k_cmp, v_cmp = self.phi_k(raw[0], packed), self.phi_v(raw[1], packed)
         k, v = k[-2:], v[-2:]  # of sel and win, or the shared pair
         if config.rope:
             q = rotate(q, table)
@@ -143,9 +197,9 @@ class NSAttention(nn.Module):
             k, k_cmp = [rotate(part, table) for part in k], rotate(k_cmp, self._rope_of_blocks(k_cmp, packed))
         # v is copied, so that keeping it for backward does not keep the whole projection.
         v = [part.contiguous() for part in v]
-        return Projected(q, (None, k[0], k[-1]), (None, v[0], v[-1]), k_cmp, v_cmp)
+        return Projected(q, (None, k[0], k[-1]), (None, v[0], v[-1]), k_cmp, v_cmp), raw
 
-    def _heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """q and the keys and values of the branches (cmp, sel, win; or one), as views of one product."""
         q, *rest = self.qkv(x).split(self._widths, dim=-1)
         rest = [part.unflatten(-1, (self.config.n_kv_heads, -1)) for part in rest]
@@ -199,7 +253,8 @@ class NSAttention(nn.Module):
     def _wants_grad(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
-    def _plan(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
+    def plan_of(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
+        """Who runs a call on x that is not over a cache; ``plan`` where one is given."""
         if plan is None:
             wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
             plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
@@ -215,7 +270,7 @@ class NSAttention(nn.Module):
             self._refuse(x, cu_seqlens, None)
             projected = self.project(x, cu_seqlens)
             q, k_cmp = projected.q, projected.k_cmp
-            plan = self._plan(x, q, cu_seqlens is not None)
+            plan = self.plan_of(x, q, cu_seqlens is not None)
             _, lse = plan.cmp(q, k_cmp, projected.v_cmp, cu_seqlens=cu_seqlens)
             blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
             return summarize(self.gate(x), blocks, self.config.geometry, cu_seqlens)
@@ -227,34 +282,3 @@ class NSAttention(nn.Module):
             for f in dataclasses.fields(self.config)
             if f.default is dataclasses.MISSING or getattr(self.config, f.name) != f.default
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckedKernel:
-    """A kernel whose output must be finite (the LSE may be -inf: nothing visible)."""
-
-    kernel: Any
-    layer: str | int | None
-
-    def __call__(self, *tensors: torch.Tensor, **packing: Any) -> Any:
-        """Run the kernel.
-
-        Raises:
-            NSAError: the output has NaN or Inf; names layer, branch and backend.
-        """
-        result = self.kernel(*tensors, **packing)
-        o = result[0] if isinstance(result, tuple) else result
-        if not torch.isfinite(o).all():
-            bad = (~torch.isfinite(o)).nonzero()
-            at_fault = " (its inputs are finite)" if all(torch.isfinite(t).all() for t in tensors) else ""
-            raise NSAError(
-                f"layer {self.layer}, branch {self.kernel.slot!r}, backend {self.kernel.backend!r}: {len(bad)} values "
-                f"of {list(o.shape)} are not finite, the first at {bad[0].tolist()}{at_fault}"
-            )
-        return result
-
-
-def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
-    """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after ``layer``."""
-    kernels: dict[str, Any] = {s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")}
-    return dataclasses.replace(plan, **kernels)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 
+from nsa_core import differentiable
 from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
-from nsa_core.validate import SLOT_AXES, check_cu_seqlens, check_slot
+from nsa_core.surroundings import surroundings
+from nsa_core.validate import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()}
@@ -35,7 +39,7 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def output_specs(slot: str, tensors: Sequence[torch.Tensor], n_selected: int) -> list[TensorSpec]:
+def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> list[TensorSpec]:
     """(shape, dtype) of each output of ``slot`` for these inputs."""
     if slot == "combine":
         return [(tuple(tensors[1].shape), tensors[1].dtype)]
@@ -53,7 +57,7 @@ class DispatchRecord:
 
     backend: str
     slot: str
-    direction: str  # forward or backward
+    direction: str  # forward, backward or decode
 
 
 _traces: list[list[DispatchRecord]] = []
@@ -70,32 +74,28 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current CUDA device; nothing elsewhere."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+class running:  # noqa: N801  a context manager, read as a function; a class because it costs half
+    """Around a call of a backend's function: recorded, on its device, its errors naming it.
 
+    Raises:
+        NSAError: the function raised; its own NSAErrors and running out of memory pass unchanged.
+    """
 
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on ``device``."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    def __init__(self, backend: str, slot: str, direction: str, device: torch.device) -> None:
+        self._of, self._around = (backend, slot, direction), surroundings(device)
 
+    def __enter__(self) -> None:
+        for trace in _traces:
+            trace.append(DispatchRecord(*self._of))
+        self._around.__enter__()
 
-def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off, where it is on, for tensors on ``device``."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _running(backend: str, slot: str, direction: str, device: torch.device) -> Iterator[None]:
-    for trace in _traces:
-        trace.append(DispatchRecord(backend, slot, direction))
-    try:
-        with _current_device(device), no_autocast(device):  # a backend's fp32 products stay fp32
-            yield
-    except (NSAError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}") from error
+    def __exit__(self, kind: object, error: BaseException | None, where: TracebackType | None) -> None:
+        self._around.__exit__(type(error) if error else None, error, where)
+        if error is None or isinstance(error, (NSAError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+            return
+        backend, slot, direction = self._of
+        text = f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}"
+        raise NSAError(text) from error
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,24 +103,36 @@ def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(
-    backend: str, slot: str, direction: str, results: Any, specs: list[TensorSpec], device: torch.device
+    backend: str, slot: str, direction: str, results: Any, specs: Sequence[TensorSpec], device: torch.device
 ) -> list[torch.Tensor]:
     results = [results] if isinstance(results, torch.Tensor) else list(results)
     wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
     for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
-        got = (tuple(result.shape), result.dtype, result.device)
-        if got != (tuple(shape), dtype, device):
-            wrong.append(
-                f"result {index} is {got[0]} {got[1]} on {got[2]}, expected {tuple(shape)} {dtype} on {device}"
-            )
+        if result.shape != shape or result.dtype != dtype or result.device != device:
+            got = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+            wrong.append(f"result {index} is {got}, expected {tuple(shape)} {dtype} on {device}")
     if wrong:
         raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong))
     return [result.contiguous() for result in results]
 
 
+@functools.lru_cache(maxsize=4096)
+def _outputs(
+    slot: str, tensors: tuple[Metadata, ...], cu: Metadata | None, geometry: BlockGeometry
+) -> list[TensorSpec]:
+    """:func:`output_specs` of inputs that fit; remembered, so that a layer's next step is not checked again.
+
+    Raises:
+        InvalidInput: as check_slot.
+    """
+    check_slot(slot, tensors, cu, geometry)
+    return output_specs(slot, tensors, geometry.num_selected_blocks)
+
+
 def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Nothing to compute: no tokens, or no compressed token that anyone could see."""
-    return tensors[0].numel() == 0 or (slot == "cmp" and tensors[1].shape[-3] == 0)
+    """Nothing to compute: no tokens, no compressed token that anyone could see, or no block in the caller's list."""
+    unseen = (slot == "cmp" and tensors[1].shape[-3] == 0) or (slot == "sel" and tensors[3].shape[-1] == 0)
+    return tensors[0].numel() == 0 or unseen
 
 
 class SlotOp:
@@ -148,9 +160,9 @@ class SlotOp:
                 f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-            torch.library.register_autograd(name, self._autograd, setup_context=self._setup_context, lib=self._lib)
-            torch.library.register_autograd(
-                f"{name}_backward", self._double, setup_context=lambda ctx, inputs, output: None, lib=self._lib
+            differentiable.register(self._lib, short, self.op, self._setup_context, self._autograd)
+            differentiable.register(
+                self._lib, f"{short}_backward", self.backward_op, lambda ctx, inputs, output: None, self._double
             )
 
     def _define(
@@ -163,15 +175,17 @@ class SlotOp:
 
     def _forward_impl(self, *args: Any) -> Any:
         tensors, call = [_unit_stride(t) for t in args[: self._n]], _slot_call(args[self._n :])
-        check_slot(self.slot, tensors, call.cu_seqlens, call.geometry)
-        check_cu_seqlens(call.cu_seqlens, tensors[0].shape[0])
-        specs, device = output_specs(self.slot, tensors, call.geometry.num_selected_blocks), tensors[0].device
+        cu, device = call.cu_seqlens, tensors[0].device
+        specs = _outputs(
+            self.slot, tuple(map(Metadata.of, tensors)), None if cu is None else Metadata.of(cu), call.geometry
+        )
+        check_cu_seqlens(cu, tensors[0].shape[0])
         if _trivial(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with _running(self.backend, self.slot, "forward", device):
+            with running(self.backend, self.slot, "forward", device):
                 outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
         return outs[0] if self._n_out == 1 else tuple(outs)
 
@@ -185,14 +199,13 @@ class SlotOp:
     def _backward_impl(self, *args: Any) -> Any:
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
         inputs = saved[: self._n]
-        specs = [(tuple(inputs[i].shape), inputs[i].dtype) for i in self._grads]
-        device = inputs[0].device
+        specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         if _trivial(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
             assert self._backward is not None  # _setup_context refuses a forward-only slot
             tensors = [_unit_stride(t) for t in (grad, *saved)]
-            with _running(self.backend, self.slot, "backward", device):
+            with running(self.backend, self.slot, "backward", device):
                 outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -215,7 +228,8 @@ class SlotOp:
         given: list[Any] = [None] * (self._n + 5)
         if grads[0] is None:
             return tuple(given)
-        results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
+        with differentiable.once():
+            results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)

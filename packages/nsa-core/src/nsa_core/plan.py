@@ -13,6 +13,7 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
+from nsa_core.decode_ops import DecodeKernel, decode_kernel
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.ops import Kernel, slot_op
 from nsa_core.registry import Registry, default_registry
@@ -39,6 +40,9 @@ class Choice:
     tuned: str = ""  # what `nsa tune` measured, where that decided
 
 
+SlotKernel = Any  # a Kernel; in a plan for decode a DecodeKernel, but for combine
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Who runs each slot. Immutable; a copy is the same plan, and a pickled one is resolved anew where it is loaded."""
@@ -46,12 +50,13 @@ class Plan:
     config: NSAConfig
     requests: Mapping[str, Request]
     choices: Mapping[str, Choice]
-    cmp: Kernel
-    select: Kernel
-    sel: Kernel
-    win: Kernel
-    combine: Kernel
+    cmp: SlotKernel
+    select: SlotKernel
+    sel: SlotKernel
+    win: SlotKernel
+    combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
+    fused: Mapping[str, DecodeKernel] = dataclasses.field(default_factory=dict)  # of contract.FUSED, decode only
 
     def explain(self) -> str:
         """The request, and per slot who runs it and why nobody else does; plain text of several lines."""
@@ -60,6 +65,7 @@ class Plan:
             how = "asked for" if choice.explicit else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
             lines.append(f"{slot}: {one_line(choice.backend)} {one_line(choice.version)} ({how})")
             lines += [f"  {candidate}" for candidate in choice.candidates if candidate.backend != choice.backend]
+        lines += [f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()]
         return "\n".join(lines)
 
     def workspace_bytes(self, request: Request) -> int:
@@ -96,7 +102,7 @@ class Plan:
         length, so nothing is left to compile at the first real step.
 
         Raises:
-            InvalidInput: ``device`` is of another kind than the plan's.
+            InvalidInput: ``device`` is of another kind than the plan's, or the plan is for decode.
             NSAError: a kernel failed; the message names it.
         """
         from nsa_core.warmup import warm
@@ -104,6 +110,8 @@ class Plan:
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:
             raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
+        if self.requests["cmp"].phase == "decode":
+            raise InvalidInput("warmup: a plan for decode is warmed over a cache, by cache.reserve_workspace()")
         warm({slot: getattr(self, slot) for slot in SLOTS}, self.requests, self._slots, place)
 
     def __copy__(self) -> Plan:
@@ -114,7 +122,7 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         asked = self.requests["cmp"]
-        fields = ("device", "dtype", "needs_grad", "deterministic", "varlen", "phase", "batch", "seq_len")
+        fields = ("device", "dtype", "needs_grad", "deterministic", "varlen", "phase", "batch", "seq_len", "page_size")
         arguments = {name: getattr(asked, name) for name in fields}
         arguments["backends"] = {slot: choice.backend for slot, choice in self.choices.items() if choice.explicit}
         return (_resolve_again, (self.config, arguments))
@@ -161,13 +169,15 @@ def resolve(
     phase: str = "prefill",
     batch: int | None = None,
     seq_len: int | None = None,
+    page_size: int | None = None,
     registry: Registry | None = None,
 ) -> Plan:
     """Decide who runs each slot.
 
     ``backends``: None or "auto" (the accepting backend of the highest priority, ties by name), one name for all
     slots, or a mapping of slots to names, where a slot left out is auto. ``deterministic`` None takes
-    ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and ``seq_len`` may stay unknown.
+    ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and ``seq_len`` may stay unknown. With
+    ``phase="decode"`` the kernels are decode forms, for a cache of ``page_size`` (None: one piece a sequence).
 
     Raises:
         InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a suggestion.
@@ -185,6 +195,7 @@ def resolve(
         phase=phase,
         batch=batch,
         seq_len=seq_len,
+        page_size=page_size,
         registry=default_registry() if registry is None else registry,
     )
     return decide(answers)
@@ -195,9 +206,8 @@ def decide(answers: Survey) -> Plan:
     outcomes = {slot: _decide_slot(answers, slot) for slot in SLOTS}
     refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
     if refused:
-        unavailable = any(error is BackendUnavailable for error in refused.values())
         text = _report(answers, {slot: outcomes[slot][1] for slot in refused})
-        if not unavailable:
+        if BackendUnavailable not in refused.values():
             raise Unsupported(text)
         unavailable_error = BackendUnavailable(text)
         unavailable_error.nothing_usable = not answers.registry.ready()
@@ -205,29 +215,45 @@ def decide(answers: Survey) -> Plan:
     choices, kernels, slots = {}, {}, {}
     for slot, (chosen, candidates, _) in outcomes.items():
         assert chosen is not None  # no error: somebody was chosen
-        candidate, op = chosen
-        explicit, request = answers.wanted[slot] is not None, answers.requests[slot]
+        candidate, kernel = chosen
+        explicit = answers.wanted[slot] is not None
         first = not explicit and candidates[0].backend == candidate.backend
         said = answers.tuned.get(slot, "") if first else ""
         choices[slot] = Choice(slot, candidate.backend, candidate.version, explicit, candidates, said)
-        scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
-        kernels[slot] = Kernel(candidate.backend, slot, op.op, scale, geometry, request.deterministic)
-        slots[slot] = op.spec
+        spec = answers.registry.get(candidate.backend).spec
+        assert spec is not None  # an accepted candidate is ready
+        kernels[slot], slots[slot] = kernel, spec.slots[slot]
     _say_once(answers, choices)
-    return Plan(
-        answers.config,
-        answers.requests,
-        MappingProxyType(choices),
-        _slots=MappingProxyType(slots),
-        **kernels,
-    )
+    fused = MappingProxyType(_fused(answers, choices))
+    frozen = (MappingProxyType(choices), MappingProxyType(slots))
+    return Plan(answers.config, answers.requests, frozen[0], _slots=frozen[1], fused=fused, **kernels)
+
+
+def _kernel(answers: Survey, slot: str, backend: str) -> Kernel | DecodeKernel:
+    """What runs ``slot`` on ``backend``; whatever importing its functions raises passes through."""
+    spec, request = answers.registry.get(backend).spec, answers.requests[slot]
+    assert spec is not None  # an accepted candidate is ready
+    chosen = spec.slots[slot]
+    if request.phase == "decode" and chosen.decode is not None:
+        return decode_kernel(backend, slot, chosen.decode)
+    scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
+    return Kernel(backend, slot, slot_op(backend, slot, chosen).op, scale, geometry, request.deterministic)
+
+
+def _fused(answers: Survey, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
+    """The fused decode forms, where one backend runs every slot."""
+    names = {choice.backend for choice in choices.values()}
+    spec = answers.registry.get(names.pop()).spec if len(names) == 1 else None
+    if spec is None or answers.requests["cmp"].phase != "decode":
+        return {}
+    return {name: decode_kernel(spec.name, name, path) for name, path in spec.fused.items()}
 
 
 _Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
 
 
 def _decide_slot(answers: Survey, slot: str) -> _Outcome:
-    """(chosen candidate and its operator, candidates with what importing added, or the error's type)."""
+    """(chosen candidate and its kernel, candidates with what importing added, or the error's type)."""
     name, candidates = answers.wanted[slot], list(answers.candidates[slot])
     error: type[NSAError] = Unsupported
     if not answers.registry.ready() if name is None else answers.registry.get(name).status != "ready":
@@ -235,10 +261,8 @@ def _decide_slot(answers: Survey, slot: str) -> _Outcome:
     for index, candidate in enumerate(candidates):
         if name not in (None, candidate.backend) or not candidate.accepted:
             continue
-        spec = answers.registry.get(candidate.backend).spec
-        assert spec is not None  # an accepted candidate is ready
         try:
-            return (candidate, slot_op(candidate.backend, slot, spec.slots[slot])), tuple(candidates), None
+            return (candidate, _kernel(answers, slot, candidate.backend)), tuple(candidates), None
         except Exception as failure:  # noqa: BLE001  plugins are other people's code
             text = f"its kernel does not load: {describe_error(failure)}"
             reason = Reason("kernel_import_failed", text, "reinstall the plugin")

@@ -16,6 +16,7 @@ import pluggy
 from nsa_core.contract import (
     API_VERSION,
     ENTRY_POINT_GROUP,
+    FUSED,
     PROJECT,
     SLOTS,
     BackendSpec,
@@ -180,7 +181,8 @@ def _entry(plugin: Plugin, result: object) -> BackendEntry:
             return failed(plugin, "incompatible", newer, name)
         faults = _spec_faults(result)
         if not faults:
-            own = dataclasses.replace(result, slots=dict(result.slots), slot_priority=dict(result.slot_priority))
+            maps: dict[str, Any] = {n: dict(getattr(result, n)) for n in ("slots", "slot_priority", "fused")}
+            own = dataclasses.replace(result, **maps)
             return dataclasses.replace(failed(plugin, "ready", Reason("", ""), name), reason=None, spec=own)
     else:
         faults = [f"the hook returned {type(result).__name__}, not a BackendSpec or Unavailable"]
@@ -238,6 +240,8 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
         faults += [f"unknown slot {key!r} in {field}" for key in value if key not in SLOTS]
     if not spec.slots:
         faults.append("slots is empty")
+    if not isinstance(spec.fused, Mapping) or not all(k in FUSED and _is_function(v) for k, v in spec.fused.items()):
+        faults.append(f"fused must map {', '.join(FUSED)} to 'module:function', got {spec.fused!r}")
     faults += [f"slot_priority of {k} must be an integer" for k, v in spec.slot_priority.items() if type(v) is not int]
     for slot, value in spec.slots.items():
         faults += [f"slot {slot}: {fault}" for fault in _slot_faults(value)]
@@ -248,7 +252,7 @@ def _slot_faults(slot: Any) -> list[str]:
     if not isinstance(slot, SlotSpec):
         return [f"{type(slot).__name__} is not a SlotSpec"]
     faults = [] if _is_function(slot.forward) else [f"forward must be 'module:function', got {slot.forward!r}"]
-    for field in ("backward", "workspace"):
+    for field in ("backward", "decode", "workspace"):
         value = getattr(slot, field)
         if value is not None and not _is_function(value):
             faults.append(f"{field} must be None or 'module:function', got {value!r}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nsa_core.ops import stats_dtype
+from nsa_core.surroundings import eager
 
 
 class RopeTable(NamedTuple):
@@ -29,14 +30,32 @@ def rope_table(
     return RopeTable(angles.cos(), angles.sin())
 
 
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """One upcast before the split, so that forward and backward each round to x's dtype once."""
+    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is turned back by the same angles: as many ops as forward, in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
 def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
     table: RopeTable,
 ) -> torch.Tensor:
-    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the table's dtype.
-
-    One upcast before the split, so that forward and backward each round to x's dtype once.
-    """
-    x1, x2 = x.to(table.cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat((x1 * table.cos - x2 * table.sin, x2 * table.cos + x1 * table.sin), dim=-1)
-    return rotated.to(x.dtype)
+    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the table's dtype."""
+    if x.requires_grad and torch.is_grad_enabled() and eager():
+        turned: torch.Tensor = _Rotate.apply(x, table.cos, table.sin)  # type: ignore[no-untyped-call]
+        return turned
+    return _rotated(x, table.cos, table.sin)

@@ -33,6 +33,7 @@ class Candidate:
     version: str
     status: str  # the backend's: ready, unavailable, incompatible, broken, disabled
     reasons: tuple[Reason, ...]
+    rank: int | None = None  # for this request, where it accepts and the backend ranks requests itself
 
     @property
     def accepted(self) -> bool:
@@ -71,6 +72,7 @@ def survey(
     phase: str = "prefill",
     batch: int | None = None,
     seq_len: int | None = None,
+    page_size: int | None = None,
     registry: Registry,
 ) -> Survey:
     """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.plan.resolve`.
@@ -100,6 +102,7 @@ def survey(
             varlen=varlen,
             batch=batch,
             seq_len=seq_len,
+            page_size=page_size,
         )
         for slot in SLOTS
     }
@@ -110,7 +113,8 @@ def survey(
             reasons = _reasons(entry, request, given_up)
             given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
             rank, reasons = _rank(entry, request, reasons)
-            candidate = Candidate(entry.name, entry.version, entry.status, reasons)
+            own = rank if not reasons and entry.spec is not None and entry.spec.rank is not None else None
+            candidate = Candidate(entry.name, entry.version, entry.status, reasons, own)
             candidates[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
     said = _tune(ranked, requests, device)
@@ -185,12 +189,11 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
         assert entry.reason is not None  # an entry has one or the other
         return (entry.reason,)
     reasons = []
-    if request.phase == "decode":
-        text = "decode is not implemented by any backend yet"
-        reasons.append(Reason("decode_not_implemented", text, "plan with phase='prefill'"))
     slot = entry.spec.slots.get(request.slot)
     if slot is None:
-        return (*reasons, Reason("slot_not_offered", f"does not offer {request.slot}"))
+        return (Reason("slot_not_offered", f"does not offer {request.slot}"),)
+    if request.phase == "decode" and slot.decode is None and request.slot != "combine":
+        reasons.append(Reason("no_decode", f"has no decode form of {request.slot}", "use another backend to decode"))
     if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
         reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
     return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))

@@ -5,12 +5,32 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 
+
+class Metadata(NamedTuple):
+    """What the checks know of a tensor; hashable, so that a verdict can be remembered."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Metadata:
+        """That of ``tensor``."""
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def dim(self) -> int:
+        """Axes, as of a tensor."""
+        return len(self.shape)
+
+
+Described: TypeAlias = torch.Tensor | Metadata
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -18,14 +38,14 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
     """Name, shape, dtype and device of each tensor, as error messages show them."""
     return ", ".join(f"{n} {list(t.shape)} {_short(t.dtype)} {t.device}" for n, t in zip(names, tensors))
 
 
 def tensor_problems(
     names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Described],
     shapes: Sequence[Sequence[str | int]],
     packed: bool,
     sizes: Mapping[str, int] | None = None,
@@ -55,7 +75,7 @@ def tensor_problems(
 
 
 def check_tensors(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[str | int]], packed: bool
+    names: Sequence[str], tensors: Sequence[Described], shapes: Sequence[Sequence[str | int]], packed: bool
 ) -> None:
     """Refuse tensors that :func:`tensor_problems` finds fault with.
 
@@ -79,7 +99,7 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
 }
 
 
-def dtype_problems(named: Mapping[str, torch.Tensor], stats: Mapping[str, torch.Tensor]) -> list[str]:
+def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described]) -> list[str]:
     """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No silent cast."""
     dtypes = {t.dtype for t in named.values()}
     if len(dtypes) > 1:
@@ -91,7 +111,7 @@ def dtype_problems(named: Mapping[str, torch.Tensor], stats: Mapping[str, torch.
     return [f"{n} must be {_short(expected)} beside {_short(dtype)}" for n, t in stats.items() if t.dtype != expected]
 
 
-def check_dtypes(named: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
+def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> None:
     """Refuse dtypes that :func:`dtype_problems` finds fault with.
 
     Raises:
@@ -102,9 +122,7 @@ def check_dtypes(named: dict[str, torch.Tensor], stats: dict[str, torch.Tensor])
         raise InvalidInput("; ".join(wrong) + f" ({describe(list(everything), list(everything.values()))})")
 
 
-def check_slot(
-    slot: str, tensors: Sequence[torch.Tensor], cu_seqlens: torch.Tensor | None, geometry: BlockGeometry
-) -> None:
+def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | None, geometry: BlockGeometry) -> None:
     """Refuse tensors a slot cannot take.
 
     Raises:

@@ -17,11 +17,16 @@ from nsa_core.text import describe_error
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A dense kernel: ``forward(inputs)`` gives o; ``reason`` says why it cannot run, "" that it can."""
+    """A dense kernel: ``forward(inputs)`` gives o; ``reason`` says why it cannot run, "" that it can.
+
+    Or, with another ``kind``, somebody else's NSA (nsa_core.bench.rivals), which computes that of ``config``.
+    """
 
     name: str
     forward: Callable[[Inputs], torch.Tensor]
     reason: str = ""
+    kind: str = "dense"
+    config: NSAConfig | None = None
 
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

@@ -11,6 +11,7 @@ import torch
 from nsa_core.attention import nsa_attention
 from nsa_core.bench.baselines import Dense
 from nsa_core.bench.inputs import Inputs
+from nsa_core.bench.rivals import guarded
 from nsa_core.bench.timing import Work
 from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
@@ -42,15 +43,19 @@ def part_key(slot: str, plan: Plan) -> str:
 def works_of(
     x: Inputs, config: NSAConfig, phase: str, plans: Mapping[str, Plan], rivals: Sequence[Dense], parts: bool = True
 ) -> list[Work]:
-    """Everything to time on ``x``: the rivals by name, "total <combo>", "<slot> <backend>" and "compress" (``parts``).
+    """Everything to time on ``x``: dense kernels, "total <combo>", other rivals, and with ``parts`` each kernel alone.
 
-    In this order, which is that of importance: a time limit cuts from the end.
+    In this order, which is that of importance: a time limit cuts from the end. Rivals go by their name, a kernel
+    alone is "<slot> <backend>", or "compress".
     """
     works: list[Work] = []
-    for rival in rivals:
-        works.append(Work(rival.name, _phased(_dense(rival, x), [x.q, x.k, x.v], x.do, phase), True))
+    for rival in (r for r in rivals if r.kind == "dense"):
+        works.append(Work(rival.name, _phased(_rival(rival, x), [x.q, x.k, x.v], x.do, phase), True))
     for name, plan in plans.items():
         works.append(Work(TOTAL + name, _phased(_core(x, config, plan), [x.q, x.k, x.v, x.gates], x.do, phase), True))
+    for rival in (r for r in rivals if r.kind != "dense"):
+        make = _phased(_rival(rival, x), [x.q, x.k, x.v, x.gates], x.do, phase)
+        works.append(Work(rival.name, guarded(make), True))
     if not parts:
         return works
     seen: set[str] = set()
@@ -93,7 +98,7 @@ def _core(x: Inputs, config: NSAConfig, plan: Plan) -> Call:
     return lambda: nsa_attention(x.q, x.k, x.v, x.gates, config=config, plan=plan)
 
 
-def _dense(rival: Dense, x: Inputs) -> Call:
+def _rival(rival: Dense, x: Inputs) -> Call:
     return lambda: rival.forward(x)
 
 

@@ -13,19 +13,24 @@ def library_text(at_least: int) -> bytes:
     The docstrings are read only where the reference is shorter than ``at_least`` bytes. The result may be shorter
     still, and differs between versions of Python.
     """
-    text = _reference()
-    return text if len(text) >= at_least else text + _docstrings()
+    text = "\n\n".join(_reference()).encode()
+    return text if len(text) >= at_least else text + "\n\n".join(_docstrings()).encode(errors="replace")
 
 
-def _reference() -> bytes:
+def library_documents() -> list[str]:
+    """The same documentation as separate documents: a topic of the reference, then a docstring, each."""
+    return list(dict.fromkeys(_reference() + _docstrings()))
+
+
+def _reference() -> list[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a Python without its documentation
-        return b""
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+        return []
+    return [topics[name] for name in sorted(topics)]
 
 
-def _docstrings() -> bytes:
+def _docstrings() -> list[str]:
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         try:
@@ -34,4 +39,4 @@ def _docstrings() -> bytes:
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
-    return "\n\n".join(filter(None, found)).encode(errors="replace")
+    return list(filter(None, found))

@@ -1,14 +1,14 @@
-"""What the figures were measured on: device, driver, clocks, and the commit of this source."""
+"""What the figures were measured on: device, driver, clocks, and this source."""
 
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nsa_core import tuned
+from nsa_core.bench.source import source
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -23,7 +23,7 @@ def device_name(device: str | torch.device) -> str:
 def machine(device: str) -> dict[str, Any]:
     """Device facts for a result file; what cannot be found out is None."""
     found: dict[str, Any] = {"device": device_name(device), "device_type": torch.device(device).type}
-    found |= {"torch_cuda": torch.version.cuda, "git_commit": git_commit()}
+    found |= {"torch_cuda": torch.version.cuda, **source()}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -35,15 +35,6 @@ def machine(device: str) -> dict[str, Any]:
             "driver": _said("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"),
         }
     return found
-
-
-def git_commit() -> str | None:
-    """The commit this package's source is at, "+" behind it when files differ; None for an installed wheel."""
-    where = str(Path(__file__).parent)
-    commit = _said("git", "-C", where, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return commit + ("+" if _said("git", "-C", where, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _said(*command: str) -> str | None:

@@ -35,13 +35,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One subject (a combination, or a dense kernel) on one problem in one phase.
+    """One subject (a combination, a dense kernel, or somebody else's NSA) on one problem in one phase.
 
     ``performance`` is null where ``reason`` says why: the gate failed, out of memory, time limit, refused.
     ``ratio_to_dense`` is the fastest dense kernel's time over this one's: above 1 this is faster.
     """
 
-    kind: str  # combo or dense
+    kind: str  # combo, dense or rival
     subject: str
     shape: str
     dtype: str
@@ -86,7 +86,7 @@ class Result:
     settings: dict[str, Any]  # seed, lengths, shapes, blocks, threads, ...
     environment: dict[str, Any]  # device, driver, clocks, versions, git commit
     combos: dict[str, dict[str, str]]  # name -> slot -> "backend version"
-    skipped: dict[str, str]  # dense kernel -> why it cannot run
+    skipped: dict[str, str]  # dense kernel or rival -> why it cannot run
     peaks: dict[str, Peaks]  # per dtype
     gates: list[Gate]
     measurements: list[Measurement]

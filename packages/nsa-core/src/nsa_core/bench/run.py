@@ -22,12 +22,13 @@ from nsa_core.bench.gate import Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import load_models, make_inputs
 from nsa_core.bench.machine import machine
 from nsa_core.bench.result import Measurement, Part, Result
+from nsa_core.bench.rivals import check_rivals, rivals
 from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import FAILED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error
@@ -45,6 +46,7 @@ class Settings:
     dtypes: Sequence[str] = ("float32",)
     inputs: Sequence[str] = ("random",)
     combos: Sequence[Combo] = ()
+    rivals: Sequence[str] | None = None  # None: every known one on a GPU, none elsewhere
     blocks: Sequence[int] = PAPER_BLOCKS
     batch: int = 1
     device: str = "cpu"
@@ -72,11 +74,11 @@ class Bench:
 
     def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
         if "decode" in settings.phases:
-            for shape in settings.shapes:  # raises Unsupported with every backend's reason
-                resolve(shape.config(settings.blocks), device=settings.device, phase="decode", registry=registry)
+            raise Unsupported("bench does not measure decode yet")
         unknown = [phase for phase in settings.phases if phase not in (*cells.PHASES, "decode")]
         if unknown:
             raise InvalidInput(f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}")
+        check_rivals(settings.rivals or ())
         self.settings, self.registry, self._versions = settings, registry, versions
         self._gradients = any(phase != "forward" for phase in settings.phases)
         self._started = time.monotonic()
@@ -155,7 +157,8 @@ class Bench:
     def _rivals(self, problem: Problem) -> list[Dense]:
         key = f"{problem.shape} {problem.dtype}"
         if key not in self._dense:
-            self._dense[key] = dense_baselines(problem.config, self.settings.device, getattr(torch, problem.dtype))
+            place = (problem.config, self.settings.device, getattr(torch, problem.dtype))
+            self._dense[key] = dense_baselines(*place) + rivals(self.settings.rivals, *place)
             for rival in self._dense[key]:
                 if rival.reason:
                     self._skipped[f"{rival.name}, {key}"] = rival.reason
@@ -165,20 +168,20 @@ class Bench:
         s = self.settings
         correct = {g.combo for g in self._gates if g.ok and (g.shape, g.dtype) == (problem.shape, problem.dtype)}
         plans = self._plans[problem.shape, problem.dtype]
-        rivals = {rival.name: rival for rival in self._rivals(problem)}
+        others = {rival.name: rival for rival in self._rivals(problem)}
         why: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
-        why |= {name: text for name in [*plans, *rivals] if name not in why and (text := self._too_long(problem, name))}
+        why |= {name: text for name in [*plans, *others] if name not in why and (text := self._too_long(problem, name))}
         timed = {name: plan for name, plan in plans.items() if name not in why}
-        wanted = [rival for name, rival in rivals.items() if name not in why]
+        wanted = [rival for name, rival in others.items() if name not in why]
         outcomes: dict[str, Outcome] = {}
         if time.monotonic() < self._deadline and (timed or wanted):
             try:
                 outcomes = self._measured(problem, timed, wanted)
             except torch.OutOfMemoryError:
-                why |= dict.fromkeys([*timed, *rivals], "out of memory")
+                why |= dict.fromkeys([*timed, *others], "out of memory")
             except RuntimeError as error:  # a kernel that broke the device takes what follows with it
-                why |= dict.fromkeys([*timed, *rivals], f"{FAILED}: {describe_error(error)}")
-        self._record(problem, peaks, outcomes, why, [*plans], [*rivals])
+                why |= dict.fromkeys([*timed, *others], f"{FAILED}: {describe_error(error)}")
+        self._record(problem, peaks, outcomes, why, [*plans], others)
         gc.collect()  # retained graphs hold most of the memory
         if s.device.startswith("cuda"):
             with contextlib.suppress(RuntimeError):
@@ -212,21 +215,23 @@ class Bench:
 
     def _record(
         self, problem: Problem, peaks: Peaks, outcomes: dict[str, Outcome], why: dict[str, str],
-        plans: list[str], rivals: list[str],
+        plans: list[str], others: dict[str, Dense],
     ) -> None:  # fmt: skip
         element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
-        costs = roofline.part_costs(problem.config, problem.batch, problem.length, element, problem.phase)
+        size = (problem.batch, problem.length, element, problem.phase)
+        costs = roofline.part_costs(problem.config, *size)
         late = Outcome(reason=LATE)
         made = []
-        for name in [*plans, *rivals]:
+        for name in [*plans, *others]:
             combo = name in plans
             outcome = Outcome(reason=why[name]) if name in why else outcomes.get(cells.TOTAL * combo + name, late)
             parts = self._parts(problem, name, outcomes, costs, peaks) if combo and name not in why else {}
-            cost = costs["total" if combo else "dense"]
+            kind, own = ("combo", None) if combo else (others[name].kind, others[name].config)
+            cost = roofline.part_costs(own, *size)["total"] if own else costs["total" if combo else "dense"]
             time_ms = outcome.performance.median_ms if outcome.performance else None
             if time_ms is not None:
                 self._known_ms.setdefault(_curve(problem, name), []).append((problem.length, time_ms))
-            made.append(_measurement(problem, name, combo, outcome, cost, peaks.floor_ms(cost), parts))
+            made.append(_measurement(problem, name, kind, outcome, cost, peaks.floor_ms(cost), parts))
         best = next(iter(fastest_dense(made).values()), None)
         if best is not None and best.performance is not None:
             dense = best.performance.median_ms
@@ -258,11 +263,11 @@ def _curve(problem: Problem, subject: str) -> tuple[str, ...]:
 
 
 def _measurement(
-    problem: Problem, name: str, combo: bool, outcome: Outcome, cost: Cost, floor_ms: float, parts: dict[str, Part]
+    problem: Problem, name: str, kind: str, outcome: Outcome, cost: Cost, floor_ms: float, parts: dict[str, Part]
 ) -> Measurement:
     found = outcome.performance
     return Measurement(
-        kind="combo" if combo else "dense",
+        kind=kind,
         subject=name,
         shape=problem.shape,
         dtype=problem.dtype,

@@ -123,7 +123,8 @@ def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
     return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gates": gates.to(_stats(dtype))}
 
 
-def _config(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
+def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
+    """A layer of Hq, G, Dk, Dv and (l, d, l', n, w)."""
     size, stride, select, n, window = blocks
     return NSAConfig(
         dim=hq * dk, n_heads=hq, n_kv_heads=g, head_dim=dk, v_head_dim=dv, compress_block_size=size,
@@ -146,18 +147,18 @@ def text_case(text: bytes, tokens: int = 1152) -> Case:
     """
     if not text:
         raise InvalidInput("text must not be empty, got 0 bytes")
-    return Case("text 12/2/64", _config(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text)
+    return Case("text 12/2/64", config_of(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text)
 
 
 @lru_cache(maxsize=4)
 def quick_cases() -> tuple[Case, ...]:
     """Every shape class once, small: the quick preset without its text case."""
-    small = _config(4, 2, 16, 16, TINY)
+    small = config_of(4, 2, 16, 16, TINY)
     return (
-        Case("reports 12/2/64", _config(12, 2, 64, 64, SMALL), (150,), fused=True),
-        Case("paper 64/4 192/128", _config(64, 4, 192, 128, (16, 8, 16, 4, 32)), (97,)),
-        Case("h=1", _config(2, 2, 16, 16, TINY), (61,), sharpness=1.5),
-        Case("h=4, Dk != Dv", _config(8, 2, 32, 16, TINY), (77,), batch=2),
+        Case("reports 12/2/64", config_of(12, 2, 64, 64, SMALL), (150,), fused=True),
+        Case("paper 64/4 192/128", config_of(64, 4, 192, 128, (16, 8, 16, 4, 32)), (97,)),
+        Case("h=1", config_of(2, 2, 16, 16, TINY), (61,), sharpness=1.5),
+        Case("h=4, Dk != Dv", config_of(8, 2, 32, 16, TINY), (77,), batch=2),
         Case("S=w", small, (24,)),
         Case("S=2w", small, (48,)),
         Case("S=1", small, (1,)),
@@ -177,21 +178,21 @@ def _edge_rows(s: int, geometry_sizes: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=4)
 def full_cases() -> tuple[Case, ...]:
     """The quick cases, the real block sizes, every group size, and a long sequence judged on sampled rows."""
-    reports = _config(12, 2, 64, 64, PAPER)
+    reports = config_of(12, 2, 64, 64, PAPER)
     return (
         *quick_cases(),
         Case("reports S=w", reports, (512,)),
         Case("reports S=2w", reports, (1024,)),
         Case("reports S=1155", reports, (1155,), fused=True, sharpness=1.5),
-        Case("paper blocks 64/4 192/128", _config(64, 4, 192, 128, PAPER), (203,)),
-        Case("h=3", _config(6, 2, 16, 16, TINY), (63,)),
-        Case("h=7", _config(7, 1, 16, 24, TINY), (64,)),
-        Case("h=16", _config(32, 2, 64, 64, SMALL), (129,)),
-        Case("MQA h=64", _config(64, 1, 16, 16, TINY), (65,)),
-        Case("l=d", _config(4, 2, 16, 16, (16, 16, 32, 4, 40)), (131,)),
-        Case("l=l', w=1", _config(4, 2, 16, 16, (16, 4, 16, 3, 1)), (75,)),
-        Case("B=3", _config(4, 2, 32, 32, SMALL), (100,), batch=3),
-        Case("packed 12/2/64", _config(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True),
+        Case("paper blocks 64/4 192/128", config_of(64, 4, 192, 128, PAPER), (203,)),
+        Case("h=3", config_of(6, 2, 16, 16, TINY), (63,)),
+        Case("h=7", config_of(7, 1, 16, 24, TINY), (64,)),
+        Case("h=16", config_of(32, 2, 64, 64, SMALL), (129,)),
+        Case("MQA h=64", config_of(64, 1, 16, 16, TINY), (65,)),
+        Case("l=d", config_of(4, 2, 16, 16, (16, 16, 32, 4, 40)), (131,)),
+        Case("l=l', w=1", config_of(4, 2, 16, 16, (16, 4, 16, 3, 1)), (75,)),
+        Case("B=3", config_of(4, 2, 32, 32, SMALL), (100,), batch=3),
+        Case("packed 12/2/64", config_of(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True),
         Case("long, sampled rows", reports, (4096,), rows=_edge_rows(4096, (32, 64, 512))),
     )
 
@@ -201,12 +202,12 @@ def interpreter_cases() -> tuple[Case, ...]:
     """For kernels in an interpreter, at milliseconds an operation: S <= 80, D 16, the first one for every check."""
     blocks = (8, 4, 16, 3, 12)
     return (
-        Case("interpreted", _config(2, 1, 16, 16, blocks), (21,)),
-        Case("interpreted, packed, h=3", _config(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True),
-        Case("interpreted, h=1, fused", _config(2, 2, 16, 16, blocks), (40,), fused=True),
-        Case("interpreted, S<l", _config(4, 1, 16, 16, blocks), (5,), batch=4),
+        Case("interpreted", config_of(2, 1, 16, 16, blocks), (21,)),
+        Case("interpreted, packed, h=3", config_of(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True),
+        Case("interpreted, h=1, fused", config_of(2, 2, 16, 16, blocks), (40,), fused=True),
+        Case("interpreted, S<l", config_of(4, 1, 16, 16, blocks), (5,), batch=4),
         Case("interpreted, nothing forced", dataclasses.replace(
-            _config(2, 1, 16, 16, blocks), init_blocks=0, local_blocks=0, num_selected_blocks=2), (77,)),
+            config_of(2, 1, 16, 16, blocks), init_blocks=0, local_blocks=0, num_selected_blocks=2), (77,)),
     )  # fmt: skip
 
 

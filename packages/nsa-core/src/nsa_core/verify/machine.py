@@ -27,6 +27,7 @@ class Seen:
     programs: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
+    operations: int = 0  # loads, stores, products, comparisons and arithmetic of floats, each of a whole tensor
 
 
 def _widened(raw: Any) -> Any:
@@ -147,20 +148,24 @@ class Machine:
 
     def create_dot(self, builder: Any, a: Any, b: Any, *rest: Any) -> Any:
         """tl.dot; products of bf16 in float32."""
+        self.seen.operations += 1
         return self._stock["create_dot"](builder, self._up(a), self._up(b), *rest)
 
     def binary_op(self, builder: Any, a: Any, b: Any, op: Any) -> Any:
         """Arithmetic; bf16 in float32, rounded once."""
         out = self._stock["binary_op"](builder, self._up(a), self._up(b), op)
+        self.seen.operations += out.data.dtype.kind != "i"
         return self._down(out) if self._bf16(a) and out.data.dtype == np.float32 else out
 
     def unary_op(self, builder: Any, a: Any, op: Any) -> Any:
         """As :meth:`binary_op`."""
+        self.seen.operations += 1
         out = self._stock["unary_op"](builder, self._up(a), op)
         return self._down(out) if self._bf16(a) else out
 
     def _touch(self, what: str, pointers: Any, mask: Any) -> Any:
         """Addresses in use; all inside an argument."""
+        self.seen.operations += 1
         width = self.interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
         used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
         inside = np.zeros(used.shape, bool)

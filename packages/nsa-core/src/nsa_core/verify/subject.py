@@ -55,6 +55,8 @@ class Subject:
         needs_grad: bool = True,
         varlen: bool = False,
         deterministic: bool = False,
+        phase: str = "prefill",
+        page_size: int | None = None,
     ) -> Plan:
         """The plan of this combination; resolve()'s errors pass through."""
         return resolve(
@@ -65,6 +67,8 @@ class Subject:
             needs_grad=needs_grad,
             varlen=varlen,
             deterministic=deterministic,
+            phase=phase,
+            page_size=page_size,
             registry=self.registry,
         )
 

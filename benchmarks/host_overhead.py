@@ -1,0 +1,290 @@
+"""What a call costs before any kernel runs: host time, operators and launches per slot. Needs no GPU.
+
+    python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile] [--ops] [--json F]
+
+The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core. Backend ``triton``
+runs its own host code for an sm_90; a launch stops where Triton would call the driver (specialisation of the arguments,
+the search for the binary and the TMA descriptors' Python are in, the C call is not). Lengths are short, so that the few
+PyTorch operators in between cost what their dispatch costs. us: of CPU time, the first decile of --repeats calls;
+``ops``: PyTorch operators below autograd, outside of the slots; ``launches``: Triton kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import dataclasses
+import json
+import pstats
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from nsa_backend_triton import launch, prepared
+from nsa_backend_triton.plugin import nsa_register_backends
+from nsa_core import NSAConfig, NSAttention, nsa_attention
+from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
+from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
+from nsa_core.plan import Plan
+
+ARCHITECTURE, MULTIPROCESSORS = 90, 132
+DEVICE = 99  # not one that real kernels are kept for
+
+
+class NoDriver:
+    """A CUDA driver's answers, without one."""
+
+    class utils:  # noqa: N801  as triton names it
+        fill_tma_descriptor = staticmethod(lambda *arguments: 0)
+
+    def get_current_device(self) -> int:
+        return DEVICE
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", ARCHITECTURE, 32)
+
+
+class NoKernel(CompiledKernel):
+    """A compiled kernel whose launch ends where the C launcher begins."""
+
+    def __init__(self, signature: dict[str, str]) -> None:
+        self.module = self.function = self.packed_metadata = self.hash = 0
+        self.name, self.src = "nothing", None
+        self.launches = 0
+        self.arguments: tuple[Any, ...] = ()
+        descriptors = [kind for kind in signature.values() if str(kind).startswith("tensordesc")]
+        fields = ("swizzle", "elem_size", "elem_type", "block_size")
+        meta = [{**dict.fromkeys(fields, 0), "fp4_padded": False} for _ in descriptors]
+        launcher = self._run = object.__new__(nvidia.CudaLauncher)
+        launcher.num_ctas = 1
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.global_scratch_align = launcher.profile_scratch_align = 1
+        launcher.launch_cooperative_grid = launcher.launch_pdl = False
+        launcher.launch = nvidia.wrap_handle_tensordesc(self._launch, signature, meta)
+
+    def _launch(self, *arguments: Any) -> None:
+        self.launches += 1
+        self.arguments = arguments
+
+
+def _sm_90(device: torch.device) -> int:
+    return ARCHITECTURE
+
+
+def _yes(x: torch.Tensor) -> bool:
+    return True
+
+
+@contextlib.contextmanager
+def no_gpu() -> Iterator[list[NoKernel]]:
+    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is launched."""
+    made: list[NoKernel] = []
+
+    def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
+        made.append(NoKernel(signature))
+        kernel.device_caches[DEVICE][0][key] = made[-1]
+        return made[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
+        stack.enter_context(mock.patch.object(launch, "_capability", _sm_90))
+        stack.enter_context(mock.patch.object(prepared, "remembers", _yes))
+        stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", NoDriver()))
+        yield made
+
+
+def nothing(slot: str, backward: bool) -> Callable[..., Any]:
+    """A slot that returns what the contract asks for, uninitialised."""
+
+    def forward(*tensors: torch.Tensor, call: SlotCall) -> Any:
+        specs = output_specs(slot, tensors, call.geometry.num_selected_blocks)
+        outs = tuple(torch.empty(shape, dtype=dtype, device=tensors[0].device) for shape, dtype in specs)
+        return outs if len(outs) > 1 else outs[0]
+
+    def gradients(do: torch.Tensor, *tensors: torch.Tensor, call: SlotCall) -> Any:
+        return tuple(torch.empty_like(t) for t in tensors[: len(DIFFERENTIABLE[slot])])
+
+    return gradients if backward else forward
+
+
+for _slot in SLOTS:
+    for _backward in (False, True):
+        globals()[f"{_slot}_{'backward' if _backward else 'forward'}"] = nothing(_slot, _backward)
+
+
+def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
+    """Every slot by ``backend``, without asking its probe."""
+    specs = dict(nsa_register_backends().slots)
+    if backend == "nothing":
+        for slot in SLOTS:
+            specs[slot] = SlotSpec(
+                f"{__name__}:{slot}_forward", f"{__name__}:{slot}_backward" if slot != "select" else None
+            )
+    fields = {"geometry": config.geometry, "n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads}
+    fields |= {"head_dim": config.qk_dim, "v_head_dim": config.v_dim, "dtype": "bfloat16", "needs_grad": True}
+    requests = {slot: Request(slot=slot, varlen=varlen, **fields) for slot in SLOTS}
+    geometry = tuple(config.geometry.as_ints())
+    kernels = {
+        slot: Kernel(backend, slot, slot_op(backend, slot, specs[slot]).op, config.softmax_scale, geometry, False)
+        for slot in SLOTS
+    }
+    return Plan(config, requests, {}, _slots=specs, **kernels)
+
+
+class CountOperators(TorchDispatchMode):
+    """How often each PyTorch operator runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.name().startswith("nsa_"):
+            self.seen[func.name().removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one piece costs."""
+
+    backend: str
+    piece: str
+    us: float
+    launches: int
+    ops: dict[str, int]
+
+
+def measure(backend: str, piece: str, step: Callable[[], Any], kernels: list[NoKernel], repeats: int) -> Row:
+    """Median time of ``step``, and what it calls."""
+    for _ in range(5):
+        step()
+    before = sum(k.launches for k in kernels)
+    with CountOperators() as counted:
+        step()
+    launches, times = sum(k.launches for k in kernels) - before, []
+    for _ in range(repeats):
+        start = time.thread_time()
+        step()
+        times.append(time.thread_time() - start)
+    return Row(backend, piece, sorted(times)[len(times) // 10] * 1e6, launches, dict(counted.seen.most_common()))
+
+
+def slot_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Forward of each slot without autograd, and its backward operator, as autograd calls it."""
+    lead = [tokens] if packed else [1, tokens]
+    keys = config.geometry.max_compressed(tokens) if packed else config.geometry.num_compressed(tokens)
+    rows = [keys] if packed else [1, keys]
+    hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    q, do, lse = tensor(*lead, hq, dk), tensor(*lead, hq, dv), tensor(*lead[:-1], hq, tokens, dtype=torch.float32)
+    blocks = torch.zeros(*lead, g, config.geometry.num_selected_blocks, dtype=torch.int32)
+    given = {
+        "cmp": [q, tensor(*rows, g, dk), tensor(*rows, g, dv)], "select": [q, tensor(*rows, g, dk), lse],
+        "sel": [q, tensor(*lead, g, dk), tensor(*lead, g, dv), blocks],
+        "win": [q, tensor(*lead, g, dk), tensor(*lead, g, dv)],
+        "combine": [tensor(*lead, hq, 3, dtype=torch.float32), do, do, do],
+    }  # fmt: skip
+    cu = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32) if packed else None
+    for slot, tensors in given.items():
+        kernel = getattr(plan, slot)
+        op = slot_op(kernel.backend, slot, plan._slots[slot])
+        tail = (cu, tokens, kernel.scale, kernel.geometry, kernel.deterministic)
+        yield f"{slot}.forward", lambda kernel=kernel, tensors=tensors: kernel(*tensors, cu_seqlens=cu)
+        if slot != "select":
+            saved = [*tensors, *([do, lse] if slot != "combine" else [])]
+            yield f"{slot}.backward", lambda op=op, saved=saved, tail=tail: op.backward_op(do, *saved, *tail)
+
+
+def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """nsa_attention and NSAttention, forward and with backward."""
+    lead = [tokens] if packed else [1, tokens]
+    hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    q, gates = leaf(*lead, hq, dk), leaf(*lead, hq, 3, dtype=torch.float32)
+    k, v = [leaf(*lead, g, dk) for _ in range(3)], [leaf(*lead, g, dv) for _ in range(3)]
+    packing = {"cu_seqlens": torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)} if packed else {}
+    layer, x = NSAttention(config).bfloat16(), leaf(*lead, config.dim)
+    do = torch.zeros(*lead, hq, dv, dtype=torch.bfloat16)
+
+    def core() -> torch.Tensor:
+        return nsa_attention(q, k, v, gates, config=config, plan=plan, **packing)
+
+    def module() -> torch.Tensor:
+        return layer(x, plan=plan, **packing)
+
+    for name, call, leaves, grad in (
+        ("nsa_attention", core, [q, *k, *v, gates], do),
+        ("NSAttention", module, [x, *layer.parameters()], torch.zeros_like(x)),
+    ):
+        yield f"{name}.forward", call
+
+        def both(call: Any = call, leaves: Any = leaves, grad: Any = grad) -> Any:
+            return torch.autograd.grad(call(), leaves, grad, allow_unused=True)
+
+        yield f"{name}.both", both
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="16/1/128")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--backends", default="nothing,triton")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--profile", action="store_true", help="also print where the pieces' time goes")
+    parser.add_argument("--ops", action="store_true", help="also print which operators run")
+    parser.add_argument("--json")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    hq, g, d = (int(n) for n in asked.shape.split("/"))
+    config = NSAConfig(dim=hq, n_heads=hq, n_kv_heads=g, head_dim=d, compress="mean")
+    rows = []
+    with no_gpu() as kernels:
+        for backend in asked.backends.split(","):
+            plan = make_plan(config, backend, asked.packed)
+            for steps in (slot_steps, whole_steps):
+                for piece, step in steps(config, plan, asked.tokens, asked.packed):
+                    if asked.only not in piece:
+                        continue
+                    row = measure(backend, piece, step, kernels, asked.repeats)
+                    rows.append(row)
+                    counts = f"{row.launches:3} launches {sum(row.ops.values()):4} ops"
+                    said = f"  {row.ops}" if asked.ops else ""
+                    print(f"{backend:8} {piece:24} {row.us:8.1f} us {counts}{said}", flush=True)
+                    if asked.profile:
+                        profiler = cProfile.Profile()
+                        profiler.enable()
+                        for _ in range(asked.repeats):
+                            step()
+                        profiler.disable()
+                        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    if asked.json:
+        with open(asked.json, "w", encoding="utf-8") as file:
+            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

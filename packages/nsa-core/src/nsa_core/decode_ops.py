@@ -1,0 +1,68 @@
+"""A backend's decode forms as a plan calls them: what the contract promises is checked here, not in each backend.
+
+Plain calls, no torch operators: a step has no gradient, runs on a cache that changes under it, and is captured in a
+CUDA graph rather than traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.contract import DecodeCall, import_named
+from nsa_core.errors import NSAError
+from nsa_core.ops import running, stats_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeKernel:
+    """The decode form of one slot, or a fused form (contract.FUSED), of one backend."""
+
+    backend: str
+    slot: str
+    function: Callable[..., Any]
+
+    def __call__(self, *tensors: Any, call: DecodeCall, **options: Any) -> Any:
+        """Run it on ``tensors`` (contract.py gives their shapes).
+
+        Raises:
+            NSAError: the backend raised, or broke its contract; the message names it.
+        """
+        q: torch.Tensor = tensors[0]
+        with running(self.backend, self.slot, "decode", q.device):
+            results = self.function(*tensors, call=call, **options)
+        self._check(results, self._expected(tensors, call), q.device)
+        return results
+
+    def _expected(self, tensors: Sequence[Any], call: DecodeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        q = tensors[0]
+        batch, rows, heads, _ = q.shape
+        if self.slot == "append":
+            return [(tuple(q.shape), q.dtype)]
+        groups = tensors[2 if self.slot == "step" else 1].shape[-2]
+        blocks = ((batch, rows, groups, call.geometry.num_selected_blocks), torch.int32)
+        if self.slot == "select":
+            return [blocks]
+        if self.slot == "step":
+            return [((batch, rows, heads, tensors[3].shape[-1]), q.dtype), blocks]
+        o = (batch, rows, heads, tensors[2].shape[-1])
+        return [(o, q.dtype), ((batch, heads, rows), stats_dtype(q.dtype))]
+
+    def _check(self, results: Any, expected: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        got = [results] if isinstance(results, torch.Tensor) else list(results)
+        found = [(tuple(t.shape), t.dtype) for t in got]
+        if found != expected or any(t.device != device for t in got):
+            text = f"returned {found} on {[str(t.device) for t in got]}, expected {expected} on {device}"
+            raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
+
+
+def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:
+    """The decode form that ``path`` names.
+
+    Raises:
+        ImportError, AttributeError: it cannot be imported.
+    """
+    return DecodeKernel(backend, slot, import_named(path))

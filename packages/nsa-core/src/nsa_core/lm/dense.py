@@ -1,0 +1,110 @@
+"""Dense causal attention with grouped queries: what NSAttention replaces, in the same place and with the same heads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_core.config import NSAConfig
+from nsa_core.errors import InvalidInput
+from nsa_core.module import HeadNorm
+from nsa_core.packing import token_places
+from nsa_core.rope import rope_table, rotate
+
+
+class DenseCache:
+    """Keys and values of ``batch`` sequences of one length, at most ``max_len``, for decoding."""
+
+    def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
+        config, weight = attn.config, attn.qkv.weight
+        self.k = weight.new_empty((batch, max_len, config.n_kv_heads, config.qk_dim))
+        self.v = weight.new_empty((batch, max_len, config.n_kv_heads, config.v_dim))
+        self.length = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything so far, with k [B, n, G, Dk] and v [B, n, G, Dv] behind it.
+
+        Raises:
+            InvalidInput: it does not fit.
+        """
+        first, end = self.length, self.length + k.shape[1]
+        if end > self.k.shape[1]:
+            raise InvalidInput(f"the cache has {first} of {self.k.shape[1]} tokens, {k.shape[1]} more do not fit")
+        self.k[:, first:end], self.v[:, first:end], self.length = k.detach(), v.detach(), end
+        return self.k[:, :end], self.v[:, :end]
+
+
+class DenseAttention(nn.Module):
+    """o = W_o concat over heads of softmax(q K^T scale) V over keys <= t: x [B, S, dim] -> [B, S, dim].
+
+    One key/value pair; queries and keys are rotated as in NSAttention. Packed documents: x [T, dim] with
+    ``cu_seqlens``, one call a document, for which the boundaries are read on the host once a call.
+    """
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        k_width, v_width = config.n_kv_heads * config.qk_dim, config.n_kv_heads * config.v_dim
+        self._widths = [config.n_heads * config.qk_dim, k_width, v_width]
+        self.qkv = nn.Linear(config.dim, sum(self._widths), bias=False)
+        self.q_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
+        for linear in (self.qkv, self.out):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: DenseCache | None = None,
+    ) -> torch.Tensor:
+        """The layer's output, of x's shape; ``max_seqlen`` is not needed.
+
+        With ``cache`` x holds the next tokens of each sequence, which are added to it.
+        """
+        config, rows, first = self.config, x.shape[-2], 0 if cache is None else cache.length
+        q, k, v = self.qkv(x).split(self._widths, dim=-1)
+        q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
+        k, v = self.k_norm(k.unflatten(-1, (config.n_kv_heads, -1))), v.unflatten(-1, (config.n_kv_heads, -1))
+        if config.rope:
+            places = torch.arange(first, first + rows, device=x.device)
+            if cu_seqlens is not None:
+                places = token_places(cu_seqlens, rows).position
+            table = rope_table(places, config.qk_dim, config.rope_base, q.dtype)
+            q, k = rotate(q, table), rotate(k, table)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        o = causal(q, k, v, config.softmax_scale) if cu_seqlens is None else self._packed(q, k, v, cu_seqlens)
+        result: torch.Tensor = self.out(o.flatten(-2))
+        return result
+
+    # torch.compile would make one graph for every list of lengths.
+    @torch.compiler.disable
+    def _packed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
+        bounds = cu_seqlens.tolist()
+        spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+        scale = self.config.softmax_scale
+        return torch.cat([causal(q[None, s], k[None, s], v[None, s], scale)[0] for s in spans])
+
+
+def causal(
+    q: torch.Tensor,  # [B, n, Hq, Dk]
+    k: torch.Tensor,  # [B, S, G, Dk]
+    v: torch.Tensor,  # [B, S, G, Dv]
+    scale: float,
+) -> torch.Tensor:
+    """softmax(q k^T scale) v over keys <= t, [B, n, Hq, Dv], by PyTorch's kernels; q are the last n of S."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped, (rows, keys) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
+    if rows != keys:
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        return o.transpose(1, 2)
+    assert q.shape[2] == k.shape[2], "is_causal aligns top-left: only for as many queries as keys"
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)

@@ -1,0 +1,55 @@
+"""The log of a run: JSON lines, the first of which says what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from nsa_core.errors import InvalidInput
+from nsa_core.files import write_atomic
+from nsa_core.text import describe_error
+
+KIND, SCHEMA_VERSION = "nsa-train-log", 1
+FILE = "log.jsonl"
+
+
+class Log:
+    """Appends records; those behind ``step`` of an earlier run, which a resumed one makes again, are dropped."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], step: int = 0) -> None:
+        header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
+        kept: list[dict[str, Any]] = []
+        if step and path.exists():
+            header, kept = read_log(path)
+        lines = [header, *(record for record in kept if record["step"] <= step)]
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
+        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One line, in the file at once."""
+        self._file.write(json.dumps(dict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the records; a last line that was cut off is left out.
+
+    Raises:
+        InvalidInput: the file cannot be read, or is no such log.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        header = json.loads(lines[0])
+        if header.get("kind") != KIND or header.get("schema_version") != SCHEMA_VERSION:
+            raise InvalidInput(f"{path} is no {KIND} of schema version {SCHEMA_VERSION}")
+        return header, [json.loads(line) for line in lines[1:-1]]
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"{path} cannot be read as a log: {describe_error(error)}") from error

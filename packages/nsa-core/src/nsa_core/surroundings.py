@@ -1,0 +1,36 @@
+"""What PyTorch does to code around it: the current CUDA device, autocast, and whether it transforms it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for tensors on ``device``."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Turn autocast off, where it is on, for tensors on ``device``."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
+
+
+def surroundings(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where a backend runs: ``device`` current, autocast off, so that its fp32 products stay fp32."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not (elsewhere or autocasts(device)):
+        return _AS_IT_IS
+    stack = contextlib.ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    stack.enter_context(no_autocast(device))
+    return stack
+
+
+def eager() -> bool:
+    """Whether ops run as they are called, so that a gradient of ours may stand for theirs: no compiler, no vmap."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()

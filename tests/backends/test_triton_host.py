@@ -1,0 +1,203 @@
+"""Host side of the triton backend, without a GPU: what is launched, how often, and what a known call does not repeat.
+
+The numbers are counts, which do not depend on the machine; benchmarks/host_overhead.py, whose driver that launches
+nothing serves here too, takes the times.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_core import BlockGeometry, NSAConfig
+from nsa_core.contract import Request
+
+pytest.importorskip("triton")
+launching = importlib.import_module("nsa_backend_triton.launch")
+offline = importlib.import_module("nsa_backend_triton.offline")
+prepared = importlib.import_module("nsa_backend_triton.prepared")
+requests = importlib.import_module("nsa_backend_triton.requests")
+
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+# Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens: 12/2/64 shares blocks out
+# by bucket and adds dk, dv and dq in no order; 64/4/128 does neither.
+SORT = {"sort": 1, "_to_copy": 1}
+BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
+    ("cmp", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1, "span_sum": 2}),
+    ("cmp", "12/2/64, packed"): (
+        {"span_starts": 1, "span_forward": 1},
+        {"span_starts": 1, "span_dq": 1, "span_dkdv": 1, "span_sum": 2},
+    ),
+    ("win", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1}),
+    ("select", "12/2/64"): ({"select_forward": 1}, {}),
+    ("combine", "12/2/64"): ({"combine_forward": 1}, {"combine_backward": 1}),
+    ("sel", "64/4/128"): (
+        {"sel_union_kernel": 1, "sel_forward_kernel": 1},
+        {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1}
+        | {"sel_add_chunks": 2, "sel_union_kernel": 1, "sel_tile_backward": 1} | SORT,
+    ),
+    ("sel", "12/2/64"): (
+        {"sel_union_kernel": 1, "sel_forward_kernel": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1}
+        | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 1} | SORT,
+        {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1, "sel_round": 1}
+        | {"new_zeros": 1} | SORT,
+    ),
+}  # fmt: skip
+FREE = {"new_empty", "empty", "empty_like", "slice", "unbind", "select", "view", "detach"}  # launch nothing
+
+
+class Launching(TorchDispatchMode):
+    """Counts the operators that run something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in FREE:
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[str, int], Any]:
+    with offline.recording(90) as launches, Launching() as mode:
+        out = function(*args, **kwargs)
+    return dict(mode.seen + Counter(made.name for made in launches)), out
+
+
+@pytest.mark.parametrize(("slot", "shape"), BUDGET, ids=lambda x: str(x))
+def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
+    forward, backward = BUDGET[slot, shape]
+    shape, _, packed = shape.partition(", ")
+    hq, g, d = (int(n) for n in shape.split("/"))
+    request = Request(
+        slot=slot, geometry=BlockGeometry(), n_heads=hq, n_kv_heads=g, head_dim=d,
+        v_head_dim=d, dtype="bfloat16", device="cuda", needs_grad=True, batch=1, seq_len=8192,
+        varlen=bool(packed),
+    )  # fmt: skip
+    do, given, call = requests.inputs(request)
+    module = importlib.import_module(f"nsa_backend_triton.{slot}")
+    seen, out = counted(module.forward, *given, call=call)
+    assert seen == forward
+    if backward:
+        saved = [*given, *(() if slot == "combine" else out)]
+        assert counted(module.backward, do, *saved, call=call)[0] == backward
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """benchmarks/host_overhead.py as a module."""
+    path = Path(__file__).parents[2] / "benchmarks" / "host_overhead.py"
+    spec = importlib.util.spec_from_file_location("host_overhead", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["host_overhead"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def no_gpu(bench: Any) -> Iterator[Any]:
+    if launching.interpreted():
+        pytest.skip("the interpreter launches by itself")
+    with bench.no_gpu() as kernels:
+        yield kernels
+
+
+def steps(bench: Any, packed: bool, tokens: int = 80, shape: tuple[int, int, int] = (12, 2, 64)) -> dict[str, Any]:
+    config = NSAConfig(dim=shape[0], n_heads=shape[0], n_kv_heads=shape[1], head_dim=shape[2], compress="mean")
+    return dict(bench.slot_steps(config, bench.make_plan(config, "triton", packed), tokens, packed))
+
+
+def told(kernels: list[Any]) -> list[list[Any]]:
+    """What each kernel was last told, tensors by shape and type."""
+    return [[(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in k.arguments] for k in kernels]
+
+
+@PACKED
+@pytest.mark.parametrize("shape", [(12, 2, 64), (16, 1, 128)], ids=str)
+def test_a_known_call_is_launched_as_triton_would(
+    shape: tuple[int, int, int], packed: bool, bench: Any, no_gpu: Any
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    everything = steps(bench, packed, shape=shape)
+    for step in everything.values():
+        step()
+    by_triton, counts = told(no_gpu), [k.launches for k in no_gpu]
+    assert by_triton
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("asked again")):
+        for step in everything.values():
+            step()
+    assert [k.launches for k in no_gpu] == [2 * n for n in counts]
+    assert [row[13:] for row in told(no_gpu)] == [
+        row[13:] for row in by_triton
+    ]  # behind what the launcher itself takes
+    assert [row[:3] for row in told(no_gpu)] == [row[:3] for row in by_triton]  # the grid
+
+
+def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
+    from triton.runtime.jit import JITFunction
+
+    stock, asked = JITFunction.run, []
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(kernel.__name__)
+        return stock(kernel, *args, **kwargs)
+
+    for step in steps(bench, False).values():
+        step()
+    with mock.patch.object(JITFunction, "run", run):
+        known = steps(bench, False)["combine.forward"]
+        known()
+        assert asked == []
+        steps(bench, False, tokens=81)["combine.forward"]()
+        assert asked == ["combine_forward"]
+        o = torch.zeros(1, 80, 12, 64 + 8, dtype=torch.bfloat16)[..., :64]
+        gates = torch.zeros(1, 80, 12, 3)
+        plan = bench.make_plan(NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64), "triton", False)
+        for _ in range(2):
+            plan.combine(gates, o, o, o)
+        assert asked == ["combine_forward"] * 2, "other strides, once"
+        shifted = torch.zeros(80 * 12 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 80, 12, 64)
+        for _ in range(2):
+            plan.combine(gates, shifted, shifted, shifted)
+        assert asked == ["combine_forward"] * 4, "an address that is not on 16 bytes is never taken for one that is"
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "remembers", lambda x: True)
+    monkeypatch.setattr(prepared, "MOST", 3)
+    made: list[int] = []
+    make = prepared.remembered(lambda x, n: made.append(n) or n)
+    x = torch.zeros(2)
+    assert [make(x, n) for n in (1, 1, 2, 3, 3, 4, 4, 1)] == [1, 1, 2, 3, 3, 4, 4, 1]
+    assert made == [1, 2, 3, 4, 1]
+
+
+def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "remembers", lambda x: True)
+    describe = prepared.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
+    x = torch.zeros(4, 4)
+    for y in (x, x.t()[:, :], x[:2], x.half(), x[:, ::2], torch.nn.Parameter(x[1:])):
+        for _ in range(2):
+            assert describe(x, y) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize(("piece", "most"), [("nsa_attention.forward", 20), ("nsa_attention.both", 46)])
+def test_operators_of_nsa_attention_around_its_slots(piece: str, most: int, bench: Any, no_gpu: Any) -> None:
+    """Mean compression, the sum of q's gradients, and views: each costs the host a few microseconds."""
+    config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64, compress="mean")
+    pieces = dict(bench.whole_steps(config, bench.make_plan(config, "nothing", False), 64, False))
+    row = bench.measure("nothing", piece, pieces[piece], no_gpu, 1)
+    assert sum(row.ops.values()) <= most, row.ops

@@ -1,0 +1,248 @@
+"""Steps as a CUDA graph replays them, on the CPU: the host is not asked, and what does not fit is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
+from nsa_core import InvalidInput
+from nsa_core.cache import step
+
+ROOM = 40
+PAGES = pytest.mark.parametrize("page_size", [None, 16])
+
+
+@pytest.fixture(scope="module")
+def attn():
+    return layer_of()
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Steps run as while a CUDA graph is captured: the host is not asked."""
+    monkeypatch.setattr(step, "_is_capturing", lambda device: True)
+
+
+@PAGES
+def test_captured_steps_equal_eager_ones(attn, page_size, captured):
+    x = tokens(attn, 2, ROOM)
+    cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
+    cache.reserve(ROOM)
+    golden, device_new = whole(attn, x), torch.tensor([3, 0], dtype=torch.int32)
+    assert_equal(one_by_one(attn, x[:, :18], cache), golden[:, :18])
+    y = attn(x[:, 18:22], cache=cache, new=device_new)
+    assert_equal(y[:1, :3], golden[:1, 18:21])
+    assert (y[0, 3:] == 0).all()
+    assert (y[1] == 0).all()
+    device_new.copy_(torch.tensor([-5, 99]))  # cut to what x has
+    assert_equal(attn(x[:, 18:22], cache=cache, new=device_new)[1:], golden[1:, 18:22])
+    assert cache.host_lengths() == [21, 22]
+    cache.check()
+
+
+@PAGES
+def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
+    x = tokens(attn, 2, ROOM + 9)
+    cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
+    cache.reserve(ROOM)
+    one_by_one(attn, x[:, :38], cache)
+    y = attn(x[:, 38:42], cache=cache, new=torch.tensor([4, 1], dtype=torch.int32))
+    golden = whole(attn, x[:, :ROOM])
+    assert_equal(y[:1, :2], golden[:1, 38:])
+    assert_equal(y[1:, :1], golden[1:, 38:39])
+    assert (y[0, 2:] == 0).all()
+    kept = content(cache)
+    attn(x[:, 42:43], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
+    assert_unchanged(cache, kept)
+    with pytest.raises(InvalidInput, match="sequence 0 has 40 tokens and room for 40, max_len 40"):
+        cache.check()
+    cache.check()  # said once
+    assert cache.lengths.tolist() == [40, 39]
+    attn(x[:, 42:43], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
+    cache.reset(0)
+    cache.check()  # forgotten with its sequence
+
+
+def test_a_captured_step_without_pages_writes_nothing(attn, captured):
+    """Not reserved, or shared with a snapshot."""
+    x = tokens(attn, 2, ROOM)
+    cache = poisoned_cache(attn, 2, ROOM, page_size=16)
+    cache.reserve([32, 16])
+    one_by_one(attn, x[:, :17], cache)
+    with pytest.raises(InvalidInput, match=r"sequence 1 has 16 tokens and room for 16, max_len 40; reserve\(\) pages"):
+        cache.check()
+    kept = cache.snapshot(0)
+    attn(x[:, 17:18], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
+    with pytest.raises(InvalidInput, match="sequence 0 has 17 tokens and room for 17"):
+        cache.check()
+    cache.reserve([32, 16])
+    y = attn(x[:, 17:18], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
+    assert_equal(y[:1], whole(attn, x[:1])[:, 17:18])
+    cache.load(kept, 1)
+    assert cache.host_lengths() == [18, 17]
+
+
+def test_the_host_learns_what_graphs_did(attn, monkeypatch):
+    """Between replays, eager steps, crops and overflows go by the lengths on the device."""
+    x = tokens(attn, 1, ROOM + 1)
+    golden, cache = whole(attn, x[:, :ROOM]), poisoned_cache(attn, 1, ROOM, max_rollback=4)
+    attn(x[:, :9], cache=cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "_is_capturing", lambda device: True)
+        one_by_one(attn, x[:, 9:20], cache)
+    assert_equal(attn(x[:, 20:24], cache=cache), golden[:, 20:24])
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "_is_capturing", lambda device: True)
+        one_by_one(attn, x[:, 24:38], cache)
+    with pytest.raises(InvalidInput, match="sequence 0 has had 38 tokens and 33 would be 5 fewer"):
+        cache.crop(33)
+    cache.crop(34)
+    assert_equal(one_by_one(attn, x[:, 34:40], cache), golden[:, 34:])
+    with pytest.raises(InvalidInput, match="sequence 0 has 40 tokens, 1 more do not fit"):
+        attn(x[:, 40:], cache=cache)
+
+
+def test_what_a_graph_cannot_take(attn, captured):
+    cache, x = poisoned_cache(attn, 2, ROOM, max_step=4), tokens(attn, 2, ROOM)
+    for call, said in (
+        (lambda: attn(x[:, :5], cache=cache), "a captured step takes at most max_step = 4 rows, got 5"),
+        (lambda: attn(x[:, :2], cache=cache, new=[1, 1]), "a list would be its constant"),
+        (lambda: attn(x[:, :2], cache=cache, new=torch.zeros(2)), "new must be int32 .2. on cpu"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            call()
+
+
+def test_counts_that_only_the_device_knows(attn, monkeypatch):
+    """`new` as a tensor on a GPU: the host goes by bounds, and asks only where they do not fit."""
+    x = tokens(attn, 2, ROOM)
+    cache = poisoned_cache(attn, 2, ROOM, page_size=16, max_rollback=3)
+    golden = whole(attn, x)
+
+    def arrival_of(cache, rows, new, capturing):
+        return step.Arrival(rows, [rows] * 2, new, exact=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "arrival_of", arrival_of)
+        assert_equal(attn(x[:, :12], cache=cache, new=torch.tensor([12, 4]))[:1], golden[:1, :12])
+        for t in range(12, 30):
+            rows = torch.stack([x[0, t : t + 2], x[1, t - 8 : t - 6]])
+            y = attn(rows, cache=cache, new=torch.tensor([1, 1]))
+            assert_equal(y[:, :1], torch.stack([golden[0, t : t + 1], golden[1, t - 8 : t - 7]]))
+    assert not cache.exact
+    assert cache.bounds != [30, 22]
+    with pytest.raises(InvalidInput, match="sequence 0 has had 30 tokens and 26 would be 4 fewer"):
+        cache.crop([26, 22])
+    cache.crop([27, 22])
+    assert_equal(attn(x[:, 27:40], cache=cache, new=[13, 0])[:1], golden[:1, 27:])
+
+
+@PAGES
+def test_reserving_workspace_changes_no_bit(attn, page_size):
+    x = tokens(attn, 2, ROOM)
+    caches = [poisoned_cache(attn, 2, ROOM, page_size=page_size) for _ in range(2)]
+    caches[0].reserve_workspace()
+    for part in x.split([9, 1, 1, 5, 1, 23], 1):
+        kept = content(caches[0])
+        caches[0].reserve_workspace(rows=3)
+        assert_unchanged(caches[0], kept)
+        assert torch.equal(attn(part, cache=caches[0]), attn(part, cache=caches[1]))
+    caches[0].check()
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str)
+def test_fused_forms(changes):
+    """A plan's own "append" and "step", here as loops over the contract's words, give what the slots give."""
+    attn = layer_of(**changes)
+    x = tokens(attn, 2, ROOM)
+    caches = [poisoned_cache(attn, 2, ROOM, page_size=16) for _ in range(2)]
+    plan, called = caches[0].plan, []
+
+    def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call):
+        called.append("append")
+        q, size, half = q.clone(), sel[0].shape[1], q.shape[-1] // 2
+
+        def turned(row, t):
+            if rope is None:
+                return row
+            assert all(table.shape[1:] == (half,) for table in rope)
+            one, other = row[..., :half], row[..., half:]
+            return torch.cat((one * rope[0][t] - other * rope[1][t], other * rope[0][t] + one * rope[1][t]), -1)
+
+        for b in range(q.shape[0]):
+            for r in range(int(call.lengths[b] - call.starts[b])):
+                t = int(call.starts[b]) + r
+                q[b, r] = turned(q[b, r], t)
+                page = int(call.block_table[b, t // size])
+                raw[0][b, t % raw[0].shape[1]] = turned(k[0][b, r], t) if rotate_raw else k[0][b, r]
+                sel[0][page, t % size], win[0][b, t % win[0].shape[1]] = turned(k[1][b, r], t), turned(k[2][b, r], t)
+                raw[1][b, t % raw[1].shape[1]] = v[0][b, r]
+                sel[1][page, t % size], win[1][b, t % win[1].shape[1]] = v[1][b, r], v[2][b, r]
+        return q
+
+    def fused_step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call):
+        called.append("step")
+        o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, call=call)
+        blocks = plan.select(q, k_cmp, lse, call=call)
+        others = plan.sel(q, k_sel, v_sel, blocks, call=call)[0], plan.win(q, k_win, v_win, call=call)[0]
+        return plan.combine(gates, o_cmp, *others), blocks
+
+    made = {"append": append, "step": fused_step}
+    kernels = {n: dataclasses.replace(plan.cmp, slot=n, function=function) for n, function in made.items()}
+    fused = dataclasses.replace(plan, fused=MappingProxyType(kernels))
+    for part, new in ((x[:, :11], None), (x[:, 11:12], None), (x[:, 12:17], [5, 2]), (x[:, 17:18], None)):
+        steps = part.shape[1] < 11
+        y = attn(part, cache=caches[0], new=new, plan=fused if steps else None)
+        assert torch.equal(y, attn(part, cache=caches[1], new=new))
+    assert called == ["append", "step"] * 3
+
+
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "expand",
+    "alias",
+    "split_with_sizes",
+    "select",
+    "slice",
+    "unsqueeze",
+    "transpose",
+}
+
+
+class Counted(TorchDispatchMode):
+    """The operators that ran, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names += [] if name in VIEWS else [name]
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_token_costs_few_operators():
+    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; phi when a block ends."""
+    attn = layer_of(torch.float32).requires_grad_(False)
+    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
+    o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
+    made = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
+    kernels = {n: dataclasses.replace(cache.plan.cmp, slot=n, function=function) for n, function in made.items()}
+    plan = dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+    attn(x[:, :20], cache=cache)
+    costs = []
+    for t in range(20, 28):
+        row = x[:, t : t + 1].contiguous()
+        with Counted() as counted:
+            attn(row, cache=cache, plan=plan)
+        costs.append(len(counted.names))
+    assert costs[:3] == costs[4:7] == [6] * 3, counted.names
+    assert 20 < costs[3] == costs[7] <= 52, counted.names

@@ -1,0 +1,54 @@
+"""Small models and data that the tests of nsa_core.lm share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests share standins.py
+
+from nsa_core import NSAConfig
+from nsa_core.lm.config import LMConfig
+from nsa_core.lm.corpus import ListCorpus
+from nsa_core.lm.data import TextRows
+from nsa_core.lm.tokens import ByteTokenizer
+
+LAYER = NSAConfig(
+    dim=24, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=6, compress_block_size=4, compress_stride=2,
+    select_block_size=4, num_selected_blocks=4, window_size=7,
+)  # fmt: skip
+
+
+@pytest.fixture(params=["nsa", "dense"])
+def attention(request: pytest.FixtureRequest) -> str:
+    """Both kinds of attention."""
+    return str(request.param)
+
+
+@pytest.fixture
+def config() -> LMConfig:
+    """Two layers of width 24 over bytes, with NSA."""
+    return LMConfig(LAYER, 2, mlp_dim=32)
+
+
+@pytest.fixture
+def documents() -> list[str]:
+    """Forty documents of 1 to 196 characters, some of more bytes than characters."""
+    return [f"document {n}: " + "wörd " * n if n else "x" for n in range(0, 40)]
+
+
+@pytest.fixture
+def rows(documents):
+    """``rows(length, **options)``: the documents as rows of bytes."""
+    return lambda length, **options: TextRows(ListCorpus(documents, "words"), ByteTokenizer(), length, **options)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,212 @@
+"""Corpora and tokenizers: files of every kind give all of their text, and a missing library is named with its hint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+
+import standins
+from nsa_core import InvalidInput
+from nsa_core.bench.corpus import library_documents, library_text
+from nsa_core.errors import BackendUnavailable
+from nsa_core.lm import corpus as room
+from nsa_core.lm.corpus import open_corpus
+from nsa_core.lm.task import DataSpec, open_data
+from nsa_core.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
+
+
+def epoch(path, number=0, start=0, **options):
+    return list(open_corpus(str(path), **options).epoch(number, start))
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
+def test_a_long_text_is_cut_into_documents_and_loses_nothing(tmp_path, monkeypatch, mark):
+    monkeypatch.setattr(room, "_CUT", 50)
+    text = mark.join(f"pärt{n}" * 3 for n in range(200))
+    file = tmp_path / "long.txt"
+    file.write_text(text, encoding="utf-8")
+    found = epoch(file)
+    assert sum(map(len, found)) == len(text)
+    assert sorted("".join(found)) == sorted(text)  # no character was cut in two
+    assert all(f in text and len(f.encode()) <= 100 for f in found)
+    assert mark == "" or sum(f.endswith(mark) for f in found) >= len(found) - 1
+    file.write_text("short", encoding="utf-8")
+    assert epoch(file) == ["short"]
+
+
+def test_a_folder_gives_its_text_and_nothing_else(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.md").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "four", "id": 4}\n')
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 and more")
+    (tmp_path / ".hidden").write_text("secret")
+    assert sorted(epoch(tmp_path)) == ["", "four", "one", "three", "two"]
+    assert open_corpus(str(tmp_path)).name == tmp_path.name
+
+
+def test_an_epoch_has_an_order_of_its_own_and_starts_anywhere(tmp_path):
+    lines = [json.dumps({"body": f"number {n}"}) for n in range(50)]
+    for name, part in (("a.jsonl", lines[:20]), ("b.ndjson", lines[20:])):
+        (tmp_path / name).write_text("\n".join(part))
+    first, second = epoch(tmp_path, field="body"), epoch(tmp_path, 1, field="body")
+    assert first != second
+    assert sorted(first) == sorted(second) == sorted(f"number {n}" for n in range(50))
+    assert epoch(tmp_path, field="body") == first
+    assert epoch(tmp_path, field="body", seed=1) != first
+    for start in (1, 19, 49, 50):
+        assert epoch(tmp_path, start=start, field="body") == first[start:]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "good"}\n{"text": 3}\n', "line 2 has no text under 'text' (--text-field); it has text"),
+        (b'{"text": "good"}\n[1]\n', "line 2 has no text under 'text' (--text-field); it has list"),
+        (b'{"text": "good"}\n{"text"\n', "line 2 is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, content, said):
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(InvalidInput) as caught:
+        epoch(file)
+    assert said in str(caught.value)
+
+
+def test_what_is_no_data_is_refused(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"\0\1\2")
+    with pytest.raises(InvalidInput, match=r"x\.bin is no UTF-8 text"):
+        open_corpus(str(tmp_path / "x.bin"))
+    with pytest.raises(InvalidInput, match="holds no text"):
+        open_corpus(str(tmp_path))
+    with pytest.raises(InvalidInput, match="no such file or folder"):
+        open_corpus(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(("library", "data"), [("datasets", "hf:someone/something"), ("pyarrow", "x.parquet")])
+def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library, data):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BackendUnavailable, match=rf"need {library}, which is not installed; pip install 'nsa-core"):
+        open_corpus(data if ":" in data else str(tmp_path / data))
+
+
+class Stream:
+    """As much of a streamed data set of Hugging Face as is used."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def skip(self, count):
+        return self.rows[count:]
+
+
+def test_a_streamed_data_set_is_read_from_any_place(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return Stream([{"text": f"row {n}"} for n in range(9)])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = open_corpus("fineweb-edu")
+    assert list(found.epoch(0, 6)) == ["row 6", "row 7", "row 8"]
+    open_corpus("hf:someone/plain")
+    streamed = {"split": "train", "streaming": True}
+    assert asked == [
+        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), streamed), (("someone/plain", None), streamed),
+    ]  # fmt: skip
+
+
+@pytest.fixture(params=["the library", "a stand-in"])
+def write_parquet(request, monkeypatch):
+    """``write(path, columns, rows a group)``, by pyarrow or for the stand-in."""
+    if request.param == "the library":
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        return lambda path, columns, group: parquet.write_table(arrow.table(columns), path, row_group_size=group)
+    stand_in = types.SimpleNamespace(ParquetFile=standins.ParquetFile, ArrowException=standins.ArrowException)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    return lambda path, columns, group: path.write_text(json.dumps({"columns": columns, "group": group}))
+
+
+def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
+    file = tmp_path / "x.parquet"
+    texts = [f"row {n}" for n in range(25)] + [None]
+    write_parquet(file, {"text": texts, "n": list(range(26))}, 10)
+    found = epoch(file)
+    assert sorted(found) == sorted(t or "" for t in texts)
+    assert found != epoch(file, 1)
+    for start in (3, 10, 17, 26):
+        assert epoch(file, start=start) == found[start:]
+    with pytest.raises(InvalidInput, match="has no column 'body'; it has text, n"):
+        open_corpus(str(file), field="body")
+    file.write_bytes(b"PAR1")
+    with pytest.raises(InvalidInput, match="cannot be read as parquet"):
+        open_corpus(str(file))
+
+
+def test_the_documentation_inside_python():
+    found = library_documents()
+    assert len(found) == len(set(found)) > 1000
+    assert found[0].encode() == library_text(1)[: len(found[0].encode())]
+    data = open_data(DataSpec("python-docs"), held_out_rows=3)
+    assert (len(data.held_out), data.vocab_size) == (3, 256)
+    assert next(data.rows) not in data.held_out
+
+
+def test_bytes_come_back():
+    words = ByteTokenizer()
+    text = "ünï \U0001f600 text\n"
+    assert words.decode([words.end, *words.encode(text), words.end]) == text
+    assert max(words.encode(text)) < words.end < words.vocab_size
+    assert tokenizer_from_dict(words.to_dict()).encode(text) == words.encode(text)
+    with pytest.raises(InvalidInput, match="got 'other'"):
+        tokenizer_from_dict({"kind": "other"})
+
+
+@pytest.fixture(params=["the library", "a stand-in"])
+def tokenizers(request, monkeypatch):
+    """The library, or what stands in for it."""
+    if request.param == "the library":
+        return pytest.importorskip("tokenizers")
+    stand_in = types.SimpleNamespace(Tokenizer=standins.Tokenizer)
+    monkeypatch.setitem(sys.modules, "tokenizers", stand_in)
+    return stand_in
+
+
+def words_as_json(vocab):
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+
+
+@pytest.mark.usefixtures("tokenizers")
+def test_a_tokenizer_of_hugging_face(tmp_path):
+    vocab = {"[UNK]": 0, "one": 1, "two": 2, "</s>": 3}
+    (tmp_path / "tokenizer.json").write_text(words_as_json(vocab))
+    words = read_tokenizer(tmp_path / "tokenizer.json")
+    assert (words.encode("two one </s> three"), words.end, words.vocab_size) == ([2, 1, 0], 3, 64)
+    assert words.decode([3, 2, 1, 60, 3]) == "two one"
+    again = tokenizer_from_dict(json.loads(json.dumps(words.to_dict())))
+    assert again.encode("two one") == [2, 1]
+    del vocab["</s>"]
+    assert FileTokenizer(words_as_json(vocab)).end == 3  # one more than it has
+    for broken in ("{}", "no JSON"):
+        with pytest.raises(InvalidInput, match=r"cannot be read as a tokenizer\.json"):
+            FileTokenizer(broken)
+
+
+def test_a_tokenizer_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BackendUnavailable, match="needs tokenizers, which is not installed"):
+        read_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_tokenizer(tmp_path / "absent.json")

@@ -1,0 +1,113 @@
+"""Generation, and what the chosen blocks hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nsa_core import InvalidInput
+from nsa_core.lm.generate import advance, generate
+from nsa_core.lm.mass import selected_mass
+from nsa_core.lm.model import LanguageModel
+
+
+@pytest.fixture
+def model(config, attention) -> LanguageModel:
+    made = LanguageModel(dataclasses.replace(config, attention=attention)).double()
+    with torch.no_grad():
+        made.embed.weight *= 20  # so that one token is clearly likelier than the rest
+    return made
+
+
+def test_the_likeliest_token_is_taken_each_time(model):
+    prompt = torch.randint(256, (2, 9))
+    new = generate(model, prompt, 12, temperature=0)
+    everything = torch.cat((prompt, new), 1)
+    assert torch.equal(new, model(everything).argmax(-1)[:, 8:-1])
+
+
+def test_advance_tells_what_comes_after_all_it_was_given(model):
+    tokens = torch.randint(256, (2, 20))
+    expected = model(tokens)[:, -1].float()
+    caches = model.new_caches(2, 20)
+    for part in tokens.split([7, 1, 3, 9], 1):
+        logits = advance(model, caches, part)
+    torch.testing.assert_close(logits, expected)
+    with pytest.raises(InvalidInput):
+        advance(model, caches, tokens[:, :1])
+
+
+def test_nothing_is_read_again(model):
+    """Of each step the layers see the new token alone."""
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    generate(model, torch.randint(256, (1, 9)), 4)
+    assert seen == [9, 1, 1, 1]
+
+
+def test_draws_are_the_seeds_and_of_the_likeliest(model):
+    prompt = torch.randint(256, (1, 5))
+
+    def made(**options):
+        return generate(model, prompt, 8, **options)
+
+    assert torch.equal(made(seed=3), made(seed=3))
+    assert len({tuple(made(seed=s, temperature=3.0)[0].tolist()) for s in range(4)}) > 1
+    assert torch.equal(made(seed=5, top_k=1), made(temperature=0))
+    for seed in range(4):
+        everything = torch.cat((prompt, made(seed=seed, top_k=3, temperature=50.0)), 1)
+        likeliest = model(everything)[:, 4:-1].topk(3).indices
+        assert (likeliest == everything[:, 5:, None]).any(-1).all()
+
+
+def test_it_stops_when_every_sequence_has_ended(model, monkeypatch):
+    fixed = torch.tensor([[1, 2, 9, 4, 5], [3, 9, 6, 7, 8]])
+    calls = iter(fixed.T)
+    monkeypatch.setattr("nsa_core.lm.generate._draw", lambda *_: next(calls))
+    assert generate(model, fixed[:, :1], 5, end=9).tolist() == [[1, 2, 9], [3, 9, 9]]
+    assert generate(model, fixed[:, :1], 0).shape == (2, 0)
+
+
+def test_wrong_arguments_are_all_named(model):
+    with pytest.raises(InvalidInput) as caught:
+        generate(model, torch.zeros(1, 0, dtype=torch.long), -1, temperature=-2.0, top_k=0)
+    for said in (r"prompt must be [B, S]", "max_new_tokens must", "temperature must", "top_k must"):
+        assert said in str(caught.value)
+
+
+def test_the_mass_inside_the_chosen_blocks(config):
+    """Against the definition, key by key, in the first layer."""
+    model = LanguageModel(config).double()
+    lengths, layer = [30, 5, 22], config.layer
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    tokens = torch.randint(256, (57,))
+    block = model.blocks[0]
+    x = block.attn_norm(model.embed(tokens))
+    made = block.attn.project(x, bounds)
+    plan = block.attn.plan
+    _, lse = plan.cmp(made.q, made.k_cmp, made.v_cmp, cu_seqlens=bounds)
+    blocks = plan.select(made.q, made.k_cmp, lse, cu_seqlens=bounds)
+    masses, shares = [], []
+    for first, length in zip(bounds.tolist(), lengths):
+        for t in range(layer.num_selected_blocks * layer.select_block_size, length):
+            for head in range(4):
+                q, k = made.q[first + t, head], made.k[1][first : first + t + 1, head // 2]
+                p = (k @ q * layer.softmax_scale).softmax(0)
+                chosen = blocks[first + t, head // 2].tolist()
+                inside = torch.tensor([j // layer.select_block_size in chosen for j in range(t + 1)])
+                masses.append(p[inside].sum())
+                shares.append(inside.double().mean())
+    found = selected_mass(model, tokens, bounds, rows=1000)
+    assert len(found) == 2
+    assert found[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
+    assert found[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
+    assert selected_mass(model, tokens[:30], rows=5)[1].selected < 1
+
+
+def test_where_nothing_is_chosen_there_is_no_mass(config):
+    with pytest.raises(InvalidInput, match="longer than num_selected_blocks blocks, 16 tokens"):
+        selected_mass(LanguageModel(config), torch.zeros(16, dtype=torch.long))
+    with pytest.raises(InvalidInput, match="attention 'dense' chooses no blocks"):
+        selected_mass(LanguageModel(dataclasses.replace(config, attention="dense")), torch.zeros(40, dtype=torch.long))

@@ -1,0 +1,146 @@
+"""The model: its sizes, what packing and recomputation leave as it is, and where its attention comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa_core import InvalidInput, NSAConfig
+from nsa_core.errors import NSAError
+from nsa_core.lm import model as room
+from nsa_core.lm.config import SIZES, LMConfig, size
+from nsa_core.lm.dense import DenseAttention
+from nsa_core.lm.model import IGNORED, LanguageModel, parameter_count
+from nsa_core.rope import rope_table, rotate
+
+
+def test_every_wrong_field_is_named(config):
+    with pytest.raises(InvalidInput) as caught:
+        LMConfig(config.layer, 0, vocab_size=1, mlp_dim=-3, attention="sparse")
+    for said in ("n_layers must be", "got 0", "vocab_size", "got 1", "mlp_dim", "got -3", "nsa, dense, got 'sparse'"):
+        assert said in str(caught.value)
+    with pytest.raises(InvalidInput, match="layer must be an NSAConfig, got dict"):
+        LMConfig({}, 2)
+    with pytest.raises(InvalidInput, match="one of tiny, toy, m7c_125m, got 'huge'"):
+        size("huge")
+
+
+def test_a_configuration_survives_json(config):
+    for made in (config, *SIZES.values()):
+        assert LMConfig.from_dict(made.to_dict()) == made
+    with pytest.raises(InvalidInput, match="no configuration of a language model"):
+        LMConfig.from_dict({"n_layers": 2})
+
+
+def test_the_size_of_the_reports():
+    large = SIZES["m7c_125m"]
+    layer = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
+    assert (large.layer, large.n_layers, large.mlp_dim) == (layer, 12, 2048)
+    assert (layer.v_dim, layer.geometry) == (64, NSAConfig(dim=64, n_heads=1, n_kv_heads=1).geometry)
+    with torch.device("meta"):
+        assert parameter_count(LanguageModel(dataclasses.replace(large, attention="dense"))) == 73_353_984
+    toy = SIZES["toy"]
+    assert (toy.layer.dim, toy.n_layers) == (128, 1)
+
+
+def test_at_the_start_every_token_is_as_likely(config, attention):
+    model = LanguageModel(dataclasses.replace(config, attention=attention))
+    tokens = torch.randint(256, (2, 40))
+    assert abs(model(tokens, targets=tokens.roll(-1, 1)).item() / 80 - math.log(256)) < 0.1
+
+
+def test_dense_attention_is_the_formula(config):
+    layer = dataclasses.replace(config.layer, qk_norm=True)
+    attn, x = DenseAttention(layer).double(), torch.randn(2, 13, 24, dtype=torch.float64)
+    q, k, v = attn.qkv(x).split([32, 16, 12], -1)
+    q, k, v = q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 6))
+    table = rope_table(torch.arange(13), 8, 10000.0, torch.float64)
+    q, k = (rotate(t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt(), table) for t in (q, k))
+    k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+    p = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = attn.out(torch.einsum("bhts,bshd->bthd", p, v).flatten(-2))
+    torch.testing.assert_close(attn(x), expected)
+
+
+def test_packed_documents_are_separate_ones(config, attention):
+    model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
+    lengths = [1, 17, 0, 40, 6, 0]
+    tokens = torch.randint(256, (sum(lengths),))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    together = model(tokens, bounds, 40)
+    apart = torch.cat([model(part[None])[0] for part in tokens.split(lengths) if len(part)])
+    torch.testing.assert_close(together, apart)
+
+
+def test_nothing_of_the_future_is_seen(config, attention):
+    model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
+    tokens = torch.randint(256, (1, 50))
+    other = torch.cat((tokens[:, :33], torch.randint(256, (1, 17))), 1)
+    assert torch.equal(model(tokens)[:, :33], model(other)[:, :33])
+    assert not torch.equal(model(tokens)[:, 33:], model(other)[:, 33:])
+
+
+def test_every_parameter_learns_from_the_first_step_on(config, attention):
+    model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
+    tokens = torch.randint(256, (2, 44))
+    model(tokens, targets=tokens.roll(-1, 1)).backward()
+    still = {n: p.grad is None or not float(p.grad.norm()) > 1e-6 for n, p in model.named_parameters()}
+    assert not any(still.values()), still
+
+
+def gradients(model, tokens, targets):
+    model.zero_grad()
+    loss = model(tokens, targets=targets)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def test_recomputing_changes_no_bit(config):
+    model, tokens = LanguageModel(config), torch.randint(256, (2, 40))
+    before, kept = gradients(model, tokens, tokens)
+    calls = []
+    model.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.recompute = True
+    after, again = gradients(model, tokens, tokens)
+    assert len(calls) == 2
+    assert torch.equal(before, after)
+    assert all(map(torch.equal, kept, again))
+
+
+def test_the_loss_in_parts_is_the_loss(config, monkeypatch):
+    model = LanguageModel(config).double()
+    tokens = torch.randint(256, (3, 20))
+    targets = tokens.masked_fill(torch.rand(3, 20) < 0.3, IGNORED)
+    whole, kept = gradients(model, tokens, targets)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(whole, expected.detach())
+    seen = []
+    monkeypatch.setattr(room, "_LOGITS_AT_ONCE", 7 * 256)
+    monkeypatch.setattr(room, "_nats", lambda x, *rest, of=room._nats: seen.append(len(x)) or of(x, *rest))
+    parted, again = gradients(model, tokens, targets)
+    assert max(seen) == 7
+    torch.testing.assert_close(whole, parted)
+    for one, other in zip(kept, again):
+        torch.testing.assert_close(one, other)
+
+
+def test_wrong_shapes_are_refused(config):
+    model = LanguageModel(config)
+    with pytest.raises(InvalidInput, match=r"tokens must be \[B, S\], or \[T\] with cu_seqlens; got \[8\]"):
+        model(torch.zeros(8, dtype=torch.long))
+    with pytest.raises(InvalidInput, match=r"targets must have the shape of tokens, got \[1, 7\]"):
+        model(torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 7, dtype=torch.long))
+
+
+def test_an_error_names_its_layer(config):
+    model = LanguageModel(config)
+    model.blocks[1].attn.check = True
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight.fill_(torch.nan)
+    with pytest.raises(NSAError, match="layer 1, branch"):
+        model(torch.zeros(1, 8, dtype=torch.long))

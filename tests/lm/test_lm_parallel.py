@@ -1,0 +1,40 @@
+"""Several processes under torchrun train as one does, and go on where one stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nsa_core.lm import log
+
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.slow  # two processes start, and plan, and train
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def trained(folder, steps, *options, together=True):
+    """The records of `nsa train` on one process, or on two by gloo."""
+    command = [sys.executable, *(TWO if together else []), "-m", "nsa_cli", "train", "--out", str(folder)]
+    command += ["--device", "cpu", "--steps", str(steps), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return log.read_log(folder / log.FILE)[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_give_the_loss_of_one(tmp_path, kind):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"document {number} " + "says a little " * number)
+    data = ["--data", str(text), "--length", "32", "--batch", "4", "--accumulate", "2", "--warmup", "1"]
+    data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
+    alone = trained(tmp_path / "alone", 4, *data, together=False)
+    trained(tmp_path / "shared", 2, *data, "--parallel", kind)
+    shared = trained(tmp_path / "shared", 4, "--resume", "--held-out-rows", "2")
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    for one, two in zip(alone, shared):
+        for name in ("loss", "held_out_loss", "grad_norm"):
+            assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)

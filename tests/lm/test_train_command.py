@@ -1,0 +1,171 @@
+"""`nsa train` and `nsa generate`: what they write, print and refuse."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nsa_cli import train_options
+from nsa_core.lm import checkpoint, log
+from nsa_core.lm import train as room
+from nsa_core.lm.config import SIZES
+from nsa_core.lm.recipe import Recipe
+
+pytest.importorskip("safetensors")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SMALL = ["--device", "cpu", "--length", "32", "--batch", "2", "--held-out-rows", "1", "--eval-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = room.measure_peaks.__globals__["Peaks"](1e9, 1e9)
+    monkeypatch.setattr(room, "measure_peaks", lambda *_: peaks)
+
+
+@pytest.fixture
+def text(tmp_path: pathlib.Path) -> str:
+    """Sixty documents in a file."""
+    lines = (f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n' for n in range(60))
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    return str(tmp_path / "text.jsonl")
+
+
+def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path):
+    out, plot = tmp_path / "run", tmp_path / "loss.svg"
+    done = nsa("train", "--out", str(out), "--data", text, "--steps", "4", *SMALL, "--svg", str(plot))
+    assert (done.code, done.err) == (0, "")
+    assert [line.split()[0] for line in done.out.splitlines()[:-1]] == ["step", "0", "2", "4", "unigram"]
+    assert f"256 tokens of {text}, kept in {out}" in done.out
+    assert sorted(p.name for p in out.iterdir()) == [checkpoint.FILE, log.FILE]
+    assert plot.read_bytes().startswith(b"<?xml")
+    assert checkpoint.read(out).facts["data"]["length"] == 32
+
+    again = nsa("train", "--out", str(out), "--resume", "--steps", "5", "--held-out-rows", "1")
+    assert again.code == 0
+    assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3, 4, 5]
+
+    said = [nsa("generate", "--checkpoint", str(out), "--prompt", "this", "--max-new-tokens", "8") for _ in range(2)]
+    assert said[0].code == 0
+    assert said[0].out == said[1].out
+    assert said[0].out.startswith("this")
+
+
+def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    done = nsa("train", "--out", str(out), "--data", text)
+    assert (done.code, (out / "mine.txt").read_text()) == (2, "mine")
+    assert "is not empty; give --resume to go on with it or --force" in done.err
+    for arguments, said in (
+        (["--out", str(tmp_path / "text.jsonl")], "is not a folder"),
+        (["--out", str(tmp_path / "no" / "run")], "does not exist"),
+        (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
+        (["--out", str(out), "--resume", "--batch", "4", "--lr", "1"], "--batch, --lr: with --resume the checkpoint"),
+        (["--out", str(out), "--resume"], "cannot be read as a checkpoint"),
+        (["--out", str(tmp_path / "new"), "--size", "huge"], "one of tiny, toy, m7c_125m, got 'huge'"),
+        (["--out", str(tmp_path / "new"), "--data", "nowhere"], "no such file or folder"),
+        (["--out", str(tmp_path / "new"), "--backends", "win=nothing", "--data", text, *SMALL], "nothing"),
+        (["--out", str(tmp_path / "new"), "--cuda-graph", "--data", text, *SMALL], "one process on one GPU"),
+    ):
+        done = nsa("train", *arguments)
+        assert done.code == 2, done
+        assert said in done.err
+        assert "Traceback" not in done.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_tasks_say_what_they_should_reach(nsa, tmp_path):
+    options = ["--steps", "1", *SMALL, "--vocab", "16"]
+    done = nsa("train", "--out", str(tmp_path / "u"), "--data", "uniform", *options)
+    assert re.search(r"mean loss of the last 1 steps: \d\.\d{4}; nothing gets below ln 16 = 2\.7726", done.out)
+    done = nsa("train", "--out", str(tmp_path / "r"), "--data", "recall", *options)
+    assert "right answers on held-out rows:" in done.out
+    done = nsa("generate", "--checkpoint", str(tmp_path / "r"), "--prompt", "x")
+    assert (done.code, "trained on the task recall: it has no text" in done.err) == (2, True)
+
+
+def test_a_dense_run_starts_one_with_nsa(nsa, text, tmp_path):
+    dense = ["--data", text, "--attention", "dense", "--steps", "1", *SMALL]
+    assert nsa("train", "--out", str(tmp_path / "dense"), *dense).code == 0
+    start = ["--from-dense", str(tmp_path / "dense"), "--data", text, "--steps", "1", *SMALL]
+    assert nsa("train", "--out", str(tmp_path / "nsa"), *start).code == 0
+    assert checkpoint.read(tmp_path / "nsa").config.attention == "nsa"
+    start[1] = str(tmp_path / "nsa")
+    done = nsa("train", "--out", str(tmp_path / "again"), *start)
+    assert (done.code, "is no dense model; its attention is nsa" in done.err) == (2, True)
+
+
+def test_options_name_what_there_is():
+    assert set(train_options.FREE) <= set(Recipe.__dataclass_fields__)
+    help_of_size = train_options.Size.__metadata__[0].help
+    assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
+
+
+def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "nsa_cli", "train", "--out", str(out), "--data", text, "--steps", "100000", *SMALL]
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"from nsa_cli.app import main; main({command[3:]!r})"  # a job in the background ignores SIGINT
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 240
+        while time.monotonic() < until and child.poll() is None:
+            if (out / log.FILE).exists() and len((out / log.FILE).read_text().splitlines()) > 3:
+                break
+            time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=240)
+    finally:
+        child.kill()
+    assert (child.returncode, err.splitlines()[-1]) == (130, "nsa: interrupted")
+    records = log.read_log(out / log.FILE)[1]
+    assert checkpoint.read(out).facts["step"] == records[-1]["step"]
+
+
+def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "train.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    known = nsa("train", "--help").out + nsa("generate", "--help").out
+    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for word in re.findall(r"(?<!torchrun )--[a-z][a-z-]*", page):
+        assert re.search(rf"{word}\b", known) or word == "--nproc-per-node", word
+    assert len(commands) == 4
+    monkeypatch.chdir(tmp_path)
+    train, generate = (shlex.split(command)[1:] for command in commands[:2])
+    small = ["--steps", "1", *SMALL[:-2], "--data", str(ROOT / "docs"), "--held-out", "0.3"]
+    assert nsa(*train, *small).code == 0
+    assert (tmp_path / "run.png").exists()
+    assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
+
+
+def test_the_benchmark_runs_every_section_small(tmp_path):
+    file = tmp_path / "train.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--quick", "--device", "cpu", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert not [row for row in rows if "reason" in row], rows
+    assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
+    assert any("crossover" in row for row in rows)
+    assert any("R2" in row for row in rows)
+
+
+def test_the_comparison_with_dense_attention_trains_both(tmp_path):
+    file = tmp_path / "quality.json"
+    small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_quality.py"), "--device", "cpu", "--json", str(file)]
+    command += [*small, "--data", str(ROOT / "docs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert [len(found[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
+    assert (len(found["nsa"]["selected_mass"]), found["dense"]["selected_mass"]) == (3, [])

@@ -1,0 +1,67 @@
+"""Report row 1, '52/52 selection equivalence': the same 52 ids, against the truth, on every backend's selector.
+
+Triton's kernels run the same cases in their interpreter: tests/triton/interpreted_report_row_01.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from row_01 import CASES, Row01, case_id, check
+
+
+def parameters(case: Row01) -> object:
+    return pytest.param(case, id=case_id(case), marks=[pytest.mark.gpu] if case.device == "cuda" else [])
+
+
+def test_there_are_52() -> None:
+    assert len({case_id(case) for case in CASES}) == len(CASES) == 52
+
+
+@pytest.mark.parametrize("case", [parameters(case) for case in CASES])
+@pytest.mark.parametrize("backend", ["sdpa", "fa2"])
+def test_report_row_01_selection(backend: str, case: Row01, fa2_here: None) -> None:
+    on_gpu = torch.cuda.is_available()
+    if backend == "fa2" and on_gpu:
+        check("sdpa", backend, case, dtype=torch.float16, device="cuda")
+    else:
+        check("sdpa", backend, case, device=case.device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_report_row_01_selection_of_triton(case: Row01) -> None:
+    check("triton", "triton", case, block=16, device="cuda")
+
+
+def the_block_before(kernel: Any) -> Any:
+    return lambda q, k, v, blocks: kernel(q, k, v, (blocks - 1).clamp(min=-1))
+
+
+def one_key_too_many(kernel: Any) -> Any:
+    """Token t gets what token t + 1 should."""
+    return lambda *x: (lambda o, lse: (o.roll(-1, 1), lse.roll(-1, 2)))(*kernel(*x))
+
+
+def duplicates_count_twice(kernel: Any) -> Any:
+    """A softmax over the blocks as they are listed; all logits are 0."""
+
+    def listed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> Any:
+        block = torch.arange(v.shape[1]) // 4
+        counts = (blocks[..., None] == block).sum(-2) * (
+            torch.arange(v.shape[1]) <= torch.arange(q.shape[1])[:, None, None]
+        )
+        counts = counts.repeat_interleave(q.shape[2] // v.shape[2], 2).float()
+        return counts / counts.sum(-1, keepdim=True).clamp(min=1), counts.sum(-1).log().transpose(1, 2)
+
+    return listed
+
+
+@pytest.mark.parametrize("fault", [the_block_before, one_key_too_many, duplicates_count_twice])
+def test_report_row_01_can_fail(fault: Any) -> None:
+    (case,) = [case for case in CASES if case_id(case) == "duplicates-cpu"]
+    with pytest.raises(AssertionError):
+        check("sdpa", "sdpa", case, fault=fault)

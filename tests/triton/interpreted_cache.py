@@ -1,0 +1,49 @@
+"""Steps of a layer over its cache on the triton backend, whose fused forms also fill it, in the strict interpreter."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+from nsa_core.registry import default_registry
+from nsa_core.verify.interpreter import strict
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "decode"))
+
+from caches import OPTIONS, assert_equal, layer_of, poisoned_cache, tokens, whole
+
+SPEC = default_registry().get("triton").spec
+LENGTH = 30
+CHOSEN = (
+    ("mlp", None),
+    ("rotary before phi", 32),
+    ("no rotary, odd widths", 32),
+    ("one pair", None),
+    ("l=l', w=1", 16),
+)
+
+
+@pytest.mark.skipif(SPEC is None or not SPEC.fused, reason="the triton backend has no fused decode forms yet")
+@pytest.mark.parametrize(("option", "page_size"), CHOSEN)
+def test_steps_equal_whole_sequences(option, page_size):
+    """One token, several, and fewer than x has rows, over an edge of a block and of a page; stores full of NaN."""
+    attn = layer_of(**OPTIONS.get(option, {}))
+    attn.backends = "sdpa"
+    x = tokens(attn, 2, LENGTH + 8)
+    golden = whole(attn, x)
+    attn.backends = "triton"
+    cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4)
+    assert set(cache.plan.fused) == {"append", "step"}
+    attn.backends = "sdpa"
+    attn(x[:, :LENGTH], cache=cache)
+    with strict():
+        parts = [attn(x[:, t : t + 1], cache=cache) for t in (LENGTH, LENGTH + 1)]
+        parts.append(attn(x[:, LENGTH + 2 : LENGTH + 5], cache=cache))
+        last = attn(x[:, LENGTH + 5 :], cache=cache, new=[3, 1])
+    assert_equal(torch.cat(parts, 1), golden[:, LENGTH : LENGTH + 5])
+    assert_equal(last[:1], golden[:1, LENGTH + 5 :])
+    assert_equal(last[1:, :1], golden[1:, LENGTH + 5 : LENGTH + 6])
+    assert (last[1, 1:] == 0).all()

@@ -1,0 +1,26 @@
+"""Where compressed tokens of packed documents begin, against the core's own sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_backend_triton import documents
+from nsa_core.layout import BlockGeometry
+from nsa_core.packing import compressed_cu_seqlens
+from nsa_core.verify.interpreter import strict
+
+MANY = torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(3)).sort().values.tolist()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 0], [0, 31], [0, 32, 63, 111, 111, 1000], [0, *MANY], [0, 40, 10, 20], [5, 9, 20]],
+    ids=["empty", "too short", "several", "more than a block", "falling", "not from 0"],
+)
+@pytest.mark.parametrize("geometry", [BlockGeometry(), BlockGeometry(8, 8, 16), BlockGeometry(12, 4, 12)], ids=str)
+def test_starts_are_the_cores(bounds: list[int], geometry: BlockGeometry) -> None:
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    with strict():
+        found = documents.compressed_starts(cu, geometry)
+    assert torch.equal(found, compressed_cu_seqlens(cu, geometry))

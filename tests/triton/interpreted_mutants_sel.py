@@ -1,0 +1,11 @@
+"""Mutants of the kernels of sel, forward and backward."""
+
+from __future__ import annotations
+
+import mutation_cases
+from mutation_suite import FUNCTIONS, OF_SEL, Mutants
+
+
+class TestSel(Mutants):
+    names = tuple(name for name in FUNCTIONS if name.startswith(OF_SEL))
+    cases = mutation_cases.SEL_CASES

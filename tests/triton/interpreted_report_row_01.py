@@ -1,0 +1,27 @@
+"""Report row 1 on our kernels: the cases of tests/regressions/row_01.py, blocks of 16 tokens, select and sel."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+from nsa_core.verify.interpreter import strict
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
+from row_01 import CASES, Row01, case_id, check
+
+QUICK = {"random-cpu", "duplicates-cpu", "empty", "clamped", "shape-1x32x2"}  # the others take seconds each
+
+
+def parameters(case: Row01) -> object:
+    marks = [] if case_id(case) in QUICK else [pytest.mark.slow]
+    return pytest.param(case, id=case_id(case), marks=marks)
+
+
+# The five that the reports ran on a GPU run there: tests/regressions/test_report_row_01.py.
+@pytest.mark.parametrize("case", [parameters(case) for case in CASES if case.device == "cpu"])
+def test_report_row_01_selection(case: Row01) -> None:
+    with strict():
+        check("triton", "triton", case, block=16)

@@ -1,0 +1,19 @@
+"""Report row 2 on our kernels: the windows of tests/regressions/row_02.py."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+from nsa_core.verify.interpreter import strict
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
+from row_02 import CASES, judge_window
+
+
+@pytest.mark.parametrize(("dtype", "batch", "length", "window"), CASES)
+def test_report_row_02_sliding_window(dtype: str, batch: int, length: int, window: int) -> None:
+    with strict():
+        judge_window("triton", dtype, batch, length, window)

@@ -1,0 +1,210 @@
+"""The tiny calls whose launches tell mutants from kernels: a slot, sizes, options, and tiles other than the table's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Mapping
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from launches import Launch, apart, recorded
+from mutation import reached
+from nsa_backend_triton import cmp, combine, configs, sel, sel_forward, sel_lists, select, win
+from nsa_backend_triton.launch import Sequences
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+TABLE = configs.table(0)  # the interpreter's
+MODULES = {"cmp": cmp, "win": win, "combine": combine}
+#                        l  d  l' n init local w
+GEOMETRY = BlockGeometry(4, 2, 4, 5, 1, 2, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """One call of a slot, forward and backward. Several ``lengths`` are packed documents; ``tiles`` by kernel."""
+
+    slot: str
+    lengths: tuple[int, ...]
+    batch: int = 1
+    heads: int = 2  # of a group
+    groups: int = 1
+    dk: int = 4
+    dv: int = 3
+    geometry: BlockGeometry = GEOMETRY
+    scale: float = 0.7
+    deterministic: bool = False
+    dtype: torch.dtype = torch.float64
+    ties: bool = False  # every compressed key but the first is 0
+    nan_key: int | None = None  # a compressed key that is NaN, while lse is not
+    run: int = 0  # rows whose partial outputs are made at a time; 0: all
+    bounds: tuple[int, ...] = ()  # cu_seqlens that are not those of ``lengths``
+    tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    def call(self) -> SlotCall:
+        bounds = self.bounds or [0, *itertools.accumulate(self.lengths)]
+        cu = torch.tensor(bounds, dtype=torch.int32) if self.packed else None
+        return SlotCall(self.geometry, self.scale, cu, max(self.lengths), self.deterministic)
+
+    def random(self, *shape: int) -> Tensor:
+        """[B, *shape], packed [*shape], rows and heads apart."""
+        lead = () if self.packed else (self.batch,)
+        return apart(torch.randn(*lead, *shape, dtype=self.dtype))
+
+    def calls(self) -> None:
+        """Forward and, where there is one, backward."""
+        torch.manual_seed(len(self.slot) + sum(self.lengths))
+        total, call = sum(self.lengths), self.call()
+        q, do = (self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv))
+        if self.slot == "combine":
+            outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
+            inputs = self.random(total, self.heads, 3), *outputs
+            combine.forward(*inputs, call=call)
+            combine.backward(do[..., : self.heads, :], *inputs, call=call)
+            return
+        if self.slot == "lists":
+            sel_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
+            return
+        rows = total
+        if self.slot in ("cmp", "select"):
+            rows = self.geometry.max_compressed(total) if self.packed else self.geometry.num_compressed(total)
+        k, v = self.random(rows, self.groups, self.dk), self.random(rows, self.groups, self.dv)
+        if self.slot == "select":
+            self._select(q, k, v, call)
+        elif self.slot == "sel":
+            blocks = self._blocks(total)
+            q[..., :2, :, :] = torch.nan  # of tokens without a key
+            bytes_of_a_row = 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
+            with mock.patch.object(sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row):
+                o, lse = sel.forward(q, k, v, blocks, call=call)
+            sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
+        else:
+            module = MODULES[self.slot]
+            o, lse = module.forward(q, k, v, call=call)
+            module.backward(do, q, k, v, apart(o), lse, call=call)
+
+    def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
+        k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]  # so that the last key decides the last token's choice
+        if self.ties:
+            k[..., 1:, :, :] = 0
+        _, lse = cmp.forward(q, k, v, call=call)
+        if self.nan_key is not None:
+            k[..., self.nan_key, :, :] = torch.nan
+        select.forward(q, k, lse, call=call)
+
+    def _blocks(self, total: int) -> Tensor:
+        """Anything a caller may pass: unsorted, repeated, negative, in the future, out of range."""
+        draw, n = random.Random(total), self.geometry.num_selected_blocks
+        last = max(self.lengths) // self.geometry.select_block_size + 1
+        values = [draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * self.groups * n)]
+        lead = () if self.packed else (1,)
+        blocks = torch.tensor(values, dtype=torch.int32).view(*lead, total, self.groups, n)
+        blocks[..., :2, :, :] = -1  # tokens without a key
+        blocks[..., -1, :, :] = torch.arange(n)  # and one of as many as there can be
+        return apart(blocks if self.packed else blocks.expand(self.batch, -1, -1, -1))
+
+
+def _rows(tiles: Mapping[str, Mapping[str, int]]) -> dict[str, list[tuple[dict[str, int], dict[str, int]]]]:
+    """The interpreter's table with ``tiles`` in it."""
+    return {kernel: [({}, {**rows[0][1], **tiles.get(kernel, {})})] for kernel, rows in TABLE.items()}
+
+
+SPANS = ("span_forward", "span_dq", "span_dkdv")
+SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4}}
+SMALL |= {"span_dq": SMALL["span_forward"]}
+DESCRIBED = {kernel: {**tile, "TMA": 1} for kernel, tile in SMALL.items()}
+WIDE = dataclasses.replace(GEOMETRY, window_size=18)
+MALFORMED = {bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
+             for bounds in ((0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30))}  # fmt: skip
+
+SPAN_CASES = {
+    "cmp packed": Tiny("cmp", (2, 0, 37), tiles=SMALL),
+    "cmp dense": Tiny("cmp", (19,), batch=2, heads=2, groups=2),
+    "cmp l=d": Tiny("cmp", (21,), heads=3, geometry=BlockGeometry(2, 2, 4, 5), tiles=SMALL),
+    "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
+    "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
+    "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
+    "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),
+    "win dense": Tiny("win", (19,), batch=2, heads=3, groups=2),
+    "win described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED),
+    "win far": Tiny("win", (11,), scale=400.0, tiles=SMALL),
+    "win w=1": Tiny("win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL),
+}
+SPAN_CASES |= {
+    f"{s} {bounds}": dataclasses.replace(case, slot=s) for s in ("cmp", "win") for bounds, case in MALFORMED.items()
+}
+
+# Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are no power of two.
+FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
+LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
+RANKED, FREE = BlockGeometry(4, 2, 4, 3, 1, 1), BlockGeometry(4, 2, 4, 3, 0, 0)
+TAPS = BlockGeometry(6, 1, 6, 4, 0, 0)
+ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}  # [2 taps, 4 blocks, 2 taps, 2 taps, block]
+SELECT_CASES = {
+    "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
+    "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=FREE, tiles=FEW_BYTES),
+    "select free": Tiny("select", (34,), heads=1, geometry=BlockGeometry(4, 2, 4, 2, 0, 0)),
+    "select windows": Tiny("select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=LARGE),
+    "select ties": Tiny("select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 12, 1, 1), tiles=LARGE),
+    "select fp32": Tiny(
+        "select", (66,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 30, 0, 0), tiles=LARGE
+    ),
+    "select taps": Tiny("select", (44,), heads=2, geometry=TAPS, tiles=ROWS_OF_TAPS),
+    "select last key": Tiny("select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0), tiles=FEW_BYTES),
+    "select nan": Tiny("select", (44,), geometry=BlockGeometry(4, 2, 8, 3, 0, 0), tiles=ROWS_OF_TAPS, nan_key=6),
+}
+SELECT_CASES |= {
+    f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED) for bounds, case in MALFORMED.items()
+}
+
+ODD = BlockGeometry(4, 1, 5, 3, 1, 1, 5)  # l' = 5: a step of 4 keys and one key
+EVEN = BlockGeometry(4, 2, 4, 3)
+PIECES = {
+    "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 4, "SHORT": 0},
+    "sel_bucket": {"ROWS": 4, "TILES": 3},
+    "sel_merge": {"ROWS": 8},
+    "sel_block_backward": {"KEYS": 4, "ROWS": 8, "SEGMENT": 16, "CHUNK": 3},
+    "sel_tile_backward": {"KEYS": 4, "ROWS": 8},
+}
+FIVE = {**PIECES, "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0}, "sel_bucket": {"ROWS": 8, "TILES": 1}}
+FIVE["sel_block_backward"] = {"KEYS": 4, "ROWS": 8, "CHUNK": 3}
+SHARED = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 1}}
+TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
+TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
+SEL_CASES = {
+    "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
+    "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
+    "sel two tiles": Tiny("sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}),
+    "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True),
+    "sel ordered packed": Tiny("sel", (2, 0, 26), geometry=ODD, tiles=SHARED, deterministic=True),
+    "sel turned": Tiny("sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=TURNED),
+    "sel runs": Tiny("sel", (7,), batch=2, run=5, geometry=ODD, tiles=PIECES),
+    "sel 32 tokens": Tiny("sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TOGETHER),
+    "sel one token": Tiny("sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARED, deterministic=True),
+    "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
+    "sel long lists": Tiny("lists", (350,), geometry=EVEN),
+    "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
+    "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
+    "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
+}
+COMBINE_CASES = {"combine dense": Tiny("combine", (9,), batch=2), "combine packed": Tiny("combine", (2, 0, 7))}
+
+
+def launches_of(cases: Mapping[str, Tiny]) -> list[Launch]:
+    """Every launch of ``cases`` once, the quickest first."""
+    found: list[Launch] = []
+    for label, case in cases.items():
+        with mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)), recorded(label, found):
+            case.calls()
+    different = {launch.identity(): launch for launch in found}
+    for launch in found:
+        launch.ran = reached(launch.ran)
+    return sorted(different.values(), key=lambda launch: launch.seconds)

@@ -1,0 +1,74 @@
+"""What is demanded of a group of modules: each mutant of each of their jit functions dies, or is listed as equivalent.
+
+The ordinary run takes a tenth of them, chosen by each mutant's own name; `nox -s full` takes all.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import mutation
+from launches import Launch
+from mutation_cases import Tiny, launches_of
+
+FUNCTIONS = sorted(mutation.functions())
+OF_SEL = ("sel_", "delta.")  # how the functions of a group begin; a group is a file, and runs beside the others
+OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
+UNPROVED: tuple[str, ...] = ()  # those whose survivors nobody has sorted into missing cases and equivalents yet
+ONE_IN = 10
+TWICE_S = 0.03  # of processor time: only a launch as quick as this is run again in the ordinary suite
+
+
+def chosen(mutant: mutation.Mutant) -> bool:
+    return zlib.crc32(mutant.key.encode()) % ONE_IN == 0
+
+
+@functools.cache
+def _launches(group: type[Mutants]) -> list[Launch]:
+    return launches_of(group.cases)
+
+
+class Mutants:
+    """Tests of the ``names`` ("module.function"), on the launches of ``cases``."""
+
+    names: tuple[str, ...] = ()
+    cases: Mapping[str, Tiny] = {}
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Made once."""
+        return _launches(type(self))
+
+    def test_every_function_runs_in_some_launch(self) -> None:
+        unseen = set(self.names) - set().union(*(launch.ran for launch in self.launches))
+        assert not unseen, unseen
+
+    def test_healthy_kernels_leave_the_same_twice(self) -> None:
+        """Without this, a comparison that always differs would kill every mutant."""
+        quick = [launch for launch in self.launches if launch.seconds < TWICE_S]
+        different = [f"{launch.label}: {launch.name}" for launch in quick if launch.differs()]
+        assert quick
+        assert not different, different
+
+    @pytest.mark.slow
+    def test_all_of_them_do(self) -> None:
+        different = [f"{launch.label}: {launch.name}" for launch in self.launches if launch.differs()]
+        assert not different, different
+
+    def test_a_tenth_of_the_mutants_is_killed(self, tmp_path: Path) -> None:
+        mutants = [mutant for name in self.names for mutant in mutation.mutants(name)]
+        sample = [mutant for mutant in mutants if chosen(mutant)]
+        assert len(sample) > len(mutants) / ONE_IN / 2
+        asked = [mutant for mutant in sample if mutant.key not in mutation.EQUIVALENT]
+        alive = mutation.survivors(asked, self.launches, tmp_path)
+        assert not alive, alive
+
+    @pytest.mark.slow
+    def test_every_mutant_is_killed_but_the_equivalent_ones(self, tmp_path: Path) -> None:
+        wrong = [key for name in self.names for key in mutation.unproved(name, self.launches, tmp_path)]
+        assert not wrong, wrong
