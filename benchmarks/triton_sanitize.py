@@ -11,8 +11,11 @@ from __future__ import annotations
 import torch
 
 from nsa_core import NSAConfig, resolve
+from nsa_core.contract import SLOTS
 from nsa_core.verify.cases import Case
-from nsa_core.verify.subject import run_slots
+from nsa_core.verify.decode import Step
+from nsa_core.verify.decode_fused import append_parity, step_parity
+from nsa_core.verify.subject import Subject, run_slots
 
 SHAPES = {
     "12/2/64": {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64},
@@ -22,7 +25,10 @@ SHAPES = {
 
 
 def main() -> None:
-    """Forward and backward of every slot, dense and packed, in both modes; one case long enough to bucket pairs."""
+    """Forward and backward of every slot, dense and packed, in both modes; one case long enough to bucket pairs.
+
+    Then decode steps of one and of several tokens, with their append.
+    """
     for name, shape in SHAPES.items():
         config = NSAConfig(dim=64, rope=False, **shape)
         for lengths, packed in (((150,), False), ((0, 33, 100, 1, 0), True), ((4200,), False)):
@@ -35,6 +41,13 @@ def main() -> None:
                 run_slots(plan, case, case.data(torch.bfloat16, "cuda"))
                 torch.cuda.synchronize()
                 print(f"{name}, {lengths}, deterministic {deterministic}: ran", flush=True)
+        subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
+        for new in ((1, 1, 0), (3, 1, 2)):
+            step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
+            findings = [*step_parity(subject, step, torch.bfloat16)]
+            findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
+            wrong = [f.quantity for f in findings if not f.ok]
+            print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
 
 
 if __name__ == "__main__":

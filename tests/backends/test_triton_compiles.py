@@ -16,7 +16,7 @@ offline = importlib.import_module("nsa_backend_triton.offline")
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 LINES = frozenset(PAGE.splitlines())  # a kernel may be launched twice for one row's title, for dk and for dv
 SAME_TRITON = f"triton {triton.__version__}," in PAGE
-SLOTS = ("cmp", "select", "sel", "win", "combine")
+SLOTS = ("cmp", "select", "sel", "win", "combine", "step")
 
 
 def check(rows) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -83,6 +84,21 @@ def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyP
     assert codes() == ([] if fits else ["triton_too_old"])
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("slot", SLOTS)
+def test_decode_is_served_where_prefill_is(slot: str, capability: tuple[int, int]) -> None:
+    asked = {"slot": slot, "phase": "decode", "needs_grad": False, "page_size": 128, "capability": capability}
+    for dtype, width in itertools.product(("bfloat16", "float32"), (32, 96, 256)):
+        assert codes(**asked, dtype=dtype, head_dim=width, v_head_dim=width) == []
+    assert "head_dim" in codes(**asked, v_head_dim=257)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_decode_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "table", lambda _: {configs.DECODE[slot][0]: [({"v_head_dim": 32}, {})]})
+    assert set(codes(slot=slot, phase="decode", needs_grad=False)) == {"no_configuration"}
+
+
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_46_a_request_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes(slot=slot) == []
@@ -92,7 +108,8 @@ def test_row_46_a_request_without_a_row_is_refused(slot: str, monkeypatch: pytes
 
 
 def test_every_table_has_every_kernel() -> None:
-    kernels = {kernel for of in (configs.FORWARD, configs.BACKWARD) for slot in SLOTS for kernel in of[slot]}
+    tables = (configs.FORWARD, configs.BACKWARD, configs.DECODE)
+    kernels = {kernel for of in tables for slot in SLOTS for kernel in of[slot]}
     for architecture in configs.TABLES:
         assert set(configs.table(architecture)) == kernels, architecture
 

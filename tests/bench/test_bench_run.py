@@ -14,7 +14,7 @@ from nsa_cli.bench_report import page, rows_of, summary
 from nsa_core.bench.combos import parse_combo
 from nsa_core.bench.result import read_result
 from nsa_core.bench.timing import CpuClock, Outcome, Work, measure, summarise
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput
 
 
 def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
@@ -93,9 +93,9 @@ def test_a_call_expected_to_take_too_long_is_not_tried(run):
     assert all("would take" in m.reason for m in result.measurements if m.length == 80)
 
 
-def test_decode_is_unsupported_with_the_reason(run):
-    with pytest.raises(Unsupported, match="does not measure decode"):
-        run(phases=["decode"])
+def test_decode_is_measured_apart(run):
+    with pytest.raises(InvalidInput, match="decode is measured by"):
+        run(phases=["decode", "forward"])
 
 
 def test_unknown_phase(run):
@@ -180,7 +180,8 @@ def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
     [
         (("--combo", "win=sdqa"), 2, "did you mean 'sdpa'"),
         (("--combo", "triton"), 3, "triton"),
-        (("--phase", "decode"), 3, "does not measure decode"),
+        (("--phase", "decode,forward"), 2, "apart from other phases"),
+        (("--phase", "decode", "--combo", "win=fa2"), 3, "fa2"),
         (("--shape", "12/5/64"), 2, "do not divide"),
         (("--blocks", "1,2"), 2, "five integers"),
         (("--dtype", "int8"), 2, "int8"),

@@ -241,3 +241,25 @@ def test_piped_output_is_not_cut_wrapped_or_coloured(nsa, toy, monkeypatch, comm
     assert "\x1b" not in out
     assert "…" not in out
     assert max(map(len, out.splitlines())) > 80
+
+
+def test_list_and_show_of_decode(nsa):
+    document = json.loads(nsa("backends", "list", "--phase", "decode", "--json").out)
+    assert document["request"].endswith("decode")
+    assert all(slot["accepted"] for slot in of(document, "sdpa")["slots"].values())
+    fa2 = of(document, "fa2")["slots"]
+    assert {slot: row["decode"] for slot, row in fa2.items() if row["forward"]} == {
+        "cmp": True, "sel": False, "win": False,
+    }  # fmt: skip
+    assert "no_decode" in [reason["code"] for reason in fa2["win"]["reasons"]]
+    assert "a ring holds them turned" in nsa("backends", "show", "fa2", "--phase", "decode").out.replace("\n", " ")
+    assert nsa("backends", "list", "--phase", "decoding").code == 2
+
+
+def test_explain_of_decode_with_pages(nsa):
+    done = nsa("backends", "explain", "--phase", "decode", "--page-size", "128", "--json")
+    document = json.loads(done.out)
+    assert document["request"]["page_size"] == 128
+    assert document["request"]["summary"].endswith("decode, pages of 128 tokens")
+    assert {row["chosen"] for row in document["slots"].values()} == {"sdpa"}
+    assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2

@@ -56,10 +56,10 @@ def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
     subject = Subject({"cmp": "twin"}, "cpu", registry)
-    plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick")
+    plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick", "both")
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
-        verify._plan(subject, [torch.float32, torch.float16], "quick")
+        verify._plan(subject, [torch.float32, torch.float16], "quick", "both")
 
 
 @pytest.mark.parametrize(("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)])
@@ -70,8 +70,10 @@ def test_the_command_runs_each_and_sums_up(
     left = list(verdicts)
 
     def run(
-        combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int
-    ) -> list[dict[str, Any]]:
+        combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int,
+        phase: str, reads: bool,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        assert (phase, reads) == ("both", False)
         finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
         return [
             {

@@ -40,3 +40,39 @@ def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> N
         for name, part in m.parts.items():
             assert part.performance is not None, (m.subject, name, part.reason)
     assert any(m.performance.method == "graph" for m in result.measurements)
+
+
+def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
+    bench = [
+        "--phase",
+        "decode",
+        "--device",
+        "cuda",
+        "--shape",
+        "reports,16/1/128",
+        "--length",
+        "600,4k",
+        "--batch",
+        "4",
+    ]
+    bench += ["--page-size", "128", "--budget", "0.02", "--time-limit", "240", "--json", str(tmp_path / "r.json")]
+    subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
+    result = read_result(tmp_path / "r.json")
+    assert not result.failed
+    found = {(m.shape, m.length, m.subject): m for m in result.measurements}
+    for m in found.values():
+        assert m.performance is not None, (m.subject, m.reason)
+        assert (m.performance.method == "eager") == m.subject.endswith(", eager")
+        assert m.floor_fraction is None or 0 < m.floor_fraction < 1.05, (m.subject, m.floor_fraction)
+    for shape, length in (("8/2/32", 4096), ("16/1/128", 4096)):
+        step = found[shape, length, "auto"]
+        assert step.performance.method == "graph"  # captured: no synchronisation, no host in it
+        parts = found.get((shape, length, "auto, slots one by one"), step).parts
+        assert set(parts) == {"cmp", "select", "sel", "win", "combine"}
+
+
+def test_verify_of_decode_and_what_a_step_reads(tmp_path: pathlib.Path) -> None:
+    arguments = ["--phase", "decode", "--device", "cuda", "--dtype", "float32,bfloat16,float16", "--reads"]
+    done = subprocess.run([sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "the paper's Table 4" in done.stdout

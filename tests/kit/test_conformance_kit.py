@@ -9,7 +9,7 @@ import torch
 
 from nsa_core import NSAError
 from nsa_core.testing import BackendConformance
-from nsa_core.testing.conformance import GRID
+from nsa_core.testing.conformance import GRID, STEPS
 from nsa_core.verify import suite
 from nsa_core.verify.cases import quick_cases
 
@@ -30,9 +30,13 @@ def test_a_sound_backend_passes(made) -> None:
     sound.test_probe_answers_about_every_device("win")
     for point in GRID:
         sound.test_probe_tells_the_truth("win", point)
+    sound.test_probe_answers_about_decode_on_every_device("win")
+    for step in STEPS:
+        sound.test_probe_tells_the_truth_of_decode("win", step)
     for check in ("operator", "compiled", "strided", "expanded", "two_threads", "grad_modes"):
         sound.test_kernel("win", check)
     sound.test_verify(job("inputs untouched", "S=2w"))
+    sound.test_verify(job("decode page order", "h=1"))
 
 
 FAULTS = {
@@ -48,6 +52,41 @@ def test_a_wrong_kernel_is_found_by_probe_truth(made, fault: str) -> None:
     module, *change = FAULTS[fault]
     with pytest.raises(RED, match="win, float32"):
         made("wrong-" + fault, {module: change}).test_probe_tells_the_truth("win", POINTS["float32"])
+
+
+STEP_FAULTS = {
+    "step-window-one-too-wide": ("behind < call.geometry.window_size", "behind <= call.geometry.window_size"),
+    "step-sees-later-rows": ("(behind >= 0) & ", ""),
+    "step-reads-what-nobody-owns": ("(held < 0)[..., None, None]", "(held < -9999)[..., None, None]"),
+    "step-padding": ("(token <= newest)", "(token <= newest + 1)"),
+    "step-ring": ("ring, device=q.device)) % ring", "ring, device=q.device)) % (ring + 1)"),
+}
+
+
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_wrong_decode_form_is_found_by_probe_truth(made, fault: str) -> None:
+    wrong = made(fault, {"decode": STEP_FAULTS[fault]})
+    with pytest.raises(RED, match="win, step, five rows, pages"):
+        wrong.test_probe_tells_the_truth_of_decode("win", next(s for s in STEPS if s.label == "step, five rows, pages"))
+
+
+def test_every_slot_of_a_backend_can_be_held_to_its_decode_forms() -> None:
+    """select and sel are given what the oracle makes of the step."""
+    suite_of_sdpa = type("Suite", (BackendConformance,), {})()
+    suite_of_sdpa._name, suite_of_sdpa._device = "sdpa", "cpu"
+    for form in ("cmp", "select", "sel", "win"):
+        for step in (STEPS[0], *STEPS[8:10]):
+            suite_of_sdpa.test_probe_tells_the_truth_of_decode(form, step)
+
+
+def test_a_backend_without_decode_forms_is_not_asked_for_them(made) -> None:
+    line = 'decode="nsa_backend_prefill_only.decode:win",'
+    plain = made("prefill-only", {"plugin": (line, "")})
+    plain.test_probe_answers_about_decode_on_every_device("win")
+    with pytest.raises(pytest.skip.Exception, match="declares no decode form"):
+        plain.test_probe_tells_the_truth_of_decode("no decode form", STEPS[0])
+    with pytest.raises(pytest.skip.Exception, match="has no decode form of win"):
+        plain.test_probe_tells_the_truth_of_decode("win", STEPS[0])
 
 
 def test_documents_that_see_each_other_are_found_by_the_packed_point(made) -> None:

@@ -22,7 +22,7 @@ def test_the_tutorial_shows_the_files_of_the_template() -> None:
     files = scaffold.rendered("mine")
     assert shown == {path: files[path] for path in shown}
     assert {path.split("/")[-1] for path in shown} == {
-        "pyproject.toml", "plugin.py", "probe.py", "win.py", "test_conformance.py",
+        "pyproject.toml", "plugin.py", "probe.py", "win.py", "decode.py", "test_conformance.py",
     }  # fmt: skip
     assert text.count("```") == 2 * len(shown), "a code block that is no file of the template"
 

@@ -29,6 +29,7 @@ class Mutant:
     module: str  # "nsa_backend_sdpa.win", "nsa_core.rope"
     old: str
     new: str
+    phase: str = "prefill"  # whose checks must find it
 
     def source(self) -> str:
         """The module's source with the fault in it."""
@@ -38,9 +39,10 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
-def first_red(subject: Subject) -> Finding | None:
-    """The first failing finding of the quick checks without text, in fp32; None when all are green."""
-    for _, findings in suite.run(subject, suite.jobs("quick", [torch.float32], text=None), stop_at_first=True):
+def first_red(subject: Subject, phase: str = "both") -> Finding | None:
+    """The first failing finding of the phase's quick checks without text, in fp32; None when all are green."""
+    todo = suite.jobs("quick", [torch.float32], text=None, phase=phase)
+    for _, findings in suite.run(subject, todo, stop_at_first=True):
         for finding in findings:
             if finding.ok is False:
                 return finding
@@ -50,9 +52,9 @@ def first_red(subject: Subject) -> Finding | None:
 def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
     """The finding that kills ``mutant``, or None if it survives."""
     if mutant.module.startswith(BACKEND):
-        return first_red(_subject_of_copy(mutant, scratch))
+        return first_red(_subject_of_copy(mutant, scratch), mutant.phase)
     with _faulty_module(mutant):
-        return first_red(Subject(dict.fromkeys(SLOTS, "sdpa")))
+        return first_red(Subject(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
 
 
 def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_faults import DECODE_MUTANTS
 from faults import MUTANTS
 from harness import Mutant, first_red, verdict_on
 from nsa_core.contract import SLOTS
@@ -20,10 +21,20 @@ def test_the_healthy_backend_passes() -> None:
 
 
 def test_there_are_at_least_20_different_faults() -> None:
-    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 20
+    assert len({m.name for m in MUTANTS + DECODE_MUTANTS}) == len(MUTANTS + DECODE_MUTANTS)
+    assert len(MUTANTS) >= 20
+    assert len(DECODE_MUTANTS) >= 15
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutant",
+    # Of the decode forms' faults every third is planted in the ordinary run, and all in the slow one.
+    [
+        *MUTANTS,
+        *(m if i % 3 == 0 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(DECODE_MUTANTS)),
+    ],
+    ids=lambda m: m.name,
+)
 def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     finding = verdict_on(mutant, tmp_path)
     record_property("mutant", mutant.name)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core import InvalidInput, NSAConfig, resolve
-from nsa_core.contract import SLOTS
+from nsa_core.contract import SLOTS, DecodeCall, Request
+from nsa_core.decode_ops import DecodeKernel
+from nsa_core.errors import Unsupported
 from nsa_core.ops import record_dispatch
+from nsa_core.registry import Registry
 
 CONFIG = NSAConfig(
     dim=32, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=4, compress_block_size=8, compress_stride=4,
@@ -31,3 +37,43 @@ def test_every_slot_runs_as_planned(varlen: bool, needs_grad: bool) -> None:
 def test_another_kind_of_device_is_refused() -> None:
     with pytest.raises(InvalidInput, match="the plan is for cpu, got cuda"):
         resolve(CONFIG, backends="sdpa").warmup("cuda")
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_a_plan_for_decode_runs_its_decode_forms(page: int | None) -> None:
+    plan = resolve(CONFIG, backends="sdpa", phase="decode", page_size=page)
+    with record_dispatch() as trace:
+        plan.warmup()
+    expected = [(slot, "forward" if slot == "combine" else "decode") for slot in SLOTS]
+    assert [(r.slot, r.direction) for r in trace] == expected
+
+
+def test_a_plan_for_decode_runs_its_fused_forms() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def step(q: torch.Tensor, gates: torch.Tensor, *stores: torch.Tensor, call: DecodeCall) -> object:
+        seen.append(("step", len(stores) == 6))
+        return q.new_zeros(*q.shape[:-1], 4), torch.zeros(*q.shape[:2], 2, 4, dtype=torch.int32)
+
+    def append(q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object) -> torch.Tensor:
+        seen.append(("append", rope is None))
+        return q
+
+    plan = resolve(CONFIG, backends="sdpa", phase="decode")
+    forms = {name: DecodeKernel("toy", name, f) for name, f in {"step": step, "append": append}.items()}
+    dataclasses.replace(plan, fused=forms).warmup()
+    assert seen == [("step", True), ("append", True), ("append", False)]
+
+
+def test_the_workspace_of_a_decode_form_is_stated_by_itself_or_not_at_all() -> None:
+    plan = resolve(CONFIG, backends="sdpa", phase="decode")
+    asked = {slot: dataclasses.replace(plan.requests[slot], batch=1, seq_len=64) for slot in SLOTS}
+    with pytest.raises(Unsupported, match="backend 'sdpa' does not state the workspace of the decode form of 'win'"):
+        plan.workspace_bytes(asked["win"])
+    slots = {s: dataclasses.replace(x, decode_workspace=f"{__name__}:workspace") for s, x in sdpa().slots.items()}
+    stated = Registry(()).with_backend(dataclasses.replace(sdpa(), name="stated", slots=slots))
+    assert resolve(CONFIG, phase="decode", registry=stated).workspace_bytes(asked["win"]) == 64
+
+
+def workspace(request: Request) -> int:
+    return request.seq_len or 0

@@ -15,15 +15,18 @@ from nsa_core.contract import SLOTS
 from nsa_core.verify import suite
 
 CHECKS = {name.name for name in suite._CHECKS} - {"packed"}  # whose case is judged by parity there
+STEP_CHECKS = {worth.name for worth in suite._STEP_CHECKS if worth.interpreter}
 
 
 def test_the_jobs_are_small_and_leave_no_check_out() -> None:
     jobs = suite.jobs("interpreter", [torch.float32, torch.bfloat16], text=None)
-    assert {job.name for job in jobs} == CHECKS
+    assert {job.name for job in jobs} == CHECKS | STEP_CHECKS
+    assert len(STEP_CHECKS) == len(suite._STEP_CHECKS) - 2  # bits run to run, and reads of every token, take too long
     assert {job.dtype for job in jobs if job.name == "parity"} == {torch.float32, torch.bfloat16}
     for job in jobs:
         assert job.case.batch * job.case.tokens <= 80
         assert job.case.config.qk_dim == job.case.config.v_dim == 16
+        assert not isinstance(job.check, suite.OnStep) or max(job.check.step.lengths) <= 80
 
 
 def verify(folder: Path, slots: tuple[str, ...]) -> dict:

@@ -8,6 +8,7 @@ only save work are guarded too.
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -179,18 +180,18 @@ def killer(mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection
 
 
 def survivors(
-    mutants: Iterable[Mutant], launches: Iterable[Launch], folder: Path, by: Collection[str] = ANY
+    mutants: Iterable[Mutant], launches: Sequence[Launch], folder: Path, by: Collection[str] = ANY
 ) -> list[str]:
-    """Keys of the mutants of one function that no launch kills; the one that killed the last is asked first."""
-    order, alive = list(launches), []
+    """Keys of the mutants that no launch kills; asked first are launches that are quick, and have killed others."""
+    kills: collections.Counter[Launch] = collections.Counter()
+    alive = []
     for mutant in mutants:
-        asked = [launch for launch in order if mutant.name in launch.ran]
-        found = killer(mutant, asked, folder, by)
+        asked = [launch for launch in launches if mutant.name in launch.ran]
+        found = killer(mutant, sorted(asked, key=lambda one: one.seconds / (1 + kills[one])), folder, by)
         if found is None:
             alive.append(mutant.key)
         else:
-            order.remove(found)
-            order.insert(0, found)
+            kills[found] += 1
     return alive
 
 

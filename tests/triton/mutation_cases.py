@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launches import Launch, apart, recorded
 from mutation import reached
-from nsa_backend_triton import cmp, combine, configs, sel, sel_forward, sel_lists, select, win
+from nsa_backend_triton import cmp, combine, configs, documents, sel, sel_forward, sel_lists, select, win
 from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -39,7 +39,7 @@ class Tiny:
     scale: float = 0.7
     deterministic: bool = False
     dtype: torch.dtype = torch.float64
-    ties: bool = False  # every compressed key but the first is 0
+    ties: bool = False  # every compressed key but one is 0
     nan_key: int | None = None  # a compressed key that is NaN, while lse is not
     run: int = 0  # rows whose partial outputs are made at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that are not those of ``lengths``
@@ -73,6 +73,9 @@ class Tiny:
         if self.slot == "lists":
             sel_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
             return
+        if self.slot == "starts":
+            documents.compressed_starts(call.cu_seqlens, self.geometry)
+            return
         rows = total
         if self.slot in ("cmp", "select"):
             rows = self.geometry.max_compressed(total) if self.packed else self.geometry.num_compressed(total)
@@ -94,7 +97,7 @@ class Tiny:
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
         k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]  # so that the last key decides the last token's choice
         if self.ties:
-            k[..., 1:, :, :] = 0
+            k[..., torch.arange(k.shape[-3]) != 20, :, :] = 0
         _, lse = cmp.forward(q, k, v, call=call)
         if self.nan_key is not None:
             k[..., self.nan_key, :, :] = torch.nan
@@ -128,10 +131,11 @@ MALFORMED = {bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
 SPAN_CASES = {
     "cmp packed": Tiny("cmp", (2, 0, 37), tiles=SMALL),
     "cmp dense": Tiny("cmp", (19,), batch=2, heads=2, groups=2),
-    "cmp l=d": Tiny("cmp", (21,), heads=3, geometry=BlockGeometry(2, 2, 4, 5), tiles=SMALL),
+    "cmp l=d": Tiny("cmp", (31,), heads=3, geometry=BlockGeometry(3, 3, 6, 5), tiles=SMALL),
     "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
+    "cmp documents": Tiny("starts", (5,) * 2048),
     "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),
     "win dense": Tiny("win", (19,), batch=2, heads=3, groups=2),
     "win described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED),

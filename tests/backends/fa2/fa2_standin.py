@@ -198,11 +198,42 @@ def flash_attn_interface(release: str, library: Library) -> types.SimpleNamespac
         return function
 
     return types.SimpleNamespace(
+        flash_attn_with_kvcache=with_kvcache(release, library),
         _flash_attn_forward=forward(False),
         _flash_attn_varlen_forward=forward(True),
         _flash_attn_backward=backward(False),
         _flash_attn_varlen_backward=backward(True),
     )
+
+
+def with_kvcache(release: str, library: Library) -> Any:
+    """The function of that name: one query a sequence, over cache_batch_idx's sequence or block_table's pages."""
+    text = "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+    text += "cache_batch_idx=None, block_table=None, softmax_scale=None, causal=False, num_splits=0"
+    signature = inspect.signature(eval(f"lambda {text}{'' if release == '2.5' else ', return_softmax_lse=False'}: 0"))
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        q, k, v, lengths = given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"]
+        library.calls.append({"direction": "cache", "q": tuple(q.shape), "k": tuple(k.shape), **kwargs})
+        check(q, k, v)
+        table, index = given.get("block_table"), given.get("cache_batch_idx")
+        require((table is None) != (index is None), "pages or sequences")
+        require(table is None or k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
+        for x in (lengths, index if table is None else table):
+            require(x.dtype == torch.int32 and x.is_contiguous() and len(x) == len(q), "int32, a row a sequence")
+        o, lse = torch.full_like(q, torch.nan), torch.full((len(q), q.shape[2], 1), torch.nan)
+        for b, length in enumerate(lengths.tolist()):
+            where = index[b : b + 1] if table is None else table[b]
+            require(length <= len(where) * k.shape[1], "illegal memory access")
+            pages = where[: -(-length // k.shape[1])].long()
+            keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
+            seen = torch.ones(1, length, dtype=torch.bool)
+            o[b], lse[b] = one(q[b], keys, values, given["softmax_scale"], seen)[:2]
+        return (o, lse) if given["return_softmax_lse"] else o
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 def pad_lse(lse: Tensor, cu: Tensor, longest: int) -> Tensor:

@@ -32,7 +32,7 @@ def fit(x: Tensor, width: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """q and scale with the scale's sign, or its zero, moved into q: the kernels scale after masking with -inf."""
     if scale > 0:
         return q, scale
@@ -59,7 +59,7 @@ def attend(
         parts = [attend(a, b, c, how) for a, b, c in zip(*(x.split(MAX_BATCH) for x in (q, k, v)))]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
-    signed, scale = _signed(q, how.scale)
+    signed, scale = positive(q, how.scale)
     o, lse = providers.serving().forward(
         fit(signed, width), fit(k, width), fit(v, width), dataclasses.replace(how, scale=scale)
     )
@@ -83,7 +83,7 @@ def attend_backward(
         dqs, dks, dvs = zip(*(attend_backward(a, b, c, d, e, f, how) for a, b, c, d, e, f in shares))
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
-    signed, scale = _signed(q, how.scale)
+    signed, scale = positive(q, how.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed, k, v, o))
     dq, dk, dv = providers.serving().backward(
         fit_do, fit_q, fit_k, fit_v, fit_o, lse.contiguous(), dataclasses.replace(how, scale=scale)

@@ -11,6 +11,7 @@ def _slot(name: str) -> SlotSpec:
     return SlotSpec(
         forward=f"{_HOME}.{name}:forward",
         backward=f"{_HOME}.{name}:backward",
+        decode=f"{_HOME}.decode:cmp" if name == "cmp" else None,
         evidence=("flash_fwd", "flash_bwd"),
         workspace=f"{_HOME}.workspace:{name}",
         deterministic=False,  # the backward adds dq with atomics unless the call asks it not to

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nsa_backend_fa2 import providers
+from nsa_backend_fa2.decode import PAGE_ROWS
 from nsa_backend_fa2.operands import MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
 
@@ -22,7 +25,8 @@ _SMALL = (
 
 def probe(request: Request) -> list[Reason]:
     """All reasons against ``request``; none: the backend takes it."""
-    return [*_device_reasons(request), *_shape_reasons(request), *_provider_reasons(request)]
+    of_phase = _decode_reasons(request) if request.phase == "decode" else _provider_reasons(request)
+    return [*_device_reasons(request), *_shape_reasons(request), *of_phase]
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -53,11 +57,44 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if width > MAX_WIDTH:
         message = f"head widths {request.head_dim}/{request.v_head_dim} exceed {MAX_WIDTH}"
         reasons.append(Reason("head_dim", message, "use sdpa"))
-    heads = request.n_heads * (request.geometry.compress_stride if request.slot == "cmp" else 1)
+    folded = request.slot == "cmp" and request.phase == "prefill"
+    heads = request.n_heads * (request.geometry.compress_stride if folded else 1)
     if heads > MAX_HEADS:
         message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use sdpa"))
     return reasons
+
+
+def _decode_reasons(request: Request) -> list[Reason]:
+    """cmp runs over the cached compressed tokens; the other branches' keys do not lie as the library reads them."""
+    reasons = list(_layout_reasons(request))
+    serving = providers.first()
+    if serving is None:
+        return reasons + _provider_reasons(request)
+    lacks = not isinstance(serving, providers.FlashAttnPackage) or serving.with_cache is None
+    if request.slot == "cmp" and lacks:
+        message = f"{serving.title} has no attention over a cache that returns the LSE"
+        reasons.append(Reason("no_kvcache", message, f"install a newer flash-attn: {providers.INSTALL}"))
+    return reasons
+
+
+def _layout_reasons(request: Request) -> Iterator[Reason]:
+    size, stride = request.geometry.select_block_size, request.geometry.compress_stride
+    if request.slot == "win":
+        message = "takes the cached keys of a window from the first on: a ring holds them turned, older ones among them"
+        yield Reason("ring", message, "use triton or sdpa")
+    if request.slot == "sel":
+        message = f"takes pages of a multiple of {PAGE_ROWS} rows: chosen blocks of {size} would have to be gathered"
+        yield Reason("gathered_blocks", message, "use triton or sdpa")
+    if request.slot != "cmp":
+        return
+    widths, rows = (request.head_dim, request.v_head_dim), (request.page_size or 0) // stride
+    if widths[0] != widths[1] or widths[0] % 8:
+        message = f"every step would copy the cache to pad head widths {widths[0]}/{widths[1]} to one multiple of 8"
+        yield Reason("head_dim_decode", message, "use triton or sdpa")
+    if rows % PAGE_ROWS:
+        message = f"pages of {request.page_size} tokens hold {rows} compressed ones, needs a multiple of {PAGE_ROWS}"
+        yield Reason("page_size", message, f"use pages of {PAGE_ROWS * stride} tokens, or triton")
 
 
 def _provider_reasons(request: Request) -> list[Reason]:

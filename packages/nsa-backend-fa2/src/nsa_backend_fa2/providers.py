@@ -16,7 +16,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -110,6 +110,15 @@ class FlashAttnPackage:
             given.update(cu_seqlens_q=how.packed.cu_q, cu_seqlens_k=how.packed.cu_k)
             given.update(max_seqlen_q=how.packed.max_q, max_seqlen_k=how.packed.max_k)
         return given
+
+    @property
+    def with_cache(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """flash_attn_with_kvcache, where it returns the LSE (from some 2.6 on)."""
+        function: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
+            self._interface, "flash_attn_with_kvcache", None
+        )
+        known = function is not None and "return_softmax_lse" in inspect.signature(function).parameters
+        return function if known else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
         """o and lse."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import triton
 
-from nsa_backend_triton import configs, offline
-from nsa_backend_triton.requests import inputs
+from nsa_backend_triton import configs, decode, decode_append, offline
+from nsa_backend_triton.requests import STEP_INPUTS, inputs, step_inputs
 from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
@@ -35,7 +35,8 @@ _HEAD = """# What the Triton kernels take
 Written by `nsa_backend_triton.compile_table`, with triton {version}, on a machine without a GPU: each kernel is
 compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90 (H100, H200: {s90} KiB) with the tile shapes
 that ship, from the launches that a call of its slot makes: 64 query heads over 4 groups, 8192 tokens, l=32, d=16,
-l'=64, n=16, w=512, forward and backward. A test compiles a part of this table again in every ordinary run, and all
+l'=64, n=16, w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536 tokens, one new
+token each. A test compiles a part of this table again in every ordinary run, and all
 of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
 {wide} in float32 (which is there to verify the compiled logic, not to be fast), the figures as printed here where
 triton's version is the same.
@@ -56,6 +57,21 @@ def launches(request: Request, architecture: int) -> list[offline.Launch]:
     return made
 
 
+def step_launches(request: Request, architecture: int, rows: int = 1) -> list[offline.Launch]:
+    """What a fused decode step of ``rows`` tokens would launch, its append first."""
+    given, call = step_inputs(request, rows)
+    q, lead = given["q"], given["q"].shape[:2]
+    k, v = (q.new_empty((*lead, *given[f"{x}_win"].shape[2:])) for x in "kv")
+    table = q.new_empty((call.max_len, q.shape[3] // 2), dtype=given["gates"].dtype)
+    sel, win = ((given[f"k_{name}"], given[f"v_{name}"]) for name in ("sel", "win"))
+    with offline.recording(architecture) as made:
+        decode_append.append(
+            q, (k,) * 3, (v,) * 3, win, sel, win, rope=(table, table), rotate_raw=False, call=call
+        )  # fmt: skip
+        decode.step(*(given[name] for name in STEP_INPUTS["step"]), call=call)
+    return made
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One kernel, as it is launched for one request."""
@@ -71,14 +87,28 @@ class Row:
         return f"| {self.title} | {kib} | {cost.registers} | {cost.spills} | {', '.join(cost.instructions) or '-'} |"
 
 
-def rows(shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = SLOTS) -> Iterator[Row]:
+def rows(
+    shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = (*SLOTS, "step")
+) -> Iterator[Row]:
     """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a configuration."""
     for slot in slots:
         for architecture in ARCHITECTURES:
             for dtype, widths in shapes.items():
                 for dk, dv in widths:
-                    asked = dataclasses.replace(_BASE, slot=slot, dtype=dtype, head_dim=dk, v_head_dim=dv)
-                    yield from _rows_of(asked, architecture)
+                    asked = dataclasses.replace(_BASE, dtype=dtype, head_dim=dk, v_head_dim=dv)
+                    if slot == "step":
+                        yield from _step_rows(asked, architecture)
+                    else:
+                        yield from _rows_of(dataclasses.replace(asked, slot=slot), architecture)
+
+
+def _step_rows(asked: Request, architecture: int) -> Iterator[Row]:
+    request = dataclasses.replace(
+        asked, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
+    )  # fmt: skip
+    for launch in step_launches(request, architecture):
+        width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
+        yield Row(launch, f"{launch.name} | sm_{architecture} | step | {width}", asked.dtype)
 
 
 def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:

@@ -33,6 +33,14 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
+# A fused step has the same two kernels, and one more before it.
+DECODE: Mapping[str, tuple[str, ...]] = {
+    "cmp": ("decode_span",),
+    "select": ("decode_span",),
+    "sel": ("decode_sel",),
+    "win": ("decode_span",),
+    "combine": ("combine_forward", "decode_append"),
+}
 
 Settings = Mapping[str, int]
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -67,7 +75,8 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
 
 def missing(request: Request, architecture: int) -> list[str]:
     """The kernels of ``request`` that have no row for it: their tiles would not fit."""
-    kernels = FORWARD[request.slot] + (BACKWARD[request.slot] if request.needs_grad else ())
+    kernels = DECODE[request.slot] if request.phase == "decode" else FORWARD[request.slot]
+    kernels += BACKWARD[request.slot] if request.needs_grad else ()
     traits = {
         "head_dim": request.head_dim,
         "v_head_dim": request.v_head_dim,

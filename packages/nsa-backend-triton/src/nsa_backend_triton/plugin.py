@@ -13,8 +13,10 @@ def _slot(
     return SlotSpec(
         forward=f"{_HOME}.{name}:forward",
         backward=f"{_HOME}.{name}:backward" if backward else None,
+        decode=None if name == "combine" else f"{_HOME}.decode:{name}",
         evidence=evidence,
         workspace=f"{_HOME}.workspace:{name}",
+        decode_workspace=None if name == "combine" else f"{_HOME}.workspace:{name}",
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
     )
@@ -27,14 +29,15 @@ def nsa_register_backends() -> BackendSpec:
         name="triton",
         api_version=(1, 0),
         slots={
-            "cmp": _slot("cmp", "span_forward"),
-            "select": _slot("select", "select_forward", backward=False),
+            "cmp": _slot("cmp", "span_forward", "decode_span"),
+            "select": _slot("select", "select_forward", "decode_span", backward=False),
             # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
-            "sel": _slot("sel", "sel_forward_kernel", deterministic=False, warmup_tokens=1 << 14),
-            "win": _slot("win", "span_forward"),
+            "sel": _slot("sel", "sel_forward_kernel", "decode_sel", deterministic=False, warmup_tokens=1 << 14),
+            "win": _slot("win", "span_forward", "decode_span"),
             "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",
+        fused={"step": f"{_HOME}.decode:step", "append": f"{_HOME}.decode_append:append"},
         detail=f"{_HOME}.probe:detail",
         priority=30,
         summary="our own Triton kernels, for NVIDIA GPUs from sm_80 on",

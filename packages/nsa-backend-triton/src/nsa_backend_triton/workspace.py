@@ -2,13 +2,15 @@
 
 Kernels keep their tiles in registers and shared memory, so every byte that a slot takes is a tensor that its host code
 makes: outputs, what lies between two kernels, gradients. The dry run makes them on the meta device, launches nothing,
-and counts what is alive. Forward's outputs stay alive while backward runs. Packed: ``batch`` counts documents.
+and counts what is alive. Forward's outputs stay alive while backward runs. Packed: ``batch`` counts documents. Decode:
+one token a sequence, over a cache of ``seq_len``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import threading
@@ -20,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton import launch
-from nsa_backend_triton.requests import inputs
+from nsa_backend_triton.requests import STEP_INPUTS, inputs, step_inputs
 from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes
 
@@ -53,6 +55,9 @@ def peak(request: Request) -> int:
     """Bytes that ``request.slot`` holds at most beyond its inputs, backward included where it is asked for."""
     if not (request.seq_len and request.batch):
         return 0
+    if request.phase == "decode" and request.slot != "combine":
+        return _step_peak(request)
+    request = dataclasses.replace(request, phase="prefill", seq_len=1) if request.phase == "decode" else request
     do, given, call = inputs(request)
     if not given[1].numel():
         return 0  # no key that anyone could see: the core makes no call
@@ -63,6 +68,17 @@ def peak(request: Request) -> int:
         if request.needs_grad and request.slot != "select":
             kept = module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)
             del kept
+        del out
+    total: int = counted.peak
+    return total
+
+
+def _step_peak(request: Request) -> int:
+    tensors, call = step_inputs(request)
+    form = getattr(importlib.import_module("nsa_backend_triton.decode"), request.slot)
+    major, minor = request.capability or (0, 0)
+    with _one_at_a_time, launch.described(10 * major + minor), _no_launches(), PeakBytes() as counted:
+        out = form(*(tensors[name] for name in STEP_INPUTS[request.slot]), call=call)
         del out
     total: int = counted.peak
     return total

@@ -37,15 +37,15 @@ def unprobed() -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "probed": False, "request": None, "backends": rows}
 
 
-def probed(registry: Registry | None = None) -> tuple[Registry, dict[str, Any]]:
-    """Every backend and what it says to an ordinary request on this machine."""
+def probed(registry: Registry | None = None, phase: str = "prefill") -> tuple[Registry, dict[str, Any]]:
+    """Every backend and what it says to an ordinary request of ``phase`` on this machine."""
     registry = output.find_backends() if registry is None else registry
-    summary, answers = _ask(registry)
+    summary, answers = _ask(registry, phase)
     rows = [_row(entry, answers) for entry in registry.entries]
     return registry, {"schema_version": SCHEMA_VERSION, "probed": True, "request": summary, "backends": rows}
 
 
-def _ask(registry: Registry) -> tuple[str, dict[tuple[str, str], Candidate]]:
+def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Candidate]]:
     """The request in a line, and the answers by (backend, slot)."""
     import torch
 
@@ -54,7 +54,7 @@ def _ask(registry: Registry) -> tuple[str, dict[tuple[str, str], Candidate]]:
     from nsa_core.survey import survey
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    answers = survey(NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry)
+    answers = survey(NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry, phase=phase)
     by_slot = {(c.backend, slot): c for slot, of in answers.candidates.items() for c in of if c.status == "ready"}
     return describe_request(answers.requests["cmp"]), by_slot
 

@@ -20,6 +20,7 @@ NSA_PLUGINS=name,... loads only these third-party plugins ("" none); NSA_DISABLE
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None)
 
+_Phase = Annotated[str, typer.Option("--phase", help="Ask about prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
 
 
@@ -29,6 +30,7 @@ def list_backends(
     probe: Annotated[
         bool, typer.Option("--probe/--no-probe", help="--no-probe reads the metadata only and loads nothing.")
     ] = True,
+    phase: _Phase = "prefill",
 ) -> None:
     """Every installed backend: version, status, what each slot offers, and the reason when it is not ready.
 
@@ -39,7 +41,7 @@ def list_backends(
 
     with output.exit_codes():
         if probe:
-            registry, document = rows.probed()
+            registry, document = rows.probed(phase=phase)
             usable = bool(registry.ready())
         else:
             document = rows.unprobed()
@@ -53,14 +55,16 @@ def list_backends(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="A backend's name.")], json: _Json = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A backend's name.")], json: _Json = False, phase: _Phase = "prefill"
+) -> None:
     """Everything known about one backend."""
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
         registry = output.find_backends()
         wanted = registry.get(name)  # refuses unknown names before anything is probed
-        _, document = rows.probed(registry)
+        _, document = rows.probed(registry, phase)
         document["backends"] = [row for row in document["backends"] if row["name"] == wanted.name]
         rows.add_details(document, registry)
         if json:
@@ -88,6 +92,12 @@ def new(
         console.print(f"next: pip install -e {shlex.quote(str(folder))}; nsa conformance {name}")
 
 
+_ValueWidth = Annotated[
+    int | None, typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False)
+]
+_PageSize = Annotated[
+    int | None, typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False)
+]
 _Slot = typer.Option(help="Backend asked for; left out, the best that accepts.", show_default=False)
 
 
@@ -100,9 +110,7 @@ def explain(
     combine: Annotated[str | None, _Slot] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float32",
     head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
-    v_head_dim: Annotated[
-        int | None, typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False)
-    ] = None,
+    v_head_dim: _ValueWidth = None,
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")] = "auto",
@@ -112,6 +120,7 @@ def explain(
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Demand equal bits every run.")] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    page_size: _PageSize = None,
     json: _Json = False,
 ) -> None:
     """Who would run each slot of a request: every candidate, accepted or with each reason and its hint.
@@ -143,6 +152,7 @@ def explain(
             phase=phase,
             batch=batch,
             seq_len=seq_len,
+            page_size=page_size,
             registry=output.find_backends(),
         )
         document: dict[str, Any] = rows.explained(answers)

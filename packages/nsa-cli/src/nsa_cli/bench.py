@@ -36,6 +36,7 @@ def bench(
     dtype: options.Dtypes = None,
     blocks: options.Blocks = "32,16,64,16,512",
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    page_size: options.PageSize = None,
     inputs: options.Inputs = "random",
     text: options.Text = None,
     checkpoint: options.Checkpoints = None,
@@ -60,13 +61,20 @@ def bench(
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
         limits = {"budget_s": budget, "time_limit_s": time_limit}
-        settings = _settings(
-            preset, given, combo or [], integers(blocks), device,
-            {"batch": batch, "seed": seed, "rivals": rival, "max_call_s": max_call, "cell_limit_s": cell_limit}
-            | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
-            inputs, text, checkpoint or [], threads,
-        )  # fmt: skip
-        result = _run(settings)
+        if phase == "decode":
+            from nsa_cli import bench_decode
+
+            cells = bench_decode.cells(shape, length, batch, page_size)
+            how = (combo or [], dtype, integers(blocks), device, threads, seed)
+            result = bench_decode.run(cells, *how, limits, preset)
+        else:
+            settings = _settings(
+                preset, given, combo or [], integers(blocks), device,
+                {"batch": batch, "seed": seed, "rivals": rival, "max_call_s": max_call, "cell_limit_s": cell_limit}
+                | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
+                inputs, text, checkpoint or [], threads,
+            )  # fmt: skip
+            result = _run(settings)
         _write(result, json_file, html, png, svg, force)
         _print(result)
     raise typer.Exit(output.FAILED if result.failed else 0)

@@ -46,7 +46,13 @@ Rivals = Annotated[
 Preset = Annotated[str, typer.Option(help="quick (under a minute) or full.")]
 Shapes = Annotated[str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports or paper.", show_default=False)]
 Lengths = Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)]
-Phases = Annotated[str | None, typer.Option(help="Comma-separated: forward, backward, both.", show_default=False)]
+Phases = Annotated[
+    str | None, typer.Option(help="Comma-separated: forward, backward, both; or decode, alone.", show_default=False)
+]
+PageSize = Annotated[
+    int | None,
+    typer.Option(help="Decode: tokens of a page of the cache; left out, none.", min=1, show_default=False),
+]
 Dtypes = Annotated[str | None, typer.Option(help="Comma-separated.", show_default=False)]
 Blocks = Annotated[str, typer.Option(help="l,d,l',n,w.")]
 Inputs = Annotated[str, typer.Option(help="Comma-separated: random, real (a layer's activations over --text).")]

@@ -41,6 +41,11 @@ def size(count: int | None) -> str:
 
 def rows_of(result: Result) -> Iterator[Rows]:
     """A table per shape, dtype, kind of inputs and phase."""
+    if any(m.phase == "decode" for m in result.measurements):
+        from nsa_cli.bench_decode import decode_rows
+
+        yield from decode_rows(result)
+        return
     problems = list(dict.fromkeys(m.problem for m in result.measurements))
     for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
         shape, dtype, inputs, phase, batch = problem
@@ -109,6 +114,10 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
     yield from _left_out(result)
     for found in result.crossovers:
         yield "", f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}: {found.sentence}"
+    if any(m.phase == "decode" for m in result.measurements):
+        from nsa_cli.bench_decode import decode_notes
+
+        yield from (("", line) for line in decode_notes(result))
     where = result.environment.get("device", "?")
     rates = "; ".join(
         f"{dtype} {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#6a3d9a", "#b15928")
 _GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
 _DPI, _COLOURS_KEPT = 100, 96
-_BRANCHES = {
+BRANCH_COLOURS = {
     "compress": "#bdbdbd", "cmp": "#0072b2", "select": "#e69f00", "sel": "#d55e00", "win": "#009e73",
     "combine": "#cc79a7",
 }  # fmt: skip
@@ -82,12 +82,16 @@ def _small(png: io.BytesIO) -> bytes:
 def _figure(result: Result) -> Any:
     from matplotlib.figure import Figure
 
+    if any(m.phase == "decode" for m in result.measurements):
+        from nsa_cli.plots_decode import decode_figure
+
+        return decode_figure(result)
     rows = list(dict.fromkeys((m.shape, m.dtype, m.inputs) for m in result.measurements))
     phases = list(dict.fromkeys(m.phase for m in result.measurements))
     columns = len(phases) + 2
     figure = Figure(figsize=(4.9 * columns, 4.6 * len(rows) + 1.0), layout="constrained")
     grid = figure.subplots(len(rows), columns, squeeze=False)
-    colours = _colours(result)
+    colours = colours_of(result)
     for axes, row in zip(grid, rows):
         found = [m for m in result.measurements if (m.shape, m.dtype, m.inputs) == row]
         title = f"{row[0]} {row[1]}, {row[2]} inputs"
@@ -100,12 +104,13 @@ def _figure(result: Result) -> Any:
     return figure
 
 
-def _colours(result: Result) -> dict[str, str]:
-    names: dict[str, list[str]] = {"combo": [], "dense": [], "rival": []}
+def colours_of(result: Result) -> dict[str, str]:
+    """A colour for each subject: hues for combinations, greys for dense kernels."""
+    names: dict[str, list[str]] = {"combo": [], "dense": [], "layer": [], "rival": []}
     for m in result.measurements:
         if m.subject not in names[m.kind]:
             names[m.kind].append(m.subject)
-    found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"])}
+    found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])}
     return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])}
 
 
@@ -156,7 +161,7 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
     for height, m in enumerate(bars):
         assert m.performance is not None  # the caller's choice
         left = 0.0
-        for name, colour in _BRANCHES.items():
+        for name, colour in BRANCH_COLOURS.items():
             part = m.parts.get(name)
             width = part.performance.median_ms / m.performance.median_ms if part and part.performance else 0.0
             axes.barh(height, width, left=left, color=colour, height=0.6, label=name if height == 0 else None)

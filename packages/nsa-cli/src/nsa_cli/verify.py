@@ -40,6 +40,14 @@ class Device(str, enum.Enum):
     cuda = "cuda"
 
 
+class Phase(str, enum.Enum):
+    """Which forms of the slots to check."""
+
+    prefill = "prefill"
+    decode = "decode"
+    both = "both"
+
+
 _Backend = typer.Option(help="Backend of this slot; left out, the best that is ready.", show_default=False)
 
 
@@ -54,6 +62,7 @@ def verify(
         str, typer.Option(help="Comma-separated: bfloat16, float16, float32, float64.")
     ] = "float32,bfloat16",
     preset: Annotated[Preset, typer.Option(help="quick: under a minute on two cores.")] = Preset.quick,
+    phase: Annotated[Phase, typer.Option(help="decode: steps over a cache.")] = Phase.both,
     text: Annotated[
         Path | None, typer.Option(help="Text whose bytes make the real case; by default a README.", show_default=False)
     ] = None,
@@ -62,6 +71,9 @@ def verify(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+    reads: Annotated[
+        bool, typer.Option("--reads", help="Count the cached tokens that a step of decode reads, by experiment.")
+    ] = False,
     every: Annotated[
         bool, typer.Option("--every-combination", help="All ready backends over cmp, sel and win; a slot named stays.")
     ] = False,
@@ -76,9 +88,9 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed)
+        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed, phase.value, reads)
         if every:
-            reports = _run(_every(named, device.value, given[1]), *given)
+            reports = _run(_every(named, device.value, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         else:
             (report,) = _run([named], *given)
@@ -88,14 +100,16 @@ def verify(
     raise typer.Exit(code)
 
 
-def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype]) -> list[dict[str, str]]:
+def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
     from nsa_core.verify.combinations import every_combination
 
-    return every_combination(output.find_backends(), _where(device), dtypes, named)
+    return every_combination(output.find_backends(), _where(device), dtypes, named, decode=phase == "decode")
 
 
-def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
+def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
     """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+
+    With ``phase`` decode alone, that is the plan of a step.
 
     Raises:
         Unsupported: the combination takes none of them; the reasons are those against the first.
@@ -106,6 +120,8 @@ def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str) -> Plan:
     config, refusals = cases.PRESETS[preset]()[0].config, []
     for dtype in dtypes:
         try:
+            if phase == "decode":
+                return subject.plan(config, dtype, needs_grad=False, phase=phase)
             return subject.plan(config, dtype)
         except Unsupported as refusal:
             refusals.append(refusal)
@@ -162,6 +178,8 @@ def _run(
     preset: str,
     text: tuple[str, bytes],
     seed: int,
+    phase: str,
+    reads: bool,
 ) -> list[dict[str, Any]]:
     """A report per combination."""
     # Before torch loads: some builds of its profiler write to stderr at every start and stop.
@@ -172,15 +190,13 @@ def _run(
     from nsa_core.verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
-    torch.set_num_threads(1 if on_cpu else min(4, torch.get_num_threads()))
     device = _where(device)
+    torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     subjects = [Subject(named, device, output.find_backends()) for named in combinations]
     interpreted = device == "cpu" and interpreter.interpreted()
-    if interpreted:
-        preset, text = "interpreter", ("none", b"")
-    plans = [_plan(subject, dtypes, preset) for subject in subjects]
-    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed)
+    preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
+    plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
+    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
     seconds = [0.0] * len(subjects)
     findings: list[list[Finding]] = [[] for _ in subjects]
     strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
@@ -191,12 +207,14 @@ def _run(
             seconds[index] += time.perf_counter() - last
             last = time.perf_counter()
             advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
+    counted = [_count(subject, dtypes) if reads else {} for subject in subjects]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "interpreted": interpreted,
         "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
         "preset": preset,
+        "phase": phase,
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
@@ -205,20 +223,40 @@ def _run(
     return [
         {
             **common,
+            **read,
             "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
             "named": named,
             "seconds": round(taken, 2),
             "findings": [dataclasses.asdict(f) for f in found],
         }
-        for named, plan, taken, found in zip(combinations, plans, seconds, findings)
+        for named, plan, taken, found, read in zip(combinations, plans, seconds, findings, counted)
     ]
 
 
+def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """What a step reads at every length of verify.reads, in the first dtype that has decode forms."""
+    from nsa_core.errors import Unsupported
+    from nsa_core.verify.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
+
+    config, refusals = reads_config(), []
+    for dtype in dtypes:
+        try:
+            found = [entry for length in LENGTHS for entry in count_reads(subject, config, length, dtype)]
+        except Unsupported as refusal:
+            refusals.append(str(refusal))
+            continue
+        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
+        return {"reads": [dataclasses.asdict(entry) for entry in found], "reads_bounds": bounds}
+    return {"reads": [], "reads_refused": refusals[0]}
+
+
 def _print_report(report: dict[str, Any]) -> int:
-    from nsa_cli.verify_report import failures, summary, table
+    from nsa_cli.verify_report import failures, reads_table, summary, table
 
     console = output.console()
     console.print(table(report["findings"]))
+    if "reads" in report:
+        console.print(reads_table(report))
     for line in failures(report):
         console.print(line, style="red", markup=False)
     line, code = summary(report)

@@ -45,11 +45,40 @@ def _verdict(group: list[dict[str, Any]], counted: list[dict[str, Any]]) -> tupl
     return ("ok" + (f", {skipped} not applicable" if skipped else ""), "green")
 
 
+def reads_table(report: dict[str, Any]) -> Table | str:
+    """Tokens a step reads per kv head, counted by experiment beside those predicted, and their bytes."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not report["reads"]:
+        return f"reads: not counted: {report['reads_refused'].splitlines()[0]}"
+    made = Table(
+        "tokens", "branch", "kv head",
+        title="Cached tokens that reach a step's output: a changed row of the cache changes it", title_justify="left",
+    )  # fmt: skip
+    columns = ("predicted", "by value", "by key", "bytes once", "read again", "shared by heads")
+    for name in columns:
+        made.add_column(name, justify="right")
+    made.add_column("verdict")
+    keys = ("predicted", "counted_values", "counted_keys", "distinct_bytes", "again_bytes", "shared_bytes")
+    sums: dict[tuple[int, int], int] = {}
+    for row in report["reads"]:
+        verdict = Text("ok", "green") if row["ok"] else Text(row["detail"], "bold red")
+        made.add_row(str(row["length"]), row["branch"], str(row["kv_head"]), *(str(row[key]) for key in keys), verdict)
+        where = (row["length"], row["kv_head"])
+        sums[where] = sums.get(where, 0) + max(row["counted_values"], row["counted_keys"])
+    for length, bound in report["reads_bounds"].items():
+        counted = max(count for (tokens, _), count in sums.items() if tokens == int(length))
+        made.add_row(length, "all", "each", "", str(counted), "", "", "", "", f"the paper's Table 4: {bound}")
+    return made
+
+
 def summary(report: dict[str, Any]) -> tuple[str, int]:
     """One line and the exit code."""
     findings = report["findings"]
-    failed = sum(f["ok"] is False for f in findings)
-    passed = sum(f["ok"] is True for f in findings)
+    counted = [row["ok"] for row in report.get("reads", [])]
+    failed = sum(f["ok"] is False for f in findings) + counted.count(False)
+    passed = sum(f["ok"] is True for f in findings) + counted.count(True)
     who = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
     where = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"

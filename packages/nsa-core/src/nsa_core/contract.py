@@ -167,6 +167,7 @@ class SlotSpec:
     workspace: str | None = (
         None  # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
     )
+    decode_workspace: str | None = None  # the same of the decode form
     deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
     warmup_tokens: int = 128  # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
 

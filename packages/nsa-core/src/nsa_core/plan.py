@@ -81,9 +81,12 @@ class Plan:
         wrong = [f"{n} must be >= 0, got {getattr(request, n)}" for n in ("batch", "seq_len") if _bad_size(request, n)]
         if wrong:
             raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
-        name, path = self.choices[request.slot].backend, self._slots[request.slot].workspace
+        name, spec = self.choices[request.slot].backend, self._slots[request.slot]
+        step = request.phase == "decode" and request.slot != "combine"
+        path = spec.decode_workspace if step else spec.workspace
         if path is None:
-            raise Unsupported(f"backend {name!r} does not state the workspace of {request.slot!r}")
+            form = "the decode form of " if step else ""
+            raise Unsupported(f"backend {name!r} does not state the workspace of {form}{request.slot!r}")
         try:
             size = import_named(path)(request)
         except NSAError:
@@ -98,11 +101,12 @@ class Plan:
     def warmup(self, device: str | torch.device | None = None) -> None:
         """Compile what a first step would, by running every slot on a few tokens; forward, and backward if planned.
 
-        ``device``: one of the plan's kind, by default the current one. Kernels of our own are one binary for every
-        length, so nothing is left to compile at the first real step.
+        A plan for decode runs its decode and fused forms for a token, on a small cache; a cache's own longest step is
+        cache.reserve_workspace()'s. ``device``: one of the plan's kind, by default the current one. Kernels of our own
+        are one binary for every length, so nothing is left to compile at the first real step.
 
         Raises:
-            InvalidInput: ``device`` is of another kind than the plan's, or the plan is for decode.
+            InvalidInput: ``device`` is of another kind than the plan's.
             NSAError: a kernel failed; the message names it.
         """
         from nsa_core.warmup import warm
@@ -110,9 +114,8 @@ class Plan:
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:
             raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
-        if self.requests["cmp"].phase == "decode":
-            raise InvalidInput("warmup: a plan for decode is warmed over a cache, by cache.reserve_workspace()")
-        warm({slot: getattr(self, slot) for slot in SLOTS}, self.requests, self._slots, place)
+        kernels = {slot: getattr(self, slot) for slot in SLOTS}
+        warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, place)
 
     def __copy__(self) -> Plan:
         return self
@@ -150,10 +153,8 @@ def describe_request(request: Request) -> str:
         f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
     )
     device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
-    flags = [
-        word for word, said in (("gradients", request.needs_grad), ("deterministic", request.deterministic)) if said
-    ]
-    flags += ["packed"] if request.varlen else []
+    said = {"gradients": request.needs_grad, "deterministic": request.deterministic, "packed": request.varlen}
+    flags = [word for word, yes in (said | {f"pages of {request.page_size} tokens": request.page_size}).items() if yes]
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
 
 

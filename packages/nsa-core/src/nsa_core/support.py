@@ -51,7 +51,14 @@ def _questions() -> Iterator[tuple[str, Request]]:
         yield f"{heads} heads over {groups}", dataclasses.replace(_BASE, n_heads=heads, n_kv_heads=groups)
     for dk, dv in ((65, 65), (96, 96), (192, 128), (256, 256), (320, 320)):
         yield f"Dk={dk}, Dv={dv}", dataclasses.replace(_BASE, head_dim=dk, v_head_dim=dv)
-    yield "decode", dataclasses.replace(_BASE, phase="decode", needs_grad=False)
+    step = dataclasses.replace(_BASE, phase="decode", needs_grad=False)
+    yield "decode", step
+    for dtype in ("float32", "float64"):
+        yield f"decode, {dtype}", dataclasses.replace(step, dtype=dtype)
+    for page in (64, 128, 4096):
+        yield f"decode, pages of {page} tokens", dataclasses.replace(step, page_size=page)
+    yield "decode, Dk=192, Dv=128", dataclasses.replace(step, head_dim=192, v_head_dim=128)
+    yield "decode, 64 heads over 4", dataclasses.replace(step, n_heads=64, n_kv_heads=4)
 
 
 def support_matrix(registry: Registry) -> str:

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from nsa_core.contract import Request, SlotSpec
+from nsa_core.contract import DecodeCall, Request, SlotSpec
+from nsa_core.decode_ops import DecodeKernel
 from nsa_core.ops import DIFFERENTIABLE, INPUTS, Kernel, stats_dtype
 from nsa_core.validate import SLOT_AXES
 
 
 def warm(
+    kernels: Mapping[str, Any],
+    fused: Mapping[str, DecodeKernel],
+    requests: Mapping[str, Request],
+    specs: Mapping[str, SlotSpec],
+    scale: float,
+    device: torch.device,
+) -> None:
+    """Run each slot of ``kernels`` on ``device``, backward too where its request asks for gradients; a plan for decode
+    its decode forms and ``fused``."""
+    if requests["cmp"].phase == "decode":
+        _warm_decode(kernels, fused, requests["cmp"], scale, device)
+    else:
+        _warm_slots(kernels, requests, specs, device)
+
+
+def _warm_slots(
     kernels: Mapping[str, Kernel], requests: Mapping[str, Request], specs: Mapping[str, SlotSpec], device: torch.device
 ) -> None:
-    """Run each slot of ``kernels`` on ``device``, backward too where its request asks for gradients."""
     for slot, kernel in kernels.items():
         request = requests[slot]
         # Several sequences, the compressed tokens of each at least one.
@@ -48,3 +65,48 @@ def _zeros(request: Request, length: int, device: torch.device) -> dict[str, tor
         shape = [sizes.get(axis, axis if isinstance(axis, int) else 0) for axis in axes]
         made[name] = torch.zeros(shape, dtype=kinds.get(name, dtype), device=device)
     return made
+
+
+def _warm_decode(
+    kernels: Mapping[str, Any],
+    fused: Mapping[str, DecodeKernel],
+    request: Request,
+    scale: float,
+    device: torch.device,
+) -> None:
+    """Run each decode form of ``kernels``, combine's forward, and each of ``fused`` for a token of two sequences.
+
+    Both hold a window's tokens and one more, or a whole selection if that is longer, in pages of the request's size.
+    """
+    geometry = request.geometry
+    dtype: torch.dtype = getattr(torch, request.dtype)
+    block, w = geometry.select_block_size, geometry.window_size
+    length = max(w + 1, geometry.num_selected_blocks * block + 1)
+    size = request.page_size or -(-length // block) * block
+    pages = -(-length // size)
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    def store(rows: int, count: int = 2 * pages) -> tuple[torch.Tensor, torch.Tensor]:
+        lead = (count, rows, request.n_kv_heads)
+        return zeros(*lead, request.head_dim), zeros(*lead, request.v_head_dim)
+
+    table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
+    lengths = zeros(2, kind=torch.int32) + length
+    call = DecodeCall(geometry, scale, lengths - 1, lengths, table, length)
+    q, gates = zeros(2, 1, request.n_heads, request.head_dim), zeros(2, 1, request.n_heads, 3, kind=stats_dtype(dtype))
+    k_cmp, v_cmp = store(size // geometry.compress_stride)
+    sel, win, raw = store(size), store(w, 2), store(geometry.compress_block_size, 2)
+    o_cmp, lse = kernels["cmp"](q, k_cmp, v_cmp, call=call)
+    blocks = kernels["select"](q, k_cmp, lse, call=call)
+    o_sel, _ = kernels["sel"](q, *sel, blocks, call=call)
+    o_win, _ = kernels["win"](q, *win, call=call)
+    kernels["combine"](gates, o_cmp, o_sel, o_win)
+    if "step" in fused:
+        fused["step"](q, gates, k_cmp, v_cmp, *sel, *win, call=call)
+    if "append" in fused:
+        k, v = ((zeros(2, 1, request.n_kv_heads, x),) * 3 for x in (request.head_dim, request.v_head_dim))
+        angles = zeros(length, request.head_dim // 2, kind=stats_dtype(dtype))
+        for rope in (None, (angles, angles)) if request.head_dim % 2 == 0 else (None,):
+            fused["append"](q, k, v, raw, sel, win, rope=rope, rotate_raw=False, call=call)

@@ -48,10 +48,18 @@ def parse_combo(text: str) -> Combo:
 
 
 def ready_combos(
-    registry: Registry, config: NSAConfig, device: str, dtype: torch.dtype, needs_grad: bool
+    registry: Registry,
+    config: NSAConfig,
+    device: str,
+    dtype: torch.dtype,
+    needs_grad: bool,
+    phase: str = "prefill",
+    page_size: int | None = None,
 ) -> list[Combo]:
     """ "auto", and per ready backend the combination that uses it wherever it accepts; each assignment once."""
-    answers = survey(config, device=device, dtype=dtype, needs_grad=needs_grad, registry=registry)
+    answers = survey(
+        config, device=device, dtype=dtype, needs_grad=needs_grad, phase=phase, page_size=page_size, registry=registry
+    )  # fmt: skip
     accepted = {slot: [c.backend for c in answers.candidates[slot] if c.accepted] for slot in SLOTS}
     best = {slot: names[0] for slot, names in accepted.items() if names}
     found = [Combo("auto", {})]

@@ -28,7 +28,7 @@ from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import FAILED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error
@@ -74,7 +74,7 @@ class Bench:
 
     def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
         if "decode" in settings.phases:
-            raise Unsupported("bench does not measure decode yet")
+            raise InvalidInput("decode is measured by nsa_core.bench.decode, apart from other phases")
         unknown = [phase for phase in settings.phases if phase not in (*cells.PHASES, "decode")]
         if unknown:
             raise InvalidInput(f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}")

@@ -34,6 +34,8 @@ METHODS = {
     "events": "CUDA events, cold L2",
     "graph": "CUDA graph replay, CUDA events, cold L2",
     "benchmark": "torch.utils.benchmark, caches as left by the previous work",
+    "eager": "wall clock of successive calls with one synchronisation behind them, warm L2",
+    "within": "perf_counter between the slots of one step",
     "perf_counter": "perf_counter, caches as left by the previous work",
 }
 
@@ -183,6 +185,30 @@ class CudaClock:
         return replay
 
 
+class EagerClock:
+    """Wall time on the current CUDA device: the longer of what the host takes to launch and the device to run."""
+
+    CALLS = 20
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call over ``calls`` calls."""
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / 1e6 / calls
+
+    def prepare(self, work: Work) -> _Prepared:
+        """Set up and warm up."""
+        call = work.make()
+        self.sample(call, 3)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        estimate = self.sample(call, self.CALLS)
+        return _Prepared(call, "eager", self.CALLS, estimate, torch.cuda.max_memory_allocated() - before)
+
+
 def clock_for(device: str) -> CpuClock | CudaClock:
     """The timer of a device."""
     return CudaClock(device) if device.startswith("cuda") else CpuClock()
@@ -190,13 +216,14 @@ def clock_for(device: str) -> CpuClock | CudaClock:
 
 def measure(
     works: Sequence[Work],
-    clock: CpuClock | CudaClock,
+    clock: CpuClock | CudaClock | EagerClock,
     *,
     budget_s: float,
     deadline: float = float("inf"),
     limit_s: float = float("inf"),
+    least: int = MIN_ROUNDS,
 ) -> dict[str, Outcome]:
-    """Time all works, interleaved: 3 to 20 rounds each, about ``budget_s`` seconds each where that allows more than 3.
+    """Time all works, interleaved: ``least`` to 20 rounds each, about ``budget_s`` seconds each where that allows more.
 
     Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is prepared, and what is
     prepared is timed once. A work that is left out, runs out of memory or whose kernel refuses has a reason instead of
@@ -219,7 +246,7 @@ def measure(
             outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
-            rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
+            rounds = min(MAX_ROUNDS, max(least, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
             if len(prepared.samples) >= rounds or outcomes[key].reason or (prepared.samples and late()):
                 continue
             with _reasons(outcomes[key]):
@@ -249,3 +276,12 @@ def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:
     kept = [float(f"{sample:.5g}") for sample in samples]
     q1, median, q3 = (float(f"{x:.6g}") for x in (q1, median, q3))
     return Performance(median, q1, q3, method, calls, kept)
+
+
+def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | None:
+    """Standard deviation over mean of the medians of ``repeats`` runs of successive samples; None for too few."""
+    samples = torch.tensor(performance.samples_ms, dtype=torch.float64)
+    if len(samples) < repeats:
+        return None
+    medians = torch.stack([part.quantile(0.5) for part in samples.tensor_split(repeats)])
+    return float(medians.std() / medians.mean())

@@ -9,11 +9,13 @@ import torch
 
 from nsa_core import oracle
 from nsa_core.contract import SlotSpec
+from nsa_core.decode_ops import decode_kernel
 from nsa_core.ops import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
 from nsa_core.plugins import BackendEntry
 from nsa_core.survey import Candidate, ask
-from nsa_core.testing.grid import Point
+from nsa_core.testing.grid import Point, StepPoint
 from nsa_core.verify.cases import Case, CaseData
+from nsa_core.verify.decode import Results, Step, StepData, judge_step, packed, received, step_data
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import SlotRun, run_kernel
@@ -43,6 +45,24 @@ class SlotUnderTest:
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
         return ask(self.entry, point.request(self.slot, kind, capability, needs_grad))
+
+    def ask_step(self, point: StepPoint) -> Candidate:
+        """The backend's answer to a step of decode on this device."""
+        kind = torch.device(self.device).type
+        capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
+        return ask(self.entry, point.request(self.slot, kind, capability))
+
+    def step_faults(self, point: StepPoint) -> list[str]:
+        """What is wrong with the decode form on the point's step; what other slots make, the oracle does."""
+        assert self.spec.decode is not None  # the suite asks for declared forms
+        dtype = getattr(torch, point.dtype)
+        data = step_data(point.step, dtype, self.device)
+        results = _upstream(self.slot, point.step, data)
+        form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
+        made = form(*received(self.slot, data, results), call=data.call)
+        results[self.slot] = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        found = judge_step(point.step, dtype, data, results, (self.slot,))
+        return [f"{f.quantity}: {f.detail}" for f in found if not f.ok]
 
     def kernel(self, point: Point) -> Kernel:
         """The kernel a plan for ``point`` would hold."""
@@ -76,6 +96,21 @@ def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
         return {"q": data.q, "k_cmp": data.k_cmp, "lse": lse}
     blocks = oracle.select(data.q, data.k_cmp, lse, geometry, scale, cu_seqlens=data.cu_seqlens)
     return {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks.to(data.q.device)}
+
+
+def _upstream(slot: str, step: Step, data: StepData) -> Results:
+    """The lse that select receives, or the blocks that sel does, by the oracle."""
+    if slot not in ("select", "sel"):
+        return {}
+    p, where = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
+    given = (p.whole["q"], p.whole["k_cmp"])
+    truth = oracle.cmp(*given, p.whole["v_cmp"], *where, cu_seqlens=p.cu_seqlens, rows=p.rows)
+    assert truth.lse is not None  # cmp has one
+    lse = truth.lse.to(stats_dtype(data.q.dtype))
+    if slot == "select":
+        return {"cmp": (data.q, p.rows_of(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device))}
+    blocks = oracle.select(*given, lse, *where, cu_seqlens=p.cu_seqlens, rows=p.rows)
+    return {"select": (p.rows_of(blocks, -1).to(data.q.device),)}
 
 
 def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:

@@ -16,11 +16,11 @@ from nsa_core.registry import Registry, default_registry
 from nsa_core.survey import ask
 from nsa_core.testing import checks
 from nsa_core.testing.candidate import SlotUnderTest
-from nsa_core.testing.grid import Point, grid
+from nsa_core.testing.grid import Point, StepPoint, grid, step_grid
 from nsa_core.verify import suite
 from nsa_core.verify.subject import Subject
 
-GRID = grid()
+GRID, STEPS = grid(), step_grid()
 # Devices that need not be here: a probe sees metadata only, so it must have an answer to each.
 DESCRIBED: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("cpu", None), ("cuda", (7, 5)), ("cuda", (8, 0)), ("cuda", (9, 0)), ("cuda", (12, 0)), ("meta", None),
@@ -60,6 +60,11 @@ class BackendConformance:
             metafunc.parametrize("job", todo, ids=labels)
         if "slot" in metafunc.fixturenames:
             metafunc.parametrize("slot", offered or ["no slot"])
+        if "form" in metafunc.fixturenames:
+            forms = [s for s in offered if entry and entry.spec and entry.spec.slots[s].decode]
+            metafunc.parametrize("form", forms or ["no decode form"])
+        if "step" in metafunc.fixturenames:
+            metafunc.parametrize("step", STEPS, ids=[step.label for step in STEPS])
         if "point" in metafunc.fixturenames:
             metafunc.parametrize("point", GRID, ids=[point.label for point in GRID])
         if "check" in metafunc.fixturenames:
@@ -86,6 +91,29 @@ class BackendConformance:
                     _complain(where, _reason_faults(first.reasons))
                     if first != again:
                         pytest.fail(f"{where}: asked twice, the probe answers differently")
+
+    def test_probe_answers_about_decode_on_every_device(self, slot: str) -> None:
+        """The probe has an answer to every step of decode as well, whether or not there is a decode form."""
+        entry = self._entry()
+        for step in STEPS:
+            for device, capability in DESCRIBED:
+                request = step.request(slot, device, capability)
+                first, again = ask(entry, request), ask(entry, request)
+                where = f"{step.label} on {device} {capability or ''}"
+                _complain(where, _reason_faults(first.reasons))
+                if first != again:
+                    pytest.fail(f"{where}: asked twice, the probe answers differently")
+
+    def test_probe_tells_the_truth_of_decode(self, form: str, step: StepPoint) -> None:
+        """Where the probe says yes to a step the decode form runs and is right; where it says no there is a reason."""
+        if form == "no decode form":
+            pytest.skip("the backend declares no decode form")
+        under = SlotUnderTest(self._entry(), form, self._device)
+        answer = under.ask_step(step)
+        _complain(step.label, _reason_faults(answer.reasons))
+        if not answer.accepted:
+            pytest.skip(str(answer))
+        _complain(f"{form}, {step.label}", under.step_faults(step))
 
     def test_probe_tells_the_truth(self, slot: str, point: Point) -> None:
         """Where the probe says yes the kernel runs and is right; where it says no there is a reason."""

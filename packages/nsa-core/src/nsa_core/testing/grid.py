@@ -9,6 +9,7 @@ from typing import Any
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES, Request
 from nsa_core.verify.cases import Case
+from nsa_core.verify.decode import Step
 
 BASE = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
@@ -85,3 +86,71 @@ def grid() -> tuple[Point, ...]:
     points.append(dataclasses.replace(base, label="sizes unknown", sized=False))
     points.append(dataclasses.replace(base, label="deterministic", deterministic=True))
     return (*points, *_shapes())
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPoint:
+    """One request of a step of decode, and the step that runs where a probe takes it."""
+
+    label: str
+    step: Step
+    dtype: str = "float32"
+    deterministic: bool = False
+    sized: bool = True
+
+    def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
+        """What a plan would ask about ``slot``."""
+        config, lengths = self.step.case.config, self.step.lengths
+        return Request(
+            slot=slot,
+            geometry=config.geometry,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.qk_dim,
+            v_head_dim=config.v_dim,
+            dtype=self.dtype,
+            device=device,
+            capability=capability,
+            phase="decode",
+            deterministic=self.deterministic,
+            batch=len(lengths) if self.sized else None,
+            seq_len=max(lengths) if self.sized else None,
+            page_size=self.step.page_size,
+        )
+
+
+_RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
+
+
+def _step(
+    label: str, lengths: tuple[int, ...] = _RAGGED, rows: int = 1, page_size: int | None = None, **config: Any
+) -> StepPoint:
+    case = Case(label, dataclasses.replace(BASE, **config), ())
+    new = tuple(min(rows, length) for length in lengths)
+    return StepPoint(label, Step(case, lengths, new, rows, page_size))
+
+
+def _step_shapes() -> Iterator[StepPoint]:
+    yield _step("step, pages of 16", page_size=16)
+    yield _step("step, pages of 48", page_size=48)
+    yield _step("step, three rows", rows=3)
+    yield _step("step, five rows, pages", (5, 3, 40, 66), rows=5, page_size=32)
+    yield _step("step, B=1", (61,))
+    for heads, groups in ((2, 2), (3, 1), (7, 1), (32, 2)):
+        yield _step(f"step, Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
+    for dk, dv in ((13, 13), (96, 96), (192, 128), (320, 320), (16, 24)):
+        yield _step(f"step, Dk={dk} Dv={dv}", head_dim=dk, v_head_dim=dv)
+    yield _step("step, w=1", window_size=1)
+    yield _step("step, w>S", window_size=100)
+    yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
+    yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
+                compress_stride=16, select_block_size=64, num_selected_blocks=16, window_size=512)  # fmt: skip
+
+
+def step_grid() -> tuple[StepPoint, ...]:
+    """Every point, the base in each dtype first."""
+    base = _step("step")
+    points = [dataclasses.replace(base, label=f"step, {dtype}", dtype=dtype) for dtype in DTYPES]
+    points.append(dataclasses.replace(base, label="step, sizes unknown", sized=False))
+    points.append(dataclasses.replace(base, label="step, deterministic", deterministic=True))
+    return (*points, *_step_shapes())

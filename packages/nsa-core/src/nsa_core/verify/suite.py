@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.verify import checks, invariants, layer
+from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
+from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering
 from nsa_core.verify.subject import Finding, Subject, name_of
 
@@ -64,20 +65,86 @@ _CHECKS = (
     _Worth("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
-_FIRST = ("parity", "ties", "any blocks")  # what most faults show in
+_FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")  # what most faults show in
+
+StepCheck = Callable[[Subject, Step, torch.dtype], Iterator[Finding]]
 
 
-def jobs(preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed: int = 0) -> list[Job]:
-    """The jobs of a preset, smallest cases first, so that a fault shows early.
+@dataclasses.dataclass(frozen=True)
+class OnStep:
+    """A check of a step of decode, in the place of a check of a case."""
+
+    check: StepCheck
+    step: Step
+
+    def __call__(self, subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+        """The check's findings on the step; ``case`` is the step's own."""
+        return self.check(subject, self.step, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepWorth:
+    """As _Worth, for a check of steps, in cached tokens x query heads."""
+
+    name: str
+    check: StepCheck
+    quick: int
+    full: int
+    interpreter: int = 1 << 9
+
+
+_STEP_CHECKS = (
+    _StepWorth("decode", decode_parity, 1 << 20, 1 << 20),
+    _StepWorth("decode ties", decode_checks.ties, 1 << 10, 1 << 13),
+    _StepWorth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20),
+    _StepWorth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13),
+    _StepWorth("decode run to run", decode_checks.run_to_run, 1 << 11, 1 << 16, 0),
+    _StepWorth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16, 1 << 8),
+    _StepWorth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16, 1 << 8),
+    _StepWorth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12, 1 << 8),
+    _StepWorth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
+    _StepWorth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10, 1 << 8),
+)
+PHASES = ("prefill", "decode", "both")
+
+
+def jobs(
+    preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed: int = 0, phase: str = "both"
+) -> list[Job]:
+    """The jobs of a preset, smallest cases first, so that a fault shows early; those of prefill before decode's.
 
     Args:
         preset: "quick", "full", or "interpreter" (for kernels that run in triton's interpreter; no layer check).
         dtypes: what the kernels run in; the layer check is fp64 where the combination takes it.
         text: bytes for the real case; None leaves it out.
+        phase: prefill, decode or both.
 
     Raises:
         InvalidInput: the text is empty.
     """
+    of_prefill = _prefill_jobs(preset, dtypes, text, seed) if phase != "decode" else []
+    return of_prefill + (_decode_jobs(preset, dtypes, seed) if phase != "prefill" else [])
+
+
+def _decode_jobs(preset: str, dtypes: Sequence[torch.dtype], seed: int) -> list[Job]:
+    steps = [dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed)) for s in STEPS[preset]()]
+    return [
+        Job(worth.name, OnStep(worth.check, step), step.case, dtype)
+        for against_oracle in (True, False)
+        for step in sorted(steps, key=_cached)
+        for dtype in dtypes
+        for worth in _STEP_CHECKS
+        if _cached(step) <= getattr(worth, preset)
+        and (worth.name in _FIRST) == against_oracle
+        and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
+    ]
+
+
+def _cached(step: Step) -> int:
+    return sum(step.lengths) * step.case.config.n_heads
+
+
+def _prefill_jobs(preset: str, dtypes: Sequence[torch.dtype], text: bytes | None, seed: int) -> list[Job]:
     cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
     if text is not None:
         cases.append(dataclasses.replace(text_case(text), seed=seed))

@@ -1,0 +1,298 @@
+"""Decode steps of the triton backend: judged on small shapes, then timed at the anchors; ms, TB/s, share of the floor.
+
+    python benchmarks/triton_decode.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--parts] [--json FILE]
+
+A line per shape and configuration: the step in a CUDA graph (L2 flushed by the caches themselves, which are larger; the
+small shape is timed warm) and eager, host included; bytes that the step must read over the graph's time, and the share
+of that time that they need at 4.3 TB/s. --parts: each branch alone, and the append. What fails prints its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_backend_triton import configs, decode, decode_append, launch
+from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.layout import BlockGeometry
+from nsa_core.verify.decode import decode_parity, quick_steps
+from nsa_core.verify.decode_fused import append_parity, step_parity
+from nsa_core.verify.subject import Finding, Subject
+
+FLOOR = 4.3e12  # bytes a second
+Change = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """``batch`` sequences of ``length`` tokens, ``rows`` of them new, over pages of ``page`` tokens."""
+
+    batch: int
+    length: int
+    heads: int
+    groups: int
+    dk: int
+    dv: int
+    page: int = 128
+    rows: int = 1
+    geometry: BlockGeometry = dataclasses.field(default_factory=BlockGeometry)
+
+    def __str__(self) -> str:
+        more = f" m={self.rows}" if self.rows > 1 else ""
+        return f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{more}"
+
+    def bytes_read(self, itemsize: int) -> dict[str, int]:
+        """K and V that each branch must read once, for the last token."""
+        g = self.geometry
+        blocks = min(g.num_selected_blocks, g.num_select_blocks(self.length))
+        chosen = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
+        rows = {"cmp": g.num_compressed(self.length), "sel": chosen, "win": min(g.window_size, self.length)}
+        each = self.batch * self.groups * (self.dk + self.dv) * itemsize
+        return {name: count * each for name, count in rows.items()}
+
+
+ANCHORS = [
+    Shape(32, 65536, 64, 4, 128, 128),
+    Shape(256, 8192, 64, 4, 128, 128),
+    Shape(16, 131072, 64, 4, 128, 128),
+    Shape(1, 2048, 8, 2, 32, 32, page=2048),
+    Shape(1, 65536, 64, 4, 128, 128),
+    Shape(32, 65536, 64, 4, 128, 128, rows=4),
+]
+# (of decode_span, of decode_sel), over what ships
+CHANGES: list[tuple[Change, Change]] = [
+    ({}, {}),
+    ({"PROGRAMS": 4}, {"PROGRAMS": 2}),
+    ({"PROGRAMS": 12}, {"PROGRAMS": 6}),
+    ({"PROGRAMS": 16, "LEAST": 1}, {"PROGRAMS": 8, "LEAST": 1}),
+    ({"num_stages": 4}, {"num_stages": 4}),
+    ({"num_stages": 5}, {"num_stages": 5}),
+    ({"num_stages": 2}, {"num_stages": 2}),
+    ({"KEYS": 128}, {"KEYS": 128}),
+    ({"KEYS": 128, "num_warps": 8}, {"KEYS": 128, "num_warps": 8}),
+    ({"KEYS": 32, "num_stages": 5}, {"KEYS": 32, "num_stages": 5}),
+    ({"num_warps": 8}, {"num_warps": 8}),
+    ({"TAIL": 0}, {}),
+    ({"SCORES": 8192}, {"PROGRAMS": 8}),
+    ({"STAGES": 1}, {"num_stages": 6}),
+    ({"LEAST": 4}, {"LEAST": 4}),
+    ({"PDL": 1}, {"PDL": 1}),
+    ({"ROWS": 32}, {}),  # of several tokens a step
+    ({"ROWS": 16}, {}),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A step's tensors, and the rows that an append would write."""
+
+    shape: Shape
+    q: torch.Tensor
+    gates: torch.Tensor
+    stores: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    rows: tuple[torch.Tensor, torch.Tensor]
+    rope: tuple[torch.Tensor, torch.Tensor]
+    call: DecodeCall
+
+    def step(self, settings: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """The fused step."""
+        s = self.stores
+        return decode.step(self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings)
+
+    def append(self) -> torch.Tensor:
+        """Once more at the same place: the same bytes."""
+        k, v = self.rows
+        s = self.stores
+        return decode_append.append(
+            self.q, (k, k, k), (v, v, v), s["raw"], s["sel"], s["win"], rope=self.rope, rotate_raw=False, call=self.call
+        )  # fmt: skip
+
+
+def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
+    """Random numbers in pages of a random order."""
+    generator = torch.Generator(device).manual_seed(shape.length)
+    g, groups, m = shape.geometry, shape.groups, shape.rows
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    pages = -(-shape.length // shape.page)
+    total, ring = shape.batch * pages, g.window_size + m - 1
+    sizes = {
+        "cmp": (total, shape.page // g.compress_stride), "sel": (total, shape.page), "win": (shape.batch, ring),
+        "raw": (shape.batch, g.compress_block_size + m),
+    }  # fmt: skip
+    stores = {n: (random(*size, groups, shape.dk), random(*size, groups, shape.dv)) for n, size in sizes.items()}
+    table = torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
+    lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
+    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, table, shape.length)
+    angles = torch.rand((shape.length + m, shape.dk // 2), generator=generator, device=device)
+    return Data(
+        shape, random(shape.batch, m, shape.heads, shape.dk),
+        torch.rand((shape.batch, m, shape.heads, 3), generator=generator, device=device), stores,
+        (random(shape.batch, m, groups, shape.dk), random(shape.batch, m, groups, shape.dv)),
+        (angles.cos(), angles.sin()), call,
+    )  # fmt: skip
+
+
+def settings_of(shape: Shape, change: tuple[Change, Change], dtype: torch.dtype) -> tuple[Change, Change]:
+    """What ships, changed."""
+    traits = {"head_dim": shape.dk, "v_head_dim": shape.dv, "itemsize": dtype.itemsize, "heads": 1}
+    here = launch.architecture(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    names = ("decode_span", "decode_sel")
+    span, sel = (dict(configs.pick(name, here, **traits)) | new for name, new in zip(names, change))
+    return span, sel
+
+
+def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> float:
+    """Median over rounds of a replay of ``repeats`` runs, per run."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    graph.replay()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / repeats
+
+
+def eager_ms(run: Callable[[], Any], repeats: int = 50) -> float:
+    """Mean of ``repeats`` runs from the first call to the end of the last, host included."""
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats * 1e3
+
+
+def parts(data: Data, settings: tuple[Change, Change]) -> Iterator[tuple[str, str | None, Callable[[], Any]]]:
+    """(name, branch whose bytes it reads, call) of each form alone."""
+    s, call, (span, sel) = data.stores, data.call, settings
+    lse = decode.cmp(data.q, *s["cmp"], call=call, settings=span)[1]
+    blocks = decode.select(data.q, s["cmp"][0], lse, call=call, settings=span)
+    yield "cmp", "cmp", lambda: decode.cmp(data.q, *s["cmp"], call=call, settings=span)
+    yield "select", None, lambda: decode.select(data.q, s["cmp"][0], lse, call=call, settings=span)
+    yield "sel", "sel", lambda: decode.sel(data.q, *s["sel"], blocks, call=call, settings=sel)
+    yield "win", "win", lambda: decode.win(data.q, *s["win"], call=call, settings=span)
+    yield "append", None, data.append
+
+
+def measure(shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool, dtype: torch.dtype) -> list[Any]:
+    """A line per configuration, the best last; then the parts of the best."""
+    data, results = make(shape, "cuda", dtype), []
+    need = shape.bytes_read(dtype.itemsize)
+    expected: torch.Tensor | None = None
+    for change in changes:
+        try:
+            settings = settings_of(shape, change, dtype)
+            o, _ = data.step(settings)
+            torch.cuda.synchronize()
+            expected = o if expected is None else expected
+            off = (o.float() - expected.float()).abs().max().item()
+            ms, slow = graph_ms(lambda s=settings: data.step(s)), eager_ms(lambda s=settings: data.step(s))
+            results.append((ms, change, settings))
+            print(
+                f"{shape} {line(ms, sum(need.values()))}, eager {slow:.3f} ms, off by {off:.1e}, {change}", flush=True
+            )
+        except Exception as error:  # noqa: BLE001  the other configurations still tell something
+            print(f"{shape} {change}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    if not results:
+        return []
+    best = min(results, key=lambda result: result[0])
+    print(f"{shape} BEST {line(best[0], sum(need.values()))} {best[1]}", flush=True)
+    if with_parts:
+        for name, branch, run in parts(data, best[2]):
+            ms = graph_ms(run)
+            print(f"{shape} {name}: {line(ms, need[branch]) if branch else f'{ms * 1e3:.1f} us'}", flush=True)
+        both = graph_ms(lambda: (data.append(), data.step(best[2])))
+        print(f"{shape} append and step: {both:.4f} ms", flush=True)
+    return [{"shape": str(shape), "ms": ms, "change": change} for ms, change, _ in results]
+
+
+def line(ms: float, count: int) -> str:
+    """A time as ms, TB/s and share of the floor."""
+    return f"{ms:.4f} ms {count / ms / 1e9:.2f} TB/s {count / FLOOR / ms * 1e3:.0%} of the floor"
+
+
+def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
+    """What is wrong with every form on quick step number ``job[1]``."""
+    device, number, dtype = job
+    subject, step = Subject(dict.fromkeys(SLOTS, "triton"), device), quick_steps()[number]
+    try:
+        found: list[Finding] = [*decode_parity(subject, step, dtype), *step_parity(subject, step, dtype)]
+        found += append_parity(subject, step, dtype, rope=True, rotate_raw=False, raw_ring=8)
+        return [f"{f.slot} {f.case} {f.quantity} {f.detail}" for f in found if f.ok is False]
+    except Exception as error:  # noqa: BLE001  the other steps still tell something
+        return [f"{type(error).__name__}: {str(error)[:300]}"]
+
+
+def check(jobs: list[tuple[str, int, torch.dtype]], each: Callable[..., Any] = map) -> bool:
+    """Every form against the oracle on quick steps; prints what is wrong. ``each``: a pool's map."""
+    fine = True
+    for (_, number, dtype), bad in zip(jobs, each(judge, jobs)):
+        fine = fine and not bad
+        print(f"{quick_steps()[number].case.name} {str(dtype)[6:]}: {bad[:3] or 'ok'}", flush=True)
+    return fine
+
+
+def compile_one(job: tuple[Shape, tuple[Change, Change]]) -> None:
+    """Put a configuration's binaries into Triton's cache; they serve every batch and length of the same heads."""
+    shape, change = job
+    small = dataclasses.replace(shape, batch=1, length=max(4 * shape.page, 256) if shape.page < 512 else shape.length)
+    data = make(small, "cuda", torch.bfloat16)
+    data.step(settings_of(shape, change, torch.bfloat16))
+    data.append()
+
+
+def main() -> int:
+    """Check, then measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="what ships only")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--shapes", default=",".join(map(str, range(len(ANCHORS)))), help="anchors by number")
+    parser.add_argument("--changes", default=",".join(map(str, range(len(CHANGES)))), help="configurations by number")
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
+    changes = CHANGES[:1] if given.quick else [CHANGES[int(i)] for i in given.changes.split(",")]
+    kinds = {dataclasses.replace(shape, batch=1, length=0): shape for shape in shapes}.values()
+    began = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
+        compiled = [pool.submit(compile_one, (shape, change)) for shape in kinds for change in changes]
+        dtypes = (torch.bfloat16, torch.float32)
+        jobs = [("cuda", number, dtype) for number in range(len(quick_steps())) for dtype in dtypes]
+        fine = check([] if given.skip_check else jobs, pool.map)
+        concurrent.futures.wait(compiled)  # what failed shows again when measured
+    print(f"compiled and judged in {time.perf_counter() - began:.0f} s", flush=True)
+    results = []
+    for shape in shapes:
+        results += measure(shape, changes, given.parts, torch.bfloat16)
+        torch.cuda.empty_cache()
+    if given.json is not None:
+        given.json.write_text(json.dumps(results, indent=1))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Host side of the decode kernels: what a launch is cut into, its scratch, its arguments.
+
+How often keys are split depends on the batch and on max_len, numbers that the host has; lengths are read on the device.
+So a step replays from a CUDA graph with other numbers in the same tensors. Bits depend on the number of splits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_backend_triton import configs
+from nsa_backend_triton.decode_choose import decode_choose
+from nsa_backend_triton.decode_sel import decode_sel
+from nsa_backend_triton.decode_span import decode_span
+from nsa_backend_triton.launch import accumulator, architecture, multiprocessors
+from nsa_backend_triton.select import scratch_row
+from nsa_backend_triton.span_forward import launch_options
+from nsa_backend_triton.tile import LOG2E
+from nsa_core.contract import DecodeCall
+
+_STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant of the binary
+
+Pair = tuple[Tensor, Tensor]
+
+
+# Plain integers: triton's own cdiv and next_power_of_2 take 10 us a call on the host.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power(n: int) -> int:
+    """The least power of two that is >= n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def _padded(width: int) -> int:
+    return max(16, power(width))
+
+
+def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.device) -> int:
+    """How many programs share the ``tiles`` of each of ``units``, so that together they fill the GPU."""
+    wanted = chosen["PROGRAMS"] * multiprocessors(device) // max(1, units)
+    return max(1, min(wanted, tiles // chosen["LEAST"]))
+
+
+def allocate(q: Tensor, floats: list[int], ints: list[int], zero: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Scratch in slices of these sizes, each aligned: fp32 (fp64 for fp64 q), and int32, 0 where a launch splits."""
+    rounded = [[-(-size // 64) * 64 for size in sizes] for sizes in (floats, ints)]
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    first = torch.empty(sum(rounded[0]), dtype=stats, device=q.device)
+    make = torch.zeros if zero else torch.empty
+    second = make(sum(rounded[1]), dtype=torch.int32, device=q.device)
+    return list(first.split(rounded[0])), list(second.split(rounded[1]))
+
+
+def _store(x: Tensor | None, like: Tensor) -> tuple[Tensor, int, int, int]:
+    """A store [P, rows, G, D] and its strides (page, row, head)."""
+    return (like, 0, 0, 0) if x is None else (x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def _page(rows: int) -> int:
+    """``rows`` where kernels have it as a constant, else 0."""
+    return rows if rows & (rows - 1) == 0 and rows <= _STATIC_PAGE else 0
+
+
+class Span:
+    """One launch of decode_span over ``rows`` tokens of a step: the branches given, and the choice where it is asked.
+
+    The table's KEYS, ROWS (queries a program), PROGRAMS (a multiprocessor), LEAST (tiles a split), TAIL (1: the last
+    program of a token chooses, 0: a launch of its own), SCORES (logits a turn), STAGES (of their loads), CHUNKS and
+    LANES (of the ranking), PDL (1, from sm_90 on: decode_sel is launched before this one has ended).
+    """
+
+    def __init__(
+        self, q: Tensor, rows: int, cmp: Pair | None, win: Pair | None, call: DecodeCall, attend: bool, choose: bool,
+        chosen: configs.Settings | None = None,
+    ) -> None:  # fmt: skip
+        self.call, self.cmp, self.win, self.attend, self.choose, self.rows = call, cmp, win, attend, choose, rows
+        k, v = cmp or win  # type: ignore[misc]  # one of them is given
+        self.batch, self.heads, self.dk = q.shape[0], q.shape[2], q.shape[3]
+        self.groups, self.dv, geometry = k.shape[2], v.shape[3], call.geometry
+        group = self.heads // self.groups
+        traits = {"head_dim": self.dk, "v_head_dim": self.dv, "itemsize": q.itemsize, "heads": group}
+        self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
+        self.keys = self.chosen["KEYS"]
+        most = max(1, self.chosen["ROWS"] // group)
+        self.tokens = min(power(rows), 1 << (most.bit_length() - 1))
+        self.tail = choose and self.tokens == 1 and bool(self.chosen["TAIL"])
+        self.max_len = call.max_len
+        if cmp is not None:
+            self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride)
+        units = self.batch * cdiv(rows, self.tokens) * self.groups
+        compressed = geometry.num_compressed(self.max_len)
+        window = min(geometry.window_size, self.max_len) + self.tokens - 1
+        self.splits = _splits(units, cdiv(compressed, self.keys), self.chosen, q.device)
+        self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device)
+        self.cmp_programs = units * self.splits if cmp is not None else 0
+        self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
+        self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
+        self.slots = _padded(geometry.num_selected_blocks)
+        taps = power(geometry.select_block_size // geometry.compress_stride)
+        heads = min(power(group), max(1, self.chosen["SCORES"] // taps))
+        turn = max(1, self.chosen["SCORES"] // (taps * heads))
+        self.chunks = max(self.chosen["CHUNKS"], cdiv(2 * self.slots, self.chosen["LANES"]))
+        self.score_row = max(1, cdiv(compressed, 64)) * 64
+        self.pair_row = scratch_row(
+            geometry.num_select_blocks(self.max_len), turn, self.slots, self.chunks * self.chosen["LANES"]
+        )
+        self.shape = {"HEADS": heads, "PIECES": cdiv(group, heads), "TAPS": taps}
+        self.turn = turn
+
+    @property
+    def split(self) -> bool:
+        """Whether counters are needed."""
+        return self.programs > 0 and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Scratch: (stats, partial outputs, logits, pairs of scores), (counters, places)."""
+        parts = self.programs * self.m if self.split and self.attend else 0
+        tokens = self.batch * self.rows if self.choose else 0
+        floats = [2 * parts, parts * self.block_dv, tokens * self.heads * self.score_row]
+        floats.append(tokens * self.groups * self.pair_row)
+        return floats, [self.programs if self.split else 0, tokens * self.groups * 2 * self.slots]
+
+    def launch(
+        self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None, scratch: list[Tensor],
+        places: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` of the step on; ``outputs`` (o, o_win, lse, lse_win)."""
+        call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
+        stats, parts, scores, pairs = scratch
+        k, *k_at = _store(self.cmp and self.cmp[0], q)
+        v, *v_at = _store(self.cmp and self.cmp[1], q)
+        k_win, *kw_at = _store(self.win and self.win[0], q)
+        v_win, *vw_at = _store(self.win and self.win[1], q)
+        out = lse if blocks is None else blocks
+        choice = {
+            "SIZE": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
+            "SELECT": geometry.select_block_size, "N": geometry.num_selected_blocks, "SLOTS": self.slots,
+            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "CHUNKS": self.chunks,
+            "LANES": self.chosen["LANES"], "GROUPS": self.groups, "GROUP": self.heads // self.groups,
+            "STAGES": self.chosen["STAGES"], "ACC": accumulator(q.dtype), **self.shape,
+        }  # fmt: skip
+        decode_span[(self.programs,)](
+            q, k, v, k_win, v_win, o, o_win, lse, lse_win, scores, stats, parts, places[0], pairs, places[1], out,
+            call.starts, call.lengths, call.block_table,
+            *q.stride()[:3], *k_at, *v_at, *kw_at, *vw_at, o.stride(0), o.stride(1), lse.stride(0), lse.stride(1),
+            out.stride(0), call.block_table.stride(0), call.scale * LOG2E.value, first, self.rows, self.max_len,
+            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.score_row,
+            self.pair_row,
+            HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]), TOKENS=self.tokens,
+            M=self.m, KEYS=self.keys, DK=self.dk, DV=self.dv, BLOCK_DK=_padded(self.dk), BLOCK_DV=self.block_dv,
+            WINDOW=geometry.window_size, ATTEND=self.attend, KEEP=self.choose, CHOOSE=self.tail,
+            BLOCKS_PER_TURN=self.turn, PDL=bool(self.chosen.get("PDL")), **choice, **launch_options(self.chosen),
+        )  # fmt: skip
+        if self.choose and not self.tail:
+            assert blocks is not None
+            decode_choose[(self.batch * self.rows * self.groups,)](
+                scores, lse, pairs, places[1], blocks, call.starts, call.lengths, lse.stride(0), lse.stride(1),
+                blocks.stride(0), first, self.rows, self.max_len, self.score_row, self.pair_row,
+                BLOCKS=self.turn, **choice, num_warps=self.chosen["num_warps"],
+            )  # fmt: skip
+
+
+class Sel:
+    """One launch of decode_sel over ``rows`` tokens. The table's KEYS, PROGRAMS, LEAST and PDL are as Span's."""
+
+    def __init__(
+        self, q: Tensor, rows: int, k: Tensor, v: Tensor, call: DecodeCall, chosen: configs.Settings | None = None
+    ) -> None:
+        self.call, self.k, self.v, self.rows = call, k, v, rows
+        geometry, self.groups, self.group = call.geometry, k.shape[2], q.shape[2] // k.shape[2]
+        traits = {"head_dim": q.shape[3], "v_head_dim": v.shape[3], "itemsize": q.itemsize, "heads": self.group}
+        self.chosen = chosen or configs.pick("decode_sel", architecture(q.device), **traits)
+        self.keys = self.chosen["KEYS"]
+        units = q.shape[0] * rows * self.groups
+        tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.keys)
+        self.splits = _splits(units, tiles, self.chosen, q.device)
+        self.programs, self.m, self.block_dv = units * self.splits, _padded(self.group), _padded(v.shape[3])
+        self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1])
+
+    @property
+    def split(self) -> bool:
+        """Whether counters are needed."""
+        return self.splits > 1
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Scratch: (stats, partial outputs), (counters)."""
+        parts = self.programs * self.m if self.split else 0
+        return [2 * parts, parts * self.block_dv], [self.programs if self.split else 0]
+
+    def launch(
+        self, q: Tensor, first: int, blocks: Tensor, o: Tensor, lse: Tensor, scratch: list[Tensor],
+        counters: list[Tensor], gates: Tensor | None = None, others: Pair | None = None,
+    ) -> None:  # fmt: skip
+        """Run on ``q`` [B, rows, Hq, Dk] from row ``first`` on; ``others``: o_cmp, o_win [B, rows, Hq, Dv] in fp32."""
+        call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
+        o_cmp, o_win = others or (o, o)
+        gate = lse if gates is None else gates
+        early = gates is not None and bool(self.chosen.get("PDL"))
+        decode_sel[(self.programs,)](
+            q, gate, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters, call.starts, call.lengths,
+            call.block_table, *q.stride()[:3], *gate.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *blocks.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), lse.stride(1), call.block_table.stride(0),
+            call.scale * LOG2E.value, first, self.rows, self.max_len, k.shape[1], self.splits,
+            PAGE=_page(k.shape[1]), GROUPS=self.groups, GROUP=self.group, M=self.m, KEYS=self.keys, DK=q.shape[3],
+            DV=v.shape[3], BLOCK_DK=_padded(q.shape[3]), BLOCK_DV=self.block_dv,
+            SELECT=call.geometry.select_block_size, N=n, SLOTS=_padded(n), DISTINCT=gates is not None,
+            GATED=gates is not None, ACC=accumulator(q.dtype), PDL=early, **launch_options(self.chosen),
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip

@@ -1,0 +1,289 @@
+"""One run of the decode bench: gates first, then every cell; whole steps, each slot, a layer's step, dense rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.bench import roofline
+from nsa_core.bench.combos import Combo, ready_combos
+from nsa_core.bench.decode_works import (
+    Cell,
+    default_cells,
+    dense_works,
+    fused_step,
+    layer_config,
+    layer_step,
+    make_state,
+    one_by_one,
+    part_key,
+    part_works,
+    step_costs,
+    within_step,
+)
+from nsa_core.bench.gate import Gate, gate_case
+from nsa_core.bench.machine import machine
+from nsa_core.bench.result import Measurement, Part, Result
+from nsa_core.bench.roofline import Cost, Peaks
+from nsa_core.bench.run import NOT_CORRECT
+from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
+from nsa_core.bench.timing import (
+    FAILED,
+    LATE,
+    METHODS,
+    EagerClock,
+    Outcome,
+    Work,
+    clock_for,
+    measure,
+)
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
+from nsa_core.errors import NSAError
+from nsa_core.plan import Plan, resolve
+from nsa_core.registry import Registry
+from nsa_core.text import describe_error
+from nsa_core.verify.decode import Step, decode_parity
+from nsa_core.verify.decode_fused import fused_step as judge_fused
+from nsa_core.verify.subject import Subject
+
+REPEATS = 5  # rounds at least: the spread of as many repeats is reported
+UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """What to measure; ``combos`` empty: all that are ready; ``cells`` empty: those of the device."""
+
+    cells: Sequence[Cell] = ()
+    dtypes: Sequence[str] = ("float32",)
+    combos: Sequence[Combo] = ()
+    blocks: Sequence[int] = PAPER_BLOCKS
+    device: str = "cpu"
+    seed: int = 0
+    budget_s: float = 0.3
+    cell_limit_s: float = 60.0
+    time_limit_s: float = 420.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as a result file holds them."""
+        kept: dict[str, Any] = {
+            n: getattr(self, n) for n in ("device", "seed", "budget_s", "cell_limit_s", "time_limit_s")
+        }
+        cells = [f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}" for c in self.cells]
+        kept |= {"cells": cells, "dtypes": list(self.dtypes), "combos": [c.name for c in self.combos]}
+        kept |= {"shapes": list(dict.fromkeys(c.shape.name for c in self.cells)), "blocks": list(self.blocks)}
+        return kept | {
+            "phases": ["decode"],
+            "inputs": ["random"],
+            "threads": torch.get_num_threads(),
+            "methods": METHODS,
+        }
+
+
+class DecodeBench:
+    """A run under way."""
+
+    def __init__(self, settings: DecodeSettings, registry: Registry, versions: dict[str, Any]) -> None:
+        self.settings = dataclasses.replace(settings, cells=settings.cells or default_cells(settings.device))
+        self.registry, self._versions = registry, versions
+        self._started = time.monotonic()
+        self._deadline = self._started + settings.time_limit_s
+        self._gates: list[Gate] = []
+        self._judged: set[tuple[Any, ...]] = set()
+        self._measurements: list[Measurement] = []
+        self._skipped: dict[str, str] = {}
+        self._combos: dict[str, dict[str, str]] = {}
+
+    def problems(self) -> list[tuple[Cell, str]]:
+        """The cells, each in each dtype."""
+        return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
+
+    def run(self, advance: Callable[[str], None] = lambda label: None) -> Result:
+        """Measure everything; ``advance`` is told of each finished cell.
+
+        Raises:
+            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
+        """
+        s = self.settings
+        plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.problems()}
+        peaks = {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
+        self._clock = clock_for(s.device)
+        for cell, dtype in self.problems():
+            with torch.inference_mode():
+                self._cell(cell, dtype, plans[cell, dtype], peaks[dtype])
+            gc.collect()
+            advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
+        return Result(
+            settings=s.as_json(), environment=self._versions | machine(s.device), combos=self._combos,
+            skipped=self._skipped, peaks=peaks, gates=self._gates, measurements=self._measurements, crossovers=[],
+            seconds=round(time.monotonic() - self._started, 2),
+        )  # fmt: skip
+
+    def _open(self, cell: Cell, dtype_name: str) -> dict[str, Plan]:
+        """The plans of a cell by combination, and the gates of its shape class."""
+        s, dtype = self.settings, getattr(torch, dtype_name)
+        config = layer_config(cell.shape, tuple(s.blocks))
+        combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, False, "decode", cell.page_size)
+        plans = {}
+        for combo in combos:
+            plans[combo.name] = plan = resolve(
+                config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
+                page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
+            )  # fmt: skip
+            who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
+            who |= {name: f"{kernel.backend}, fused" for name, kernel in plan.fused.items()}
+            elsewhere = self._combos.setdefault(combo.name, who) != who
+            self._combos |= {f"{combo.name}, {cell.shape.name} {dtype_name} {cell.inputs}": who} if elsewhere else {}
+            self._judge(combo, config, cell, dtype)
+        return plans
+
+    def _judge(self, combo: Combo, config: NSAConfig, cell: Cell, dtype: torch.dtype) -> None:
+        """The combination's gate, once for a shape class and page size."""
+        key = (combo.name, cell.shape, cell.page_size, dtype)
+        if key not in self._judged:
+            self._judged.add(key)
+            subject = Subject(combo.backends, self.settings.device, self.registry)
+            self._gates.append(decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed))
+
+    def _cell(self, cell: Cell, dtype_name: str, plans: dict[str, Plan], peaks: Peaks) -> None:
+        s, dtype = self.settings, getattr(torch, dtype_name)
+        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_name)}
+        timed = {name: plan for name, plan in plans.items() if name not in wrong}
+        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
+        subjects: dict[str, str] = dict.fromkeys(plans, "combo")
+        config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
+        try:
+            x = make_state(cell, config, dtype, s.device, s.seed)
+            rivals, skipped = dense_works(x, config)
+            self._skipped |= {f"{name}, {cell.shape.name} {dtype_name}": why for name, why in skipped.items()}
+            subjects |= dict.fromkeys((work.key for work in rivals), "dense")
+            works = [*rivals]
+            parts: dict[str, Work] = {}
+            for name, plan in timed.items():
+                works += self._steps(name, plan, x, cell, dtype)
+                parts |= {work.key: work for work in part_works(plan, x)} if cuda else {}
+            limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
+            limits["limit_s"] = s.cell_limit_s
+            outcomes |= measure([*works, *parts.values()], self._clock, **limits, least=REPEATS)
+            if cuda:
+                again = [
+                    dataclasses.replace(w, key=w.key + EAGER) for w in works if w.key not in subjects or w.key in plans
+                ]
+                outcomes |= measure(again, EagerClock(), **limits)
+            else:
+                outcomes |= {
+                    slot_key(name, slot): Outcome(found)
+                    for name, plan in timed.items()
+                    for slot, found in within_step(plan, x, s.budget_s).items()
+                }
+        except torch.OutOfMemoryError:
+            outcomes |= {name: Outcome(reason="out of memory") for name in subjects if name not in outcomes}
+        except (NSAError, RuntimeError) as error:
+            said = f"{FAILED}: {describe_error(error)}"
+            outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
+        self._record(cell, dtype_name, plans, subjects, outcomes, peaks)
+
+    def _steps(self, name: str, plan: Plan, x: Any, cell: Cell, dtype: torch.dtype) -> list[Work]:
+        """The whole step, by its slots too where it is fused, and a layer's."""
+        device = self.settings.device
+        slots = Work(name, lambda: lambda: one_by_one(plan, x), True)
+        works = [slots]
+        if "step" in plan.fused:
+            works = [
+                Work(name, lambda: lambda: fused_step(plan, x), True),
+                dataclasses.replace(slots, key=name + UNFUSED),
+            ]
+        return [*works, Work(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
+
+    def _record(
+        self, cell: Cell, dtype: str, plans: dict[str, Plan], subjects: dict[str, str], outcomes: dict[str, Outcome],
+        peaks: Peaks,
+    ) -> None:  # fmt: skip
+        kinds = dict(subjects)
+        for key in outcomes:
+            if key not in kinds and any(key.startswith(name + ", ") for name in plans):
+                kinds[key] = "layer" if LAYER in key else "combo"
+        config = layer_config(cell.shape, tuple(self.settings.blocks))
+        element = torch.finfo(getattr(torch, dtype)).bits // 8
+        costs = step_costs(config, cell.batch, cell.length, element)
+        made = []
+        for subject, kind in kinds.items():
+            plan = plans.get(subject.removesuffix(UNFUSED))
+            by_slots = plan is not None and (subject.endswith(UNFUSED) or "step" not in plan.fused)
+            parts = (
+                _parts(subject.removesuffix(UNFUSED), plan, outcomes, costs, peaks)
+                if plan is not None and by_slots
+                else {}
+            )
+            outcome = outcomes.get(subject, Outcome(reason=LATE))
+            made.append(_measurement(cell, dtype, subject, kind, outcome, costs, peaks, parts))
+        dense = [m.performance.median_ms for m in made if m.kind == "dense" and m.performance]
+        self._measurements += [
+            dataclasses.replace(m, ratio_to_dense=min(dense) / m.performance.median_ms)
+            if dense and m.performance and m.kind != "layer"
+            else m
+            for m in made
+        ]
+
+
+def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int) -> Gate:
+    """Judge a combination's decode forms, the fused step among them, on a few steps of the cell's class."""
+    started = time.perf_counter()
+    case = dataclasses.replace(gate_case(config, subject.device, seed), rows=None)
+    longest = case.lengths[0]
+    lengths = (longest, longest - 1, longest // 2, longest // 3)
+    page = cell.page_size
+    named = dataclasses.replace(case, name=f"{cell.shape.name} steps at {lengths} tokens, page {page or 'none'}")
+    step = Step(named, lengths, (4,) * 4, rows=4, page_size=page)
+    try:
+        found = [*decode_parity(subject, step, dtype), *judge_fused(subject, step, dtype)]
+        wrong = [f"{f.slot or f.check} {f.quantity}: {f.detail}" for f in found if f.ok is False]
+    except (NSAError, RuntimeError) as error:
+        wrong = [describe_error(error)]
+    seconds = round(time.perf_counter() - started, 3)
+    return Gate(combo, cell.shape.name, str(dtype).removeprefix("torch."), not wrong, named.name, seconds, wrong)
+
+
+def slot_key(combo: str, slot: str) -> str:
+    """The key of a slot's time inside a combination's step."""
+    return f"{slot} in {combo}"
+
+
+def _parts(
+    combo: str, plan: Plan, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
+) -> dict[str, Part]:
+    parts = {}
+    for slot in SLOTS:
+        outcome = outcomes.get(slot_key(combo, slot)) or outcomes.get(part_key(slot, plan))
+        if outcome is not None:
+            cost, found = costs[slot], outcome.performance
+            share = peaks.floor_ms(cost) / found.median_ms if found else None
+            parts[slot] = Part(plan.choices[slot].backend, found, outcome.reason, cost.flops, cost.bytes, share)
+    return parts
+
+
+def _measurement(
+    cell: Cell, dtype: str, subject: str, kind: str, outcome: Outcome, costs: dict[str, Cost], peaks: Peaks,
+    parts: dict[str, Part],
+) -> Measurement:  # fmt: skip
+    cost, found = costs["dense" if kind == "dense" else "total"], outcome.performance
+    floor = peaks.floor_ms(cost)
+    return Measurement(
+        kind=kind, subject=subject, shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode",
+        batch=cell.batch, length=cell.length, performance=found, reason=outcome.reason,
+        peak_memory_bytes=outcome.peak_bytes if found else None, flops=cost.flops, bytes=cost.bytes, floor_ms=floor,
+        floor_fraction=floor / found.median_ms if found and kind != "layer" else None, ratio_to_dense=None, parts=parts,
+    )  # fmt: skip
+
+
+def shape_named(text: str) -> Shape:
+    """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere in the bench."""
+    from nsa_core.bench.shapes import parse_shape
+
+    return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

@@ -1,0 +1,236 @@
+"""The works of one decode cell on the same cache: whole steps, each slot alone, a layer's step, the dense rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nsa_core.bench.roofline import Cost
+from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
+from nsa_core.bench.timing import MAX_ROUNDS, Performance, Work, summarise
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.module import NSAttention
+from nsa_core.ops import stats_dtype
+from nsa_core.plan import Plan
+
+LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Sequences of ``length`` cached tokens, the step's own among them, in pages of ``page_size`` (None: one piece)."""
+
+    shape: Shape
+    batch: int
+    length: int
+    page_size: int | None = None
+
+    @property
+    def inputs(self) -> str:
+        """How the cache was made, as a result file says it."""
+        return "random" if self.page_size is None else f"random, pages of {self.page_size}"
+
+
+def default_cells(device: str) -> list[Cell]:
+    """The cells of docs/bench.md: 4 GiB of keys and values and the reports' step on a GPU, small ones on the CPU."""
+    reports = [Cell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
+    if not device.startswith("cuda"):
+        return [*reports, Cell(Shape(8, 2, 32, 32), 4, 2048, 128)]
+    large = Shape(64, 4, 128, 128)
+    return [*(Cell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))), *reports]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A cache in the middle of decoding, and the step's queries and gates."""
+
+    q: torch.Tensor  # [B, 1, Hq, Dk]
+    gates: torch.Tensor  # [B, 1, Hq, 3]
+    stores: Mapping[str, torch.Tensor]
+    call: DecodeCall
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole sequences [B, S, G, D]: the same memory, whatever page it is of."""
+        batch, length = len(self.q), self.call.max_len
+        k, v = (self.stores[name] for name in ("k_sel", "v_sel"))
+        k, v = (x.view(batch, -1, *x.shape[2:])[:, :length] for x in (k, v))
+        return k, v
+
+
+def make_state(cell: Cell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int) -> State:
+    """Random tensors; the pages lie in random order, as in a cache that has served for a while."""
+    generator, geometry = torch.Generator(device).manual_seed(seed), config.geometry
+    block = geometry.select_block_size
+    size = cell.page_size or -(-cell.length // block) * block
+    pages = -(-cell.length // size)
+
+    def normal(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=kind, device=device)
+
+    stores = {}
+    rows = {"cmp": size // geometry.compress_stride, "sel": size, "win": geometry.window_size}
+    for branch, count in rows.items():
+        outer = cell.batch if branch == "win" else cell.batch * pages
+        for name, width in (("k", config.qk_dim), ("v", config.v_dim)):
+            stores[f"{name}_{branch}"] = normal(outer, count, config.n_kv_heads, width)
+    table = torch.randperm(cell.batch * pages, generator=generator, device=device).int().view(cell.batch, pages)
+    lengths = torch.full((cell.batch,), cell.length, dtype=torch.int32, device=device)
+    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, table, cell.length)
+    gates = normal(cell.batch, 1, config.n_heads, 3, kind=stats_dtype(dtype)).sigmoid()
+    return State(normal(cell.batch, 1, config.n_heads, config.qk_dim), gates, stores, call)
+
+
+def one_by_one(plan: Plan, x: State, mark: Callable[[str], Any] = lambda slot: None) -> Any:
+    """The step by its slots; ``mark`` is told of each that has ended."""
+    s = x.stores
+    o_cmp, lse = plan.cmp(x.q, s["k_cmp"], s["v_cmp"], call=x.call)
+    mark("cmp")
+    blocks = plan.select(x.q, s["k_cmp"], lse, call=x.call)
+    mark("select")
+    o_sel, _ = plan.sel(x.q, s["k_sel"], s["v_sel"], blocks, call=x.call)
+    mark("sel")
+    o_win, _ = plan.win(x.q, s["k_win"], s["v_win"], call=x.call)
+    mark("win")
+    o = plan.combine(x.gates, o_cmp, o_sel, o_win)
+    mark("combine")
+    return o
+
+
+def within_step(plan: Plan, x: State, budget_s: float) -> dict[str, Performance]:
+    """Each slot's time inside the step, on the CPU: alone, a slot would find its own data and code in the caches."""
+    samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
+    started = time.perf_counter()
+    while len(samples["cmp"]) < MAX_ROUNDS and (len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s):
+        last = time.perf_counter_ns()
+
+        def mark(slot: str) -> None:
+            nonlocal last
+            now = time.perf_counter_ns()
+            samples[slot].append((now - last) / 1e6)
+            last = time.perf_counter_ns()
+
+        one_by_one(plan, x, mark)
+    return {slot: summarise(taken[1:], "within", 1) for slot, taken in samples.items()}
+
+
+def fused_step(plan: Plan, x: State) -> Any:
+    """The step by the plan's fused form."""
+    s = x.stores
+    names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+    return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
+
+
+def part_key(slot: str, plan: Plan) -> str:
+    """The key of a slot's kernel: combinations that share it share its time."""
+    return f"{slot} {plan.choices[slot].backend}"
+
+
+def part_works(plan: Plan, x: State) -> list[Work]:
+    """Each slot alone, on what it receives in a step."""
+    s = x.stores
+    o_cmp, lse = plan.cmp(x.q, s["k_cmp"], s["v_cmp"], call=x.call)
+    blocks = plan.select(x.q, s["k_cmp"], lse, call=x.call)
+    given = {
+        "cmp": (x.q, s["k_cmp"], s["v_cmp"]),
+        "select": (x.q, s["k_cmp"], lse),
+        "sel": (x.q, s["k_sel"], s["v_sel"], blocks),
+        "win": (x.q, s["k_win"], s["v_win"]),
+        "combine": (x.gates, o_cmp, o_cmp.clone(), o_cmp.clone()),  # the values do not matter, three buffers do
+    }
+
+    def made(slot: str) -> Callable[[], Callable[[], Any]]:
+        kernel, tensors = getattr(plan, slot), given[slot]
+        options = {} if slot == "combine" else {"call": x.call}
+        return lambda: lambda: kernel(*tensors, **options)
+
+    return [Work(part_key(slot, plan), made(slot)) for slot in SLOTS]
+
+
+def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
+    """A step of a whole layer of the cell's heads, with the default options, over a cache as full as the cell says.
+
+    Every call appends a token; there is room for LAYER_ROOM of them.
+    """
+    config = plan.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attn = NSAttention(config).to(device, dtype).requires_grad_(False)
+        x = torch.randn(cell.batch, 1, config.dim).to(device, dtype)
+    cache = attn.new_cache(
+        cell.batch, cell.length + LAYER_ROOM, page_size=cell.page_size, max_step=1, plan=plan, dtype=dtype
+    )  # fmt: skip
+    before = [cell.length - 1] * cell.batch
+    cache.admit(before)
+    for store in cache.stores.tensors():
+        store.normal_()
+    cache.advance(cell.length - 1, before, None, True)
+    return lambda: attn(x, cache=cache)
+
+
+def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSAConfig:
+    """A layer of the shape with the default options: mlp compression, three key/value pairs."""
+    size, stride, select, n, window = blocks
+    return NSAConfig(
+        dim=shape.n_heads * shape.head_dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, compress_block_size=size, compress_stride=stride,
+        select_block_size=select, num_selected_blocks=n, window_size=window, rope=shape.head_dim % 2 == 0,
+    )  # fmt: skip
+
+
+def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]]:
+    """Dense attention of the step over the whole cache by SDPA and flash-attn; and why one cannot run here."""
+    (k, v), scale = x.dense, config.softmax_scale
+    groups = config.n_heads // config.n_kv_heads
+
+    def sdpa() -> torch.Tensor:
+        q, keys, values = (t.transpose(1, 2) for t in (x.q, k, v))
+        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)  # all keys, no mask
+
+    works, skipped = [Work("dense SDPA", lambda: sdpa, True)], dict[str, str]()
+    if not x.q.is_cuda:
+        return works, skipped
+    name = "dense flash-attn with kvcache"
+    if importlib.util.find_spec("flash_attn") is None:
+        skipped[name] = "the package flash-attn is not installed"
+    elif x.q.dtype not in (torch.bfloat16, torch.float16) or config.qk_dim != config.v_dim:
+        skipped[name] = "it takes bfloat16 and float16, and one head width"
+    else:
+        from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found, unused-ignore]
+
+        lengths = x.call.lengths
+        works.append(
+            Work(name, lambda: lambda: flash_attn_with_kvcache(x.q, k, v, cache_seqlens=lengths, softmax_scale=scale))
+        )
+    return works, skipped
+
+
+def step_costs(config: NSAConfig, batch: int, length: int, element_bytes: int) -> dict[str, Cost]:
+    """Cost of each slot, of the whole step ("total") and of dense attention ("dense"): every row read once.
+
+    The total counts compressed keys once: a fused step may score them for cmp and select in one reading.
+    """
+    geometry, heads, kv = config.geometry, config.n_heads, config.n_kv_heads
+    dk, dv, t = config.qk_dim, config.v_dim, length - 1
+    block = geometry.select_block_size
+    chosen = min(geometry.num_selected_blocks, t // block + 1)
+    tokens = {"cmp": geometry.num_compressed(length), "win": min(geometry.window_size, length), "dense": length}
+    tokens["sel"] = (chosen - 1) * block + t % block + 1
+    rows = batch * heads * (dk + dv) * element_bytes  # q and o
+    costs = {
+        name: Cost(2 * batch * heads * (dk + dv) * count, batch * kv * (dk + dv) * count * element_bytes + rows)
+        for name, count in tokens.items()
+    }
+    scored = batch * kv * dk * tokens["cmp"] * element_bytes
+    costs["select"] = Cost(2 * batch * heads * dk * tokens["cmp"], scored + batch * heads * dk * element_bytes)
+    costs["combine"] = Cost(6 * batch * heads * dv, batch * heads * (4 * dv * element_bytes + 12))
+    keys = sum(costs[name].bytes - rows for name in ("cmp", "sel", "win"))
+    total = Cost(sum(costs[slot].flops for slot in SLOTS), keys + rows + batch * heads * 12)
+    return costs | {"total": total}

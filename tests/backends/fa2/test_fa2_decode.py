@@ -1,0 +1,124 @@
+"""The decode form of cmp over the CPU stand-in, and on a GPU over the library itself; why the others have none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from fa2_standin import Library, make
+
+from nsa_backend_fa2 import decode, providers
+from nsa_backend_fa2 import probe as probes
+from nsa_backend_fa2.providers import Found
+from nsa_core.contract import Request
+from nsa_core.errors import Unsupported
+from nsa_core.layout import BlockGeometry
+from nsa_core.plan import resolve
+from nsa_core.verify.cases import PAPER, TINY, Case, config_of
+from nsa_core.verify.decode import Step, judge_step, step_data
+from nsa_core.verify.subject import Subject
+
+RAGGED = (1, 7, 8, 11, 12, 64, 77)
+STEPS = {
+    "one piece": Step(Case("one piece", config_of(4, 2, 16, 16, TINY), ()), RAGGED, (1,) * 7),
+    "one piece, rows": Step(Case("rows", config_of(3, 1, 24, 24, TINY), ()), (5, 8, 31, 40), (5, 0, 3, 5), rows=5),
+    "pages": Step(Case("pages", config_of(4, 4, 8, 8, TINY), ()), (2100, 1024, 30), (1, 2, 0), 2, page_size=1024),
+    "h=1": Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (70, 9), (1, 1)),
+}
+REQUEST = Request(
+    slot="cmp", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
+    device="cuda", capability=(9, 0), phase="decode",
+)  # fmt: skip
+
+
+def findings(step: Step, dtype: torch.dtype, device: str = "cpu", scale: float | None = None) -> list:
+    if scale is not None:
+        config = dataclasses.replace(step.case.config, scale=scale)
+        step = dataclasses.replace(step, case=dataclasses.replace(step.case, config=config))
+    data = step_data(step, dtype, device)
+    made = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
+    return list(judge_step(step, dtype, data, {"cmp": made}, ("cmp",)))
+
+
+@pytest.mark.parametrize("scale", [None, -0.3, 0.0])
+@pytest.mark.parametrize("name", STEPS)
+def test_cmp_is_right(name: str, scale: float | None, library: Library) -> None:
+    found = findings(STEPS[name], torch.float32, scale=scale)
+    assert {f.quantity for f in found} >= {"o", "lse"}
+    assert not [f for f in found if not f.ok]
+    assert len(library.calls) == 1  # rows of a step are queries of one call
+    assert library.calls[0]["k"][0] == len(step_data(STEPS[name], torch.float32).stores["k_cmp"])  # the cache itself
+
+
+def test_half_precision_and_more_queries_than_one_call_takes(library: Library, monkeypatch) -> None:
+    monkeypatch.setattr(decode, "MAX_BATCH", 3)
+    assert all(f.ok for f in findings(STEPS["one piece"], torch.bfloat16))
+    assert [call["q"][0] for call in library.calls] == [3, 3, 1]
+
+
+def test_nan_in_a_query_stays_nan(library: Library) -> None:
+    data = step_data(STEPS["one piece"], torch.float32)
+    data.q[-1] = torch.nan
+    o, lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
+    assert o[-1].isnan().all()
+    assert lse[-1].isnan().all()
+    assert not o[:-1].isnan().any()
+
+
+@pytest.fixture
+def served_by(monkeypatch: pytest.MonkeyPatch):
+    def serve(name: str) -> None:
+        place = Found(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "found", lambda: (place,))
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("served", "change", "code"),
+    [
+        ("2.8.3", {}, None),
+        ("2.6.3", {}, None),
+        ("2.8.3", {"page_size": 4096}, None),
+        ("2.8.3", {"n_heads": 8192}, None),
+        ("2.8.3", {"page_size": 128}, "page_size"),
+        ("2.8.3", {"head_dim": 192, "v_head_dim": 128}, "head_dim_decode"),
+        ("2.8.3", {"head_dim": 65, "v_head_dim": 65}, "head_dim_decode"),
+        ("2.8.3", {"slot": "win"}, "ring"),
+        ("2.8.3", {"slot": "sel"}, "gathered_blocks"),
+        ("2.5.8", {}, "no_kvcache"),
+        ("aten", {}, "no_kvcache"),
+    ],
+)
+def test_what_a_step_may_ask(served: str, change: dict, code: str | None, served_by) -> None:
+    served_by(served)
+    assert [reason.code for reason in probes.probe(dataclasses.replace(REQUEST, **change))] == ([code] if code else [])
+
+
+def test_without_the_package_a_call_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "serving", lambda: make("aten", Library()))
+    with pytest.raises(RuntimeError, match=r"PyTorch .* has no attention over a cache"):
+        findings(STEPS["h=1"], torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page", [None, 4096])
+def test_the_library_itself(page: int | None, dtype: torch.dtype) -> None:
+    place = next(place for place in providers.found() if place.name == "flash-attn")
+    if place.provider is None:
+        pytest.skip(str(place.reason))
+    lengths = (9000, 4096, 31, 33, 700, 5000, 47, 1)
+    step = Step(Case("GPU", config_of(12, 2, 64, 64, PAPER), ()), lengths, (*(4,) * 7, 1), 4, page_size=page)
+    found = findings(step, dtype, "cuda")
+    assert not [f for f in found if not f.ok]
+    plan = Subject({"cmp": "fa2"}, "cuda").plan(
+        step.case.config, dtype, needs_grad=False, phase="decode", page_size=page
+    )
+    assert plan.choices["cmp"].backend == "fa2"
+
+
+def test_asked_for_by_name_win_says_why() -> None:
+    with pytest.raises(Unsupported, match="a ring holds them turned"):
+        resolve(config_of(4, 2, 16, 16, TINY), phase="decode", backends={"win": "fa2"})

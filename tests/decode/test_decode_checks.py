@@ -1,0 +1,93 @@
+"""The decode checks of `nsa verify`: each finds the one promise that a form breaks, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
+from nsa_cli.app import app
+from nsa_core.registry import Registry
+from nsa_core.verify import decode_checks, decode_fused, suite
+from nsa_core.verify.decode import quick_steps
+from nsa_core.verify.subject import Subject
+from toy_forms import subject
+
+STEP = quick_steps()[2]  # five rows, some absent, pages
+CHECKS = {
+    "ties": decode_checks.ties,
+    "run to run": decode_checks.run_to_run,
+    "page order": decode_checks.page_order,
+    "replay": decode_checks.replayed,
+    "inputs untouched": decode_checks.inputs_untouched,
+    "dispatch": decode_checks.dispatch,
+    "fused step": decode_fused.fused_step,
+    "fused append": decode_fused.fused_append,
+}
+BROKEN = {
+    "run to run": [{"win": "win_that_drifts"}],
+    "page order": [{"win": "win_that_reads_page_numbers"}],
+    "replay": [{"win": "win_that_remembers"}],
+    "inputs untouched": [{"win": "win_that_cleans_up"}],
+    "dispatch": [{"win": "win_unseen"}],
+    "fused step": [{"step": f"step_of_{fault}"} for fault in ("fewer_blocks", "swapped_gates", "full_padding")],
+    "fused append": [
+        {"append": f"append_{fault}"}
+        for fault in ("rotated_early", "of_padding", "without_rotary_of_win", "of_swapped_values")
+    ],
+}
+_FORMS = {"step": "step", "append": "append"}
+ALL = {"decode", "decode reads", *(f"decode {check}" for check in CHECKS)}
+
+
+def run(check: str, dtype: torch.dtype = torch.float32, **forms: str) -> list[bool]:
+    return [f.ok for f in CHECKS[check](subject(**forms), STEP, dtype) if f.ok is not None]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_sound_backend_passes(check):
+    for dtype in (torch.float32, torch.bfloat16):
+        found = run(check, dtype, **_FORMS)
+        assert found
+        assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("check", "forms"), [(check, forms) for check, broken in BROKEN.items() for forms in broken], ids=str
+)
+def test_a_broken_promise_is_found(check, forms):
+    assert False in run(check, **forms)
+
+
+def test_all_forms_are_among_the_jobs():
+    """A decode form that is wrong everywhere is red in a job of every check's name."""
+    names = {job.name for job in suite.jobs("quick", [torch.float32], text=None, phase="decode")}
+    assert names == ALL
+    assert not {j.name for j in suite.jobs("full", [torch.float32], text=None, phase="prefill")} & names
+    both = suite.jobs("interpreter", [torch.float32], text=None)
+    assert {"parity", "decode", "decode fused step"} <= {job.name for job in both}
+
+
+def test_a_combination_without_decode_forms_is_not_applicable():
+    slots = {name: dataclasses.replace(slot, decode=None) for name, slot in sdpa().slots.items()}
+    registry = Registry(()).with_backend(dataclasses.replace(sdpa(), name="prefill-only", slots=slots))
+    job = suite.jobs("quick", [torch.float32], text=None, phase="decode")[0]
+    (finding,) = job.run(Subject({}, registry=registry))
+    assert finding.ok is None
+    assert "has no decode form of cmp" in finding.detail
+
+
+def test_verify_names_the_phase(tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "STEPS", {"quick": lambda: (STEP,)})
+    report = tmp_path / "report.json"
+    arguments = ["verify", "--device", "cpu", "--dtype", "float32", "--phase", "decode", "--json", str(report)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(report.read_text())
+    assert found["phase"] == "decode"
+    assert {f["check"] for f in found["findings"]} == ALL - {"decode reads"}  # which takes steps of one token
+    assert any(f["ok"] is None and "no fused step" in f["detail"] for f in found["findings"])

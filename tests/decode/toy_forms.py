@@ -1,0 +1,148 @@
+"""Decode forms made of sdpa's: fused ones, right and wrong, and a window that breaks one promise each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from nsa_backend_sdpa import combine, decode
+from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
+from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
+from nsa_core.registry import Registry
+from nsa_core.rope import RopeTable, rotate
+from nsa_core.verify.subject import Subject
+
+_calls = itertools.count()
+
+
+def subject(**forms: str) -> Subject:
+    """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones (step=...)."""
+    slots = {
+        slot: dataclasses.replace(spec, decode=f"{__name__}:{forms[slot]}") if slot in forms else spec
+        for slot, spec in sdpa().slots.items()
+    }
+    fused = {form: f"{__name__}:{name}" for form, name in forms.items() if form in FUSED}
+    spec = dataclasses.replace(sdpa(), name="toy", slots=slots, fused=fused)
+    return Subject(dict.fromkeys(SLOTS, "toy"), registry=Registry(()).with_backend(spec))
+
+
+def step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call: DecodeCall):
+    o_cmp, lse = decode.cmp(q, k_cmp, v_cmp, call=call)
+    blocks = decode.select(q, k_cmp, lse, call=call)
+    o_sel, _ = decode.sel(q, k_sel, v_sel, blocks, call=call)
+    o_win, _ = decode.win(q, k_win, v_win, call=call)
+    return combine.forward(gates, o_cmp, o_sel, o_win, call=SlotCall(call.geometry, call.scale)), blocks
+
+
+def step_of_fewer_blocks(*tensors, call: DecodeCall):
+    o, blocks = step(*tensors, call=call)
+    return o, blocks.masked_fill(blocks == blocks.amax(-1, keepdim=True), -1)
+
+
+def step_of_swapped_gates(q, gates, *stores, call: DecodeCall):
+    return step(q, gates[..., [0, 2, 1]].contiguous(), *stores, call=call)
+
+
+def step_of_full_padding(*tensors, call: DecodeCall):
+    o, blocks = step(*tensors, call=call)
+    return o, blocks.clamp(min=0)
+
+
+def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call: DecodeCall, shift=0, late=0, rotated=(1, 2)):
+    """All tokens of a step at once."""
+    sequence, row = (torch.arange(q.shape[1]) < (call.lengths - call.starts + late)[:, None]).nonzero().T
+    token = call.starts.long()[sequence] + row
+    angle = token + shift
+    table = None if rope is None else RopeTable(*(x[angle.clamp(max=len(x) - 1)][:, None] for x in rope))
+    turned = rotated if not rotate_raw else (0, *rotated)
+    for i, (keys, values) in enumerate((raw, sel, win)):
+        key, value = k[i][sequence, row], v[i][sequence, row]
+        key = rotate(key, table) if table is not None and i in turned else key
+        if i == 1:
+            place = (call.block_table[sequence, token // keys.shape[1]].long(), token % keys.shape[1])
+        else:
+            place = (sequence, token % keys.shape[1])
+        keys[place], values[place] = key, value
+    out = q.clone()
+    out[sequence, row] = q[sequence, row] if table is None else rotate(q[sequence, row], table)
+    return out
+
+
+def append_rotated_early(*tensors, **options):
+    return append(*tensors, **options, shift=-1)
+
+
+def append_of_padding(*tensors, **options):
+    return append(*tensors, **options, late=1)
+
+
+def append_without_rotary_of_win(*tensors, **options):
+    return append(*tensors, **options, rotated=(1,))
+
+
+def append_of_swapped_values(q, k, v, *stores, **options):
+    return append(q, k, (v[0], v[2], v[1]), *stores, **options)
+
+
+def win_that_drifts(q, k, v, *, call: DecodeCall):
+    o, lse = decode.win(q, k, v, call=call)
+    return o.add_(1e-6 * next(_calls) * o.abs()), lse
+
+
+def win_that_reads_page_numbers(q, k, v, *, call: DecodeCall):
+    o, lse = decode.win(q, k, v, call=call)
+    return o.add_(1e-6 * call.block_table[0, 0] * o.abs()), lse
+
+
+def win_that_remembers(q, k, v, *, call: DecodeCall):
+    lengths, starts = call.__dict__.setdefault("kept", (call.lengths.clone(), call.starts.clone()))
+    return decode.win(q, k, v, call=dataclasses.replace(call, lengths=lengths, starts=starts))
+
+
+def win_that_cleans_up(q, k, v, *, call: DecodeCall):
+    return decode.win(q, k, v.nan_to_num_(0.0), call=call)
+
+
+def win_unseen(q, k, v, *, call: DecodeCall):
+    operand = decode.operand_dtype(q)  # another file's arithmetic, without its mark in a profile
+    rows, last = decode._grouped(q, k.shape[2]), decode.positions(q, call)[:, None, :, None, None]
+    newest = call.lengths.long()[:, None] - 1
+    token = newest - (newest - torch.arange(k.shape[1])) % k.shape[1]
+    keys, values = (decode._heads_first(x, token >= 0, operand) for x in (k, v))
+    token = token[:, None, None, None]
+    hidden = (token > last) | (token <= last - call.geometry.window_size) | (token < 0)
+    return decode._out(*decode.engine.attend(rows, keys, values, hidden, call.scale), q)
+
+
+def _with_window(call: DecodeCall, more: int) -> DecodeCall:
+    window = call.geometry.window_size + more
+    return dataclasses.replace(call, geometry=dataclasses.replace(call.geometry, window_size=window))
+
+
+def win_one_more(q, k, v, *, call: DecodeCall):
+    return decode.win(q, k, v, call=_with_window(call, 1))
+
+
+def win_one_fewer(q, k, v, *, call: DecodeCall):
+    return decode.win(q, k, v, call=_with_window(call, -1))
+
+
+def cmp_one_more(q, k_cmp, v_cmp, *, call: DecodeCall):
+    late = dataclasses.replace(call, starts=call.starts + 4, lengths=call.lengths + 4, max_len=call.max_len + 4)
+    return decode.cmp(q, k_cmp, v_cmp, call=late)
+
+
+def sel_one_more(q, k, v, blocks, *, call: DecodeCall):
+    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts + 1, lengths=call.lengths + 1))
+
+
+def sel_one_fewer(q, k, v, blocks, *, call: DecodeCall):
+    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts - 1, lengths=call.lengths - 1))
+
+
+def sel_with_a_key_unread(q, k, v, blocks, *, call: DecodeCall):
+    k = k.clone()
+    k[:, 3] = k[:, 4]  # a key that is never read, its value is
+    return decode.sel(q, k, v, blocks, call=call)

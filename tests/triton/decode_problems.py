@@ -1,0 +1,140 @@
+"""Decode steps whose launches tell mutants from kernels: tiny, between NaNs, with splits and without, every form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from unittest import mock
+
+import torch
+
+from launches import apart
+from nsa_backend_triton import configs, decode, decode_append, decode_launch
+from nsa_core.rope import rope_table
+from nsa_core.verify.cases import Case, config_of
+from nsa_core.verify.decode import Step, StepData, step_data
+
+Outputs = dict[str, torch.Tensor]
+Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]
+STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (6, 2, 8, 7, 9)  # l, d, l', n, w
+TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
+
+
+def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: tuple[int, ...], heads: int = 2,
+          groups: int = 1, page: int = 16, **forced: int) -> Step:  # fmt: skip
+    config = dataclasses.replace(config_of(heads, groups, 4, 3, geometry), **forced)
+    return Step(Case(name, config, ()), lengths, new, max(new), page)
+
+
+STEPS = {
+    "ragged": _step("ragged", SMALL, (67, 1, 0, 22), (1, 1, 0, 1), heads=6, groups=2, init_blocks=0, local_blocks=1),
+    "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
+    "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
+    "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
+    "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
+    "one key": _step(
+        "one key", (4, 4, 4, 3, 5), (6,), (1,), page=4, num_selected_blocks=1, init_blocks=0, local_blocks=0
+    ),
+    "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
+    "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
+}
+
+
+def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The step, all branches and gates."""
+    stores = (apart(data.stores[name]) for name in STORES)
+    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call)
+    return {"o": o, "blocks": blocks}
+
+
+def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Each branch and the choice."""
+    s, q = {name: apart(store) for name, store in data.stores.items()}, apart(data.q)
+    o_cmp, lse_cmp = decode.cmp(q, s["k_cmp"], s["v_cmp"], call=data.call)
+    o_win, lse_win = decode.win(q, s["k_win"], s["v_win"], call=data.call)
+    return {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_win": o_win, "lse_win": lse_win}
+
+
+def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The choice given an lse, by the last program and by a launch of its own."""
+    q, k = apart(data.q), apart(data.stores["k_cmp"])
+    numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
+    lse = numbers.view(q.shape[0], q.shape[2], -1)
+    settings = dict(configs.pick("decode_span", 0)) | {"TAIL": 0}
+    return {
+        "tail": decode.select(q, k, lse, call=data.call),
+        "launch": decode.select(q, k, lse, call=data.call, settings=settings),
+    }
+
+
+def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Blocks in any order, twice, of the future and out of range."""
+    batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
+    blocks = torch.tensor([[2, 0, 2], [-1, 0, 1], [1, 99, -7]], dtype=torch.int64)
+    blocks = blocks[(torch.arange(batch * rows * groups) % 3)].view(batch, rows, groups, 3)
+    o, lse = decode.sel(apart(data.q), apart(data.stores["k_sel"]), apart(data.stores["v_sel"]), blocks, call=data.call)
+    return {"o": o, "lse": lse}
+
+
+def append(data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw: bool = True) -> Outputs:
+    """Rows out of one buffer into stores of NaN; ``rotate_raw`` False: nothing is rotated at all."""
+    (batch, m, heads, dk), groups, dv = data.q.shape, *data.stores["v_sel"].shape[2:]
+    buffer = torch.linspace(-1, 1, batch * m * (heads * dk + 3 * groups * (dk + dv)), dtype=data.q.dtype)
+    parts = buffer.view(batch, m, -1).split([heads * dk, *[groups * dk] * 3, *[groups * dv] * 3], -1)
+    q, *rest = (part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts))
+    sizes = {"raw": (batch, 2), "sel": data.stores["k_sel"].shape[:2], "win": data.stores["k_win"].shape[:2]}
+    stores = {n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv)) for n, size in sizes.items()}
+    table = rope_table(torch.arange(data.call.max_len + 1), dk, 100.0, q.dtype)
+    rope = (table.cos[:, 0], table.sin[:, 0]) if rotate_raw else None
+    q = decode_append.append(
+        q, tuple(rest[:3]), tuple(rest[3:]), stores["raw"], stores["sel"], stores["win"], rope=rope,
+        rotate_raw=rotate_raw, call=data.call,
+    )  # fmt: skip
+    for b, new in enumerate(data.call.lengths - data.call.starts):
+        q[b, int(new) :] = 0  # of padding: anything
+    return {"q": q} | {f"{kind}_{n}": x for n, pair in stores.items() for kind, x in zip("kv", pair)}
+
+
+def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Without rotary."""
+    return append(data, apart, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyStep:
+    """One form on one step, in fp64, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
+
+    form: Form
+    step: str
+    multiprocessors: int
+    tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
+
+    def calls(self) -> None:
+        """Run it."""
+        data = step_data(STEPS[self.step], torch.float64)
+        with mock.patch.object(decode_launch, "multiprocessors", return_value=self.multiprocessors):
+            self.form(data, apart)
+
+
+CASES = {
+    f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
+    for form, step, count in (
+        (append, "three tokens", 3),
+        (plain_append, "ragged", 3),
+        (choice, "ragged", 3),
+        (choice, "many blocks", 1000),
+        (choice, "two of many", 3),
+        (choice, "odd", 1000),
+        (choice, "one key", 3),
+        (strays, "three tokens", 1000),
+        (alone, "ragged", 3),
+        (alone, "odd", 1000),
+        (alone, "six tokens", 3),
+        (alone, "three tokens", 3),
+        (fused, "full", 3),
+        (fused, "ragged", 1000),
+        (fused, "three tokens", 3),
+        (fused, "odd", 3),
+    )
+}
