@@ -72,13 +72,13 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(venv_params=["--system-site-packages"])
 def tests(session: nox.Session) -> None:
     """The ordinary suite, on two workers."""
-    run_pytest(session, "not slow", "-n", "2")
+    run_pytest(session, "not slow", "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(venv_params=["--system-site-packages"])
 def full(session: nox.Session) -> None:
     """Every test, the slow ones too; those that need a GPU run where there is one."""
-    run_pytest(session, "", "-n", "2")
+    run_pytest(session, "", "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(reuse_venv=False)

@@ -147,6 +147,7 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
     assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_every_section_small(tmp_path):
     file = tmp_path / "train.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--quick", "--device", "cpu", "--json", str(file)]
@@ -163,7 +164,11 @@ def test_the_comparison_with_dense_attention_trains_both(tmp_path):
     file = tmp_path / "quality.json"
     small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "train_quality.py"), "--device", "cpu", "--json", str(file)]
-    command += [*small, "--data", str(ROOT / "docs")]
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(100):  # of which a hash holds some out
+        (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 12)
+    command += [*small, "--data", str(texts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())

@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant("select reads Eq. 9 0-based", _SELECT, "p[..., tap - first :: every]", "p[..., tap - first + 1 :: every]"),
     Mutant(
-        "select without the group sum", _SELECT, "for head in range(1, total.shape[-2]):", "for head in range(1, 1):"
+        "select without the group sum", _SELECT, "for head in range(1, scores.shape[-2]):", "for head in range(1, 1):"
     ),
     Mutant(
         "select gives ties to the higher index",
@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "rotary over concatenated heads",
         "nsa_core.rope",
-        "x1, x2 = x.to(table.cos.dtype).chunk(2, dim=-1)",
-        "x1, x2 = (y.reshape(*x.shape[:-1], -1) for y in x.to(table.cos.dtype).flatten(-2).chunk(2, dim=-1))",
+        "x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)",
+        "x1, x2 = (y.reshape(*x.shape[:-1], -1) for y in x.to(cos.dtype).flatten(-2).chunk(2, dim=-1))",
     ),
     Mutant(
         "layer swaps the keys of sel and win", "nsa_core.module", "k, v = k[-2:], v[-2:]", "k, v = k[-2:][::-1], v[-2:]"

@@ -22,21 +22,23 @@ TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
 
 
 def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: tuple[int, ...], heads: int = 2,
-          groups: int = 1, page: int = 16, **forced: int) -> Step:  # fmt: skip
-    config = dataclasses.replace(config_of(heads, groups, 4, 3, geometry), **forced)
+          groups: int = 1, page: int | None = 16, dk: int = 4, **forced: int) -> Step:  # fmt: skip
+    config = dataclasses.replace(config_of(heads, groups, dk, 3, geometry), **forced)
     return Step(Case(name, config, ()), lengths, new, max(new), page)
 
 
 STEPS = {
-    "ragged": _step("ragged", SMALL, (67, 1, 0, 22), (1, 1, 0, 1), heads=6, groups=2, init_blocks=0, local_blocks=1),
+    "ragged": _step("ragged", SMALL, (67, 1, 0, 20), (1, 1, 0, 0), heads=6, groups=2, init_blocks=0, local_blocks=1),
     "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
     "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
     "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
+    "two tokens": _step("two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
     "one key": _step(
         "one key", (4, 4, 4, 3, 5), (6,), (1,), page=4, num_selected_blocks=1, init_blocks=0, local_blocks=0
     ),
     "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
+    "odd heads": _step("odd heads", SMALL, (40, 3), (2, 3), heads=3, groups=3, page=None, dk=6, window_size=1),
     "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
 }
 
@@ -68,6 +70,12 @@ def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
     }
 
 
+def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The choice where every other page holds a compressed key of NaN."""
+    data.stores["k_cmp"][::2, 1] = torch.nan
+    return choice(data, apart)
+
+
 def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Blocks in any order, twice, of the future and out of range."""
     batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
@@ -85,7 +93,7 @@ def append(data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw
     q, *rest = (part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts))
     sizes = {"raw": (batch, 2), "sel": data.stores["k_sel"].shape[:2], "win": data.stores["k_win"].shape[:2]}
     stores = {n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv)) for n, size in sizes.items()}
-    table = rope_table(torch.arange(data.call.max_len + 1), dk, 100.0, q.dtype)
+    table = rope_table(torch.arange(data.call.max_len), dk, 100.0, q.dtype)
     rope = (table.cos[:, 0], table.sin[:, 0]) if rotate_raw else None
     q = decode_append.append(
         q, tuple(rest[:3]), tuple(rest[3:]), stores["raw"], stores["sel"], stores["win"], rope=rope,
@@ -94,6 +102,13 @@ def append(data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw
     for b, new in enumerate(data.call.lengths - data.call.starts):
         q[b, int(new) :] = 0  # of padding: anything
     return {"q": q} | {f"{kind}_{n}": x for n, pair in stores.items() for kind, x in zip("kv", pair)}
+
+
+def append_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """As a replayed graph may: the longest sequence has no room left."""
+    data.call.starts.add_(1)
+    data.call.lengths.add_(1)
+    return append(data, apart)
 
 
 def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -121,12 +136,17 @@ CASES = {
     f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
     for form, step, count in (
         (append, "three tokens", 3),
+        (append, "odd heads", 3),
+        (append_past_the_end, "full", 3),
         (plain_append, "ragged", 3),
+        (plain_append, "odd heads", 3),
         (choice, "ragged", 3),
         (choice, "many blocks", 1000),
+        (choice_with_nan, "many blocks", 3),
         (choice, "two of many", 3),
         (choice, "odd", 1000),
         (choice, "one key", 3),
+        (fused, "two tokens", 1000),
         (strays, "three tokens", 1000),
         (alone, "ragged", 3),
         (alone, "odd", 1000),

@@ -1,11 +1,21 @@
-"""Mutants of the decode kernels: of what walks keys in a cache and merges splits."""
+"""Mutants of the decode kernels: in the ordinary run of what walks keys in a cache and merges splits."""
 
 from __future__ import annotations
+
+import pytest
 
 import decode_problems
 from mutation_suite import FUNCTIONS, OF_DECODE, Mutants
 
+WALK = "decode_walk."
 
+
+class TestWalk(Mutants):
+    names = tuple(name for name in FUNCTIONS if name.startswith(WALK))
+    cases = decode_problems.CASES
+
+
+@pytest.mark.slow
 class TestDecode(Mutants):
-    names = tuple(name for name in FUNCTIONS if name.startswith(OF_DECODE))
+    names = tuple(name for name in FUNCTIONS if name.startswith(OF_DECODE) and not name.startswith(WALK))
     cases = decode_problems.CASES

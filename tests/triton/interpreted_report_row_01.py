@@ -12,6 +12,8 @@ from nsa_core.verify.interpreter import strict
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
 from row_01 import CASES, Row01, case_id, check
 
+pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
+
 QUICK = {"random-cpu", "duplicates-cpu", "empty", "clamped", "shape-1x32x2"}  # the others take seconds each
 
 

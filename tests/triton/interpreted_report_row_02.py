@@ -12,6 +12,8 @@ from nsa_core.verify.interpreter import strict
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
 from row_02 import CASES, judge_window
 
+pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
+
 
 @pytest.mark.parametrize(("dtype", "batch", "length", "window"), CASES)
 def test_report_row_02_sliding_window(dtype: str, batch: int, length: int, window: int) -> None:

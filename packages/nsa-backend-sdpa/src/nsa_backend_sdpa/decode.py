@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
 from nsa_backend_sdpa.sel import distinct
-from nsa_backend_sdpa.select import choose, columns, group_scores
+from nsa_backend_sdpa.select import choose, columns, head_sums, tap_sums
 from nsa_core.contract import DecodeCall
 
 
@@ -164,6 +164,6 @@ def select(
             ends = some * geometry.compress_stride + geometry.compress_block_size - 1
             hidden = (ends > last[..., None]) | (some < 0)
             p[..., first : first + run] = part.masked_fill_(hidden[:, None, :, None], 0)
-        scores = group_scores(p, geometry, longest)  # [B, G, m, NB]
+        scores = head_sums(tap_sums(p, geometry, longest))  # [B, G, m, NB]
         blocks = choose(scores, last[:, None], geometry).transpose(1, 2)
     return blocks.masked_fill((last < 0)[..., None, None], -1).to(torch.int32)

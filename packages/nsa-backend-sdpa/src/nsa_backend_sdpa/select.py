@@ -85,11 +85,14 @@ def block_scores(
     call: SlotCall,
 ) -> Tensor:  # [g, tiles, c, NB]
     """Group scores (Eq. 9 and 10) of every selection block that a query of the step may see."""
-    return group_scores(_probabilities(rows, first_cmp, step, call), call.geometry, step.longest)
+    p = _probabilities(rows, first_cmp, step, call)
+    total = tap_sums(p, call.geometry, step.longest)
+    del p
+    return head_sums(total)
 
 
-def group_scores(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
-    """Probabilities [..., h, columns], see :func:`columns`, to scores [..., NB] of the blocks of ``longest`` tokens."""
+def tap_sums(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
+    """Eq. 9 per head, [..., h, NB] for the blocks of ``longest`` tokens: probabilities [..., h, columns()] weighted."""
     taps, count = geometry.overlap_taps(), geometry.num_select_blocks(longest)
     first, every = taps[0][0], geometry.select_block_size // geometry.compress_stride
     total: Tensor | None = None
@@ -97,10 +100,15 @@ def group_scores(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
         overlapping = p[..., tap - first :: every][..., :count]
         total = overlapping * weight if total is None else total.add_(overlapping, alpha=weight)
     assert total is not None
-    score = total[..., 0, :].clone()
-    for head in range(1, total.shape[-2]):
-        score += total[..., head, :]
-    return score
+    return total
+
+
+def head_sums(scores: Tensor) -> Tensor:
+    """Eq. 10: [..., h, NB] to [..., NB], heads in ascending order."""
+    total = scores[..., 0, :].clone()
+    for head in range(1, scores.shape[-2]):
+        total += scores[..., head, :]
+    return total
 
 
 def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: SlotCall) -> Tensor:
