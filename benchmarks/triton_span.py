@@ -117,7 +117,7 @@ class Case:
 
     def dkdv(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dk, dv."""
-        tensors = (self.do, self.q, self.k, self.v, self.stats)
+        tensors = (self.do, self.q, self.k, self.v, self.lse, self.stats)
         return span_backward.dkdv_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def backward(self, settings: None) -> tuple[Tensor, ...]:

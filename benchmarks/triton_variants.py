@@ -128,8 +128,8 @@ class Case:
             return {"o": span.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale, change or None)[0]}
         if self.what == "dq":
             return {"dq": self._dq(change or None)[0]}
-        given = (self.do, self.q, self.k, self.v, self.stats, self.seqs, self.span, self.scale, change or None)
-        return dict(zip((f"dk{tail}", f"dv{tail}"), span_backward.dkdv_of(*given)))
+        given = (self.do, self.q, self.k, self.v, self.lse, self.stats, self.seqs, self.span, self.scale)
+        return dict(zip((f"dk{tail}", f"dv{tail}"), span_backward.dkdv_of(*given, change or None)))
 
     def tuned(self, change: Settings) -> sel_forward.Settings:
         """The three rows of sel's forward; "bucket x" and "merge x" change theirs."""

@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    lse: Tensor  # [B, S, Hq], contiguous, in base 2, inf for a row without keys
+    lse: Tensor  # [B, S, Hq], contiguous
     delta: Tensor  # [B, S, Hq], contiguous
     seqs: Sequences
     call: SlotCall
@@ -100,11 +100,11 @@ def _prepare_blocks(
     tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
     gradients = Launch(
         sel_block_backward, (items * parts,), *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segments,
+        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segment, segments,
         CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **{"WHOLE": 0, **tiles},
     )  # fmt: skip
     bounds = None
-    if not ordered:
+    if tiles.get("WHOLE") and not ordered:
         bounds = Launch(sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2)
     add = [
         Launch(
@@ -139,7 +139,7 @@ def block_gradients(
     _, at_k, at_v, end = made.starts
     sums = problem.delta.new_zeros(end) if end else problem.delta
     partial = [problem.delta.new_empty(shape) for shape in made.partial] or [sums[at_k:], sums[at_v:]]
-    bounds = lists.offsets
+    bounds = None
     if made.segments:
         bounds = lists.offsets.new_empty(made.bounds)
         made.segments(lists.tokens, lists.offsets, bounds)

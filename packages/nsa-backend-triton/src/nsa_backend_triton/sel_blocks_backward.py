@@ -20,7 +20,7 @@ How rows are laid out in a tile:
                 and token with every tile, and each address is divided and multiplied anew.
     WHOLE = 1   ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens are read a tile
                 ahead, and only a block's first SIZE pairs, which may lie in the block itself, and the last tile are
-                masked. Of ROWS rows ROWS % HEADS are lost.
+                masked. Of ROWS rows ROWS % HEADS are lost. A kernel of its own finds the segments.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ def sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS: tl.constexpr, SIZE
         index += outer // GROUPS * per_head
     seq, start, length, key = place(index, CU, n_seqs, seq_len, SIZE, VARLEN)
     return seq, outer % GROUPS, start, length, key
+
+
+@triton.jit
+def sel_lower_bound(TOKENS, low, high, token):
+    """First index in [low, high) of the ascending TOKENS that is >= token; high where there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(TOKENS + middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @triton.jit(do_not_specialize=["segment", "segments"])
@@ -107,8 +119,9 @@ def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.conste
 
 @triton.jit
 def sel_scores_backward(s, dp, seen, lse, delta, scale):
-    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are); lse in base 2, inf: a row without keys."""
-    s = s * (scale * LOG2E) - lse
+    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are), and in a row without keys, lse -inf."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    s = s * (scale * LOG2E) - lse * LOG2E
     if seen is not None:
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s)
@@ -116,13 +129,10 @@ def sel_scores_backward(s, dp, seen, lse, delta, scale):
 
 
 @triton.jit
-def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """(pair, head, whether it is there), each [ROWS], of a tile of ``pairs`` pairs; pair and head are always legal."""
+def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are always legal."""
     row = tl.arange(0, ROWS)
-    if not WHOLE:
-        flat = tile * ROWS + row
-        pair, head, ok = flat // HEADS, flat % HEADS, flat < pairs * HEADS
-    elif HEADS > ROWS:
+    if HEADS > ROWS:
         PIECES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
         pair, head = row * 0 + tile // PIECES, tile % PIECES * ROWS + row
         ok = head < HEADS
@@ -194,32 +204,32 @@ def sel_walk_backward(
     dk, dv, k, v, key, low, tiles, skip_from, skip, first, pairs,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr, WHOLE: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv with ``tiles`` tiles from ``low`` on added, ``skip`` left out before tile low + skip_from."""
-    pair, head, ok = sel_tile_rows(low + tl.where(skip_from == 0, skip, 0), pairs, HEADS, ROWS, WHOLE)
+    """dk, dv with ``tiles`` tiles of whole tokens from ``low`` on, ``skip`` left out before tile low + skip_from."""
+    pair, head, ok = sel_tile_rows(low + tl.where(skip_from == 0, skip, 0), pairs, HEADS, ROWS)
     token = tl.load(TOKENS + first + pair)
     for i in tl.range(0, tiles):
         # Tokens are read a turn before their rows: an address that waits for a load is not fetched ahead.
         following = low + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)
-        next_pair, next_head, next_ok = sel_tile_rows(following, pairs, HEADS, ROWS, WHOLE)
+        next_pair, next_head, next_ok = sel_tile_rows(following, pairs, HEADS, ROWS)
         next_token = tl.load(TOKENS + first + next_pair)
         dk, dv = sel_rows_backward(
             dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, WHOLE, MASKED, PRECISION,
+            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, True, MASKED, PRECISION,
         )  # fmt: skip
         token, head, ok = next_token, next_head, next_ok
     return dk, dv
 
 
 @triton.jit(do_not_specialize=[
-    "n_seqs", "seq_len", "n_buckets", "per_head", "segments",
+    "n_seqs", "seq_len", "n_buckets", "per_head", "segment", "segments",
 ])  # fmt: skip
 def sel_block_backward(
     Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, BOUNDS, CU, DQ, DK, DV,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
-    scale, n_seqs, seq_len, n_buckets, per_head, segments,
+    scale, n_seqs, seq_len, n_buckets, per_head, segment, segments,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     ADD_DQ: tl.constexpr, TURN: tl.constexpr, WHOLE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
@@ -227,7 +237,7 @@ def sel_block_backward(
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
 
-    LSE is in base 2, inf for a row without keys. BOUNDS of sel_segments.
+    BOUNDS of sel_segments, for WHOLE alone.
 
     A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers than 64.
     """
@@ -241,9 +251,16 @@ def sel_block_backward(
         # most tokens chose, come first, and the last segment, which has the most blocks.
         turn = item // per_head
         bucket = turn // segments * per_head + item % per_head
-        at_bound = BOUNDS + bucket.to(tl.int64) * (segments + 1) + (segments - 1 - turn % segments)
-        begin, end = tl.load(at_bound), tl.load(at_bound + 1)
+        if WHOLE:
+            at_bound = BOUNDS + bucket.to(tl.int64) * (segments + 1) + (segments - 1 - turn % segments)
+            begin, end = tl.load(at_bound), tl.load(at_bound + 1)
+        else:
+            begin, end = tl.load(OFFSETS + bucket), tl.load(OFFSETS + bucket + 1)
     seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
+    if not CHUNK and not WHOLE:
+        low = (segments - 1 - turn % segments) * segment
+        begin = sel_lower_bound(TOKENS, begin, end, low)
+        end = sel_lower_bound(TOKENS, begin, end, low + segment)
     if begin < end:
         inside = part * KEYS + tl.arange(0, KEYS)
         key = block + inside
@@ -275,19 +292,23 @@ def sel_block_backward(
             dk, dv = sel_walk_backward(
                 dk, dv, k, v, seen_from, cut, whole - cut, 0, 0, begin, pairs,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, True, False, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, False, PRECISION,
             )  # fmt: skip
             dk, dv = sel_walk_backward(
                 dk, dv, k, v, seen_from, 0, tiles - (whole - cut), cut, whole - cut, begin, pairs,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, True, True, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, True, PRECISION,
             )  # fmt: skip
         else:
-            dk, dv = sel_walk_backward(
-                dk, dv, k, v, seen_from, 0, tl.cdiv(pairs * HEADS, ROWS), 0, 0, begin, pairs,
-                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, False, True, PRECISION,
-            )  # fmt: skip
+            n_rows = pairs * HEADS
+            for flat in tl.range(0, n_rows, ROWS):
+                row = flat + tl.arange(0, ROWS)
+                ok = row < n_rows
+                token = tl.load(TOKENS + begin + row // HEADS, mask=ok, other=0)
+                dk, dv = sel_rows_backward(
+                    dk, dv, k, v, seen_from, token, row % HEADS, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
+                    HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, False, True, PRECISION,
+                )  # fmt: skip
         if CHUNK:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
         else:

@@ -32,25 +32,26 @@ def sel_union_backward(
     AHEAD: an entry is read a turn before its keys, whose address then waits for no load.
     """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
-    block = tl.load(ENTRIES + low, mask=low < high, other=0)
-    members = tl.load(ENTRIES + MOST + low, mask=low < high, other=0)
+    if AHEAD:
+        block = tl.load(ENTRIES + low, mask=low < high, other=0)
+        members = tl.load(ENTRIES + MOST + low, mask=low < high, other=0)
     for i in tl.range(low * PARTS, high * PARTS):
-        following = i // PARTS
         if AHEAD:
             following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
-        next_block, next_members = tl.load(ENTRIES + following), tl.load(ENTRIES + MOST + following)
-        if not AHEAD:
-            block, members = next_block, next_members
+            next_block, next_members = tl.load(ENTRIES + following), tl.load(ENTRIES + MOST + following)
+        else:
+            block = tl.load(ENTRIES + i // PARTS)
+            members = tl.load(ENTRIES + MOST + i // PARTS)
         chosen = (members & bit) != 0
         inside = i % PARTS * KEYS + tl.arange(0, KEYS)
         key = block * SIZE + inside
+        real = inside < SIZE
+        if CUT:
+            real &= key < length
         if TMA:
             k = K_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_K)
             v = V_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_V)
         else:
-            real = inside < SIZE
-            if CUT:
-                real &= key < length
             base = (block * SIZE).to(tl.int64)
             k = sel_load(K + base * k_t, inside * k_t, real, DIM_K, WIDTH_K)
             v = sel_load(V + base * v_t, inside * v_t, real, DIM_V, WIDTH_V)
@@ -62,12 +63,13 @@ def sel_union_backward(
                 s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale
             )
         else:
-            seen = chosen[:, None] & (inside < SIZE)[None, :]
+            seen = chosen[:, None] & real[None, :]
             if CUT:
-                seen &= key[None, :] <= tl.minimum(t, length - 1)[:, None]
+                seen &= key[None, :] <= t[:, None]
             _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=dq.dtype)
-        block, members = next_block, next_members
+        if AHEAD:
+            block, members = next_block, next_members
     return dq
 
 

@@ -23,7 +23,15 @@ from nsa_backend_triton.descriptors import (
     run_descriptor,
     stats_descriptor,
 )
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
+from nsa_backend_triton.launch import (
+    Sequences,
+    accumulator,
+    architecture,
+    lse_strides,
+    new_lse_strides,
+    new_strides,
+    strides,
+)
 from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_forward import heads_together, launch_options
 from nsa_backend_triton.span_gradients import span_dkdv, span_dq, span_sum
@@ -47,8 +55,10 @@ def backward(
     A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
-    dq, stats = dq_of(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0])
-    return dq, *dkdv_of(do, q, k, v, stats, seqs, span, scale, settings and settings[1])
+    flags = aligned(k, v), aligned(q, do)
+    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, flags, settings and settings[1])
+    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, flags, settings and settings[0], made.of_stats)
+    return dq, *_dkdv(made, do, q, k, v, lse, stats, seqs)
 
 
 def dq_of(
@@ -56,10 +66,25 @@ def dq_of(
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
-    lse = lse.contiguous()
-    flags = (aligned(k, v), aligned(q, do))
-    launch, tokens, rows = _launch_dq(q, k, v, do, o, lse, seqs, span, scale, flags, settings)
-    dq, stats = q.new_empty(q.shape), lse.new_empty((2, *lse.shape))
+    return _dq(do, q, k, v, o, lse, seqs, span, scale, (aligned(k, v), aligned(q, do)), settings, True)
+
+
+def dkdv_of(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, stats: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk, dv as k, v."""
+    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, (aligned(k, v), aligned(q, do)), settings)
+    return _dkdv(made, do, q, k, v, lse, stats, seqs)
+
+
+def _dq(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences, span: tuple[int, int, int],
+    scale: float, flags: tuple[bool, bool], settings: configs.Settings | None, both: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``both``: stats hold lse in base 2 as well."""
+    launch, tokens, rows = _launch_dq(q, k, v, do, o, lse, seqs, span, scale, flags, settings, both)
+    dq, stats = q.new_empty(q.shape), lse.new_empty((2 if both or tokens else 1, *lse.shape))
     of_keys = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
     of_q = of_do = of_stats = None
     if tokens:
@@ -70,21 +95,18 @@ def dq_of(
     return dq, stats
 
 
-def dkdv_of(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk, dv as k, v."""
-    made = _launch_dkdv(q, k, v, do, stats, seqs, span, scale, (aligned(q, do), aligned(k, v)), settings)
+def _dkdv(
+    made: _Sums, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, stats: Tensor, seqs: Sequences
+) -> tuple[Tensor, Tensor]:
     grads = k.new_empty(k.shape), v.new_empty(v.shape)
     sums: tuple[Tensor, ...] = grads
     if made.parts:
-        sums = tuple(torch.empty((made.parts, *x.shape), dtype=stats.dtype, device=x.device) for x in (k, v))
+        sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
     rows, keys = made.rows, made.keys
     of_q, of_do = (key_descriptor(q, rows), key_descriptor(do, rows)) if rows else (None, None)
     of_keys = (flat_descriptor(k, keys), flat_descriptor(v, keys)) if keys else (None, None)
     of_stats = stats_descriptor(stats, rows) if made.of_stats else None
-    made.dkdv(q, k, v, do, of_q, *of_keys, of_do, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
+    made.dkdv(q, k, v, do, of_q, *of_keys, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
     for add, part, grad in zip(made.add, sums, grads):
         add(part, grad, seqs.cu_cmp)
     return grads
@@ -112,7 +134,8 @@ def _blocks(dk: int, dv: int) -> dict[str, int]:
 @remembered
 def _launch_dq(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
+    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool],
+    settings: configs.Settings | None, both: bool,
 ) -> tuple[Launch, int, int]:  # fmt: skip
     """The launch of span_dq, and the rows of a tile of q's and of k's descriptors (0: none)."""
     described = tensors_aligned[0] and descriptors_fit(seqs.packed, k, v)
@@ -126,12 +149,12 @@ def _launch_dq(
     launch = Launch(
         span_dq, (seqs.tiles(tokens) * (heads // together),),
         *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape, seqs.packed),
-        *new_lse_strides(lse.shape, seqs.packed), lse.numel(),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed), lse.numel(),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        WS=ws, **launch_options(settings),
+        BOTH=both, WS=ws, **launch_options(settings),
     )  # fmt: skip
     return launch, tokens if ws else 0, settings["BLOCK_N"] if tma else 0
 
@@ -149,26 +172,26 @@ class _Sums(NamedTuple):
 
 @remembered
 def _launch_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, seqs: Sequences,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
 ) -> _Sums:  # fmt: skip
-    described = tensors_aligned[0] and descriptors_fit(seqs.packed, q, do)
+    described = tensors_aligned[1] and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
     direct, tma = bool(span[2]), settings.get("TMA", 0)
-    if tma > 1 and stats.shape[-1] % 4:
+    if tma > 1 and (lse.shape[-1] % 4 or not described):
         tma = 1  # a head's rows are not aligned
-    ws = bool(settings.get("WS")) and tma > 1 and tensors_aligned[1]
+    ws = bool(settings.get("WS")) and tma > 1 and tensors_aligned[0]
     ws = ws and descriptors_fit(seqs.packed, k, v) and flat_fit(k, v)
     launch = Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
         *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
         *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
         *(0 if direct else x.numel() for x in (k, v)),
-        *new_lse_strides(stats.shape[1:], seqs.packed), stats.stride(0),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],

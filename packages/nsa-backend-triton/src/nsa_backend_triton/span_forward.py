@@ -85,7 +85,7 @@ def span_forward(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if VARLEN:  # noqa: SIM102  a dense sequence has no tile too many
+    if not WS:  # noqa: SIM102  a dense sequence has no tile too many
         if row >= length:
             return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)

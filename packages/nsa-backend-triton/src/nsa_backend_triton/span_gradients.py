@@ -43,21 +43,23 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_plane"])
+@triton.jit(do_not_specialize=[
+    "n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_seq", "stats_head", "stats_plane",
+])  # fmt: skip
 def span_dq(
     Q, K, V, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
-    lse_seq: tl.int64, lse_head: tl.int64, stats_plane: tl.int64,
+    lse_seq: tl.int64, lse_head: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
     factor, scale, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, WS: tl.constexpr,
+    TMA: tl.constexpr, BOTH: tl.constexpr, WS: tl.constexpr,
 ):  # fmt: skip
-    """dq, and STATS for span_dkdv, which runs afterwards: delta, then lse in base 2, inf where no key is seen.
+    """dq, and STATS for span_dkdv, which runs afterwards: delta, and if BOTH lse in base 2, inf where no key is seen.
 
-    One program: TOKENS tokens x HEADS heads = M rows. WS as in the forward; STATS are then given.
+    One program: TOKENS tokens x HEADS heads = M rows. WS as in the forward; both STATS are then given.
 
     q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
     itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
@@ -66,7 +68,7 @@ def span_dq(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if VARLEN:  # noqa: SIM102  a dense sequence has no tile too many
+    if not WS:  # noqa: SIM102  a dense sequence has no tile too many
         if row >= length:
             return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
@@ -93,11 +95,12 @@ def span_dq(
         O += batch * o_seq + first * o_row + head * o_head
         o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
         delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-        at_stats = batch * lse_seq + start + token + (head + h) * lse_head
-        lse = tl.load(LSE + at_stats, mask=inside, other=float("inf"))
+        STATS += batch * stats_seq + start + token + (head + h) * stats_head
+        tl.store(STATS, delta, mask=inside)
+        lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
-        tl.store(STATS + at_stats, delta, mask=inside)
-        tl.store(STATS + stats_plane + at_stats, lse, mask=inside)
+        if BOTH:
+            tl.store(STATS + stats_plane, lse, mask=inside)
 
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
@@ -128,8 +131,8 @@ def span_dq(
 
 @triton.jit
 def _walk_queries(
-    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads, length,
-    left, right, factor, q_row, q_head, do_row, do_head, stats_head, stats_plane,
+    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads,
+    length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -140,9 +143,16 @@ def _walk_queries(
     seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
-    head, i = 0, tiles - 1  # counted on, not divided out of the step
-    for _ in tl.range(0, heads * tiles, warp_specialize=WS):
-        t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
+    if TMA > 1:
+        head, i = 0, tiles - 1  # counted on, not divided out of the step
+    for step in tl.range(0, heads * tiles, warp_specialize=WS):
+        if TMA > 1:
+            t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
+        else:
+            head = step // tiles
+            i = tiles - 1 - step % tiles
+            i += tl.where(i >= skip_from, skip_to - skip_from, 0)
+            t = low + i * BLOCK_M
         at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
         if TMA:
             q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
@@ -150,15 +160,17 @@ def _walk_queries(
         else:
             q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
             do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
-        STATS_H = STATS + h * stats_head + at
         if TMA > 1:  # a row that is not there: all of it 0, and so is what it adds
             delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
             lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
-        elif MASKED:
-            delta = tl.load(STATS_H + row, mask=t + row < length, other=0.0)
-            lse = tl.load(STATS_H + stats_plane + row, mask=t + row < length, other=float("inf"))
         else:
-            delta, lse = tl.load(STATS_H + row), tl.load(STATS_H + stats_plane + row)
+            LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
+            if MASKED:
+                lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
+                delta = tl.load(DELTA_H + row, mask=t + row < length, other=0.0)
+            else:
+                lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
         if EARLY:
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
@@ -171,18 +183,19 @@ def _walk_queries(
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
-        head += tl.where(i == 0, 1, 0)
-        i = tl.where(i == 0, tiles, i) - 1
+        if TMA > 1:
+            head += tl.where(i == 0, 1, 0)
+            i = tl.where(i == 0, tiles, i) - 1
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "stats_seq", "stats_head", "stats_plane"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dkdv(
-    Q, K, V, DO, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    Q, K, V, DO, Q_TMA, K_TMA, V_TMA, DO_TMA, LSE, DELTA, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
-    dk_part: tl.int64, dv_part: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
-    factor, scale, n_seqs, seq_len, key_rows,
+    dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
+    delta_seq: tl.int64, delta_head: tl.int64, factor, scale, n_seqs, seq_len, key_rows,
     N_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -194,8 +207,8 @@ def span_dkdv(
     k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
     through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
     that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. WS as in the forward. Parts are sums in fp32, added by span_sum, or
-    the result where there is one part.
+    tiles at the same time. TMA = 2: both of span_dq's statistics by descriptor as well, which WS, as in the forward,
+    asks for. Parts are sums in fp32, added by span_sum, or the result where there is one part.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
     n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
@@ -231,7 +244,8 @@ def span_dkdv(
     head = kv_head * GROUP + part // CHUNKS * HEADS
     Q += batch * q_seq + tl.cast(start, tl.int64) * q_row + head * q_head
     DO += batch * do_seq + tl.cast(start, tl.int64) * do_row + head * do_head
-    STATS += batch * stats_seq + start + head * stats_head
+    LSE += batch * lse_seq + start + head * lse_head
+    DELTA += batch * delta_seq + start + head * delta_head
     dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     left = (j + column) * STRIDE + SIZE - 1
@@ -240,14 +254,14 @@ def span_dkdv(
         skip_to = skip_from
     else:
         dk, dv = _walk_queries(
-            k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
-            skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, stats_head,
-            stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False, False,
+            k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
+            skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
+            delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False, False,
         )  # fmt: skip
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, STATS, STATS_TMA, batch, low, skip_from, skip_to,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to,
         tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
-        stats_head, stats_plane, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, WS, True,
+        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, WS, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head

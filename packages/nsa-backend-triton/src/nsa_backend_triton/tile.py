@@ -58,4 +58,4 @@ def finish(m, l, acc):
     """o [M, D] and the natural-log LSE [M] of an online softmax; a row without keys: 0 and -inf."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * LN2)
-    return acc * (1.0 / l_safe)[:, None], lse
+    return acc / l_safe[:, None], lse
