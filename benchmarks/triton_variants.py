@@ -2,7 +2,7 @@
 
     python benchmarks/triton_variants.py [--only "sel backward" "cmp dkdv"] [--shape 64/4/128] [--budget 420]
 
-A piece is a kernel, a variant a change of its settings. Each (piece, shape) is judged in a process of its own against
+A piece is a kernel, a variant a change of its settings. A piece is judged, a few variants to a process, against
 nsa_core.verify's float64 truth, all of a shape at the same time, which also compiles; then each is timed in turn
 (median of do_bench, bf16, batch 1), sel on ``random`` blocks and on ``near`` ones (a token keeps its neighbour's
 each with probability 0.8). A variant that fails is a row with its error; one that says nothing for a while is killed,
@@ -21,14 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
-from variants import VARIANTS, Settings
+from variants import SHAPES, TINY, VARIANTS, Settings, milliseconds
 
 from nsa_backend_triton import configs, launch, sel_backward, sel_forward, sel_lists, select, span_backward
 from nsa_backend_triton import span_forward as span
@@ -41,9 +39,8 @@ from nsa_core.verify.judge import heads_first, judge
 from nsa_core.verify.regret import judge_selection
 
 GEOMETRY = BlockGeometry()
-SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
-TINY = {"8/2/16": (8, 2, 16, 96)}
 SILENCE = {"check": 90.0, "time": 40.0}  # seconds without a word after which a process is killed
+TOGETHER = 3 if not launch.interpreted() else 20  # variants judged in one process
 
 
 def device() -> torch.device:
@@ -140,7 +137,7 @@ class Case:
         for settings in made.values():
             if not settings.get("maxnreg", 1):
                 del settings["maxnreg"]
-        if "LEAST" in change:
+        if "LEAST" in change or "bucket LEAN" in change:
             made["sel_forward"]["SHORT"] = 0
         return made
 
@@ -168,15 +165,6 @@ class Case:
             said = judge(heads_first(x.cpu()), *three, self.dtype, grad=name != "o")
             words.append(f"{name} {said.row:.2f} {said.elem:.1f}" + (f" WRONG: {said.why}" if said.why else ""))
         return ("WRONG " if any("WRONG" in word for word in words) else "right ") + ", ".join(words)
-
-
-def milliseconds(function: Callable[[], Any]) -> float:
-    """Median of do_bench; of one run in the interpreter."""
-    if launch.interpreted():
-        return 1e3 * timeit.timeit(function, number=1)
-    from triton.testing import do_bench
-
-    return float(do_bench(function, warmup=15, rep=90, return_mode="median"))
 
 
 def child(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> None:
@@ -244,9 +232,18 @@ def follow(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> 
                 break
 
 
-def judge_all(piece: str, shape: str) -> dict[int, str]:
-    """The verdict on each variant."""
-    return {n: str(said) for n, said in follow("check", piece, shape, "near", list(range(len(VARIANTS[piece]))))}
+def judge_all(pieces: list[str], shape: str, processes: int) -> dict[str, dict[int, str]]:
+    """The verdict on each variant of each piece, a few to a process."""
+    jobs = [(piece, n, len(VARIANTS[piece])) for piece in pieces for n in range(0, len(VARIANTS[piece]), TOGETHER)]
+    judged: dict[str, dict[int, str]] = {piece: {} for piece in pieces}
+
+    def judge_some(piece: str, first: int, end: int) -> None:
+        for number, said in follow("check", piece, shape, "near", list(range(first, min(first + TOGETHER, end)))):
+            judged[piece][number] = str(said)
+
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(lambda job: judge_some(*job), jobs))
+    return judged
 
 
 def table(piece: str, shape: str, kind: str, verdicts: dict[int, str]) -> None:
@@ -284,15 +281,14 @@ def main() -> None:
         if time.monotonic() - began > given.budget:
             print(f"{shape}: no time left")
             continue
-        with ThreadPoolExecutor(given.processes) as pool:
-            judged = {piece: pool.submit(judge_all, piece, shape) for piece in pieces}
+        judged = judge_all(pieces, shape, given.processes)
         print(f"{shape} judged, {time.monotonic() - began:.0f} s", flush=True)
         for piece in pieces:
             for kind in ("near", "random") if piece.startswith("sel ") else ("-",):
                 if time.monotonic() - began > given.budget:
                     print(f"{piece} {shape} {kind}: no time left")
                     continue
-                table(piece, shape, kind, judged[piece].result())
+                table(piece, shape, kind, judged[piece])
     print(f"done in {time.monotonic() - began:.0f} s")
 
 

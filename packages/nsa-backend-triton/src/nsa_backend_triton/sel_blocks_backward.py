@@ -157,9 +157,6 @@ def sel_rows_backward(
     Not MASKED: every key is seen by every row, and every row but those that pad whole tokens is there.
     """
     wide = token.to(tl.int64)
-    at = wide * ALL_HEADS + head
-    if WHOLE and HEADS % 2 == 0:
-        at = tl.max_contiguous(tl.multiple_of(at, 2), 2)
     # A row that is not there is a copy of one that is, so its numbers are finite where that one's are.
     taken = ok
     if WHOLE and not MASKED and (ROWS % HEADS == 0 or (HEADS > ROWS and HEADS % ROWS == 0)):
@@ -167,6 +164,9 @@ def sel_rows_backward(
     there = None if WHOLE else ok
     q = sel_load(Q, wide * q_t + head * q_h, there, DIM_K, WIDTH_K)
     do = sel_load(DO, wide * d_t + head * d_h, there, DIM_V, WIDTH_V)
+    at = wide * ALL_HEADS + head
+    if WHOLE and HEADS % 2 == 0:
+        at = tl.max_contiguous(tl.multiple_of(at, 2), 2)
     if taken is None:
         lse, delta = tl.load(LSE + at), tl.load(DELTA + at)
     else:

@@ -84,9 +84,9 @@ def span_dq(
     if WS:
         q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
         do = DO_TMA.load([batch * seq_len + row, head * BLOCK_DV])
-        at_stats = (batch * N_HEADS + head) * seq_len + row
-        delta = STATS_TMA.load([at_stats])
-        lse = STATS_TMA.load([at_stats + tl.cast(stats_plane, tl.int32)])
+        number = (batch * N_HEADS + head) * seq_len + row
+        delta = STATS_TMA.load([number])
+        lse = STATS_TMA.load([number + tl.cast(stats_plane, tl.int32)])
     else:
         Q += batch * q_seq + first * q_row + head * q_head
         q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
@@ -95,12 +95,12 @@ def span_dq(
         O += batch * o_seq + first * o_row + head * o_head
         o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
         delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-        STATS += batch * stats_seq + start + token + (head + h) * stats_head
-        tl.store(STATS, delta, mask=inside)
+        at_stats = STATS + batch * stats_seq + start + token + (head + h) * stats_head
+        tl.store(at_stats, delta, mask=inside)
         lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
         if BOTH:
-            tl.store(STATS + stats_plane, lse, mask=inside)
+            tl.store(at_stats + stats_plane, lse, mask=inside)
 
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
