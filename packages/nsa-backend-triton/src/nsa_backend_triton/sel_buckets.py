@@ -69,33 +69,34 @@ def sel_bucket_kernel(
     if LEAN and L == KEYS:  # tokens ascend: only a block's first L pairs can be of tokens inside it
         cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
     sel_attend_pairs(
-        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, pair + cut * T, count, key, there,
+        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, cut, count, key, there,
         sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, LEAN, NEGATIVE, True, ACC,
     )  # fmt: skip
     if LEAN and L == KEYS:
         sel_attend_pairs(
-            at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, pair + tiles * T, count,
+            at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, tiles - cut, count,
             key, there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, LEAN, NEGATIVE, False, ACC,
         )  # fmt: skip
 
 
 @triton.jit
 def sel_attend_pairs(
-    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, begin, end, count, key, there, sq_t, sq_h, factor,
+    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, first, tiles, count, key, there, sq_t, sq_h,
+    factor,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
     T: tl.constexpr, M: tl.constexpr, LEAN: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Partial outputs of the pairs begin .. end, whole tiles, of a bucket of ``count``; CUT: keys may lie behind."""
+    """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT: keys may lie behind."""
     rows = tl.arange(0, M)
     head = rows % H
     columns_k, columns_v = tl.arange(0, DKP), tl.arange(0, DVP)
     # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
-    at = begin + rows // H
+    at = first + rows // H
     inside = (rows < T * H) & (at < count)
     t = tl.load(tokens + at, mask=inside, other=0)
     slot = tl.load(slots + at, mask=inside, other=0)
-    for _ in tl.range(begin, end, T):
+    for _ in tl.range(0, tiles):
         at += T
         next_inside = (rows < T * H) & (at < count)
         next_t = tl.load(tokens + at, mask=next_inside, other=0)
