@@ -9,6 +9,8 @@ import torch._dynamo.testing
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention
+from nsa_core.contract import SlotSpec
+from nsa_core.ops import slot_op
 
 CONFIG = small()
 
@@ -34,6 +36,22 @@ def test_row_33_42_the_same_bits_in_every_grad_mode():
         if wanted:
             attend(some).sum().backward()
             assert [leaf.grad is not None for leaf in leaves] == [bool(wanted >> i & 1) for i in range(3)]
+
+
+def _observing_select(q, k_cmp, lse, *, call):
+    _observed.append((q * 2).requires_grad)
+    return q.new_zeros((*q.shape[:2], k_cmp.shape[2], call.geometry.num_selected_blocks), dtype=torch.int32)
+
+
+_observed: list[bool] = []
+
+
+def test_select_records_nothing_of_what_it_does_inside():
+    op = slot_op("observer", "select", SlotSpec(f"{__name__}:_observing_select", None)).op
+    q, k = torch.randn(1, 40, 4, 6, requires_grad=True), torch.randn(1, 9, 2, 6, requires_grad=True)
+    blocks = op(q, k, torch.zeros(1, 4, 40), None, 40, 1.0, CONFIG.geometry.as_ints(), False)
+    assert _observed == [False]
+    assert not blocks.requires_grad
 
 
 def test_row_25_gradient_of_any_stride():

@@ -14,9 +14,11 @@ again: that binary is launched without asking. Any other tensor goes through Tri
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -33,6 +35,22 @@ def aligned(*tensors: object) -> bool:
     return all(not (isinstance(x, Tensor) and x.data_ptr() % 16) for x in tensors)
 
 
+class _Thread(threading.local):
+    """Whether a CUDA context is known to be current in this thread."""
+
+    attached = False
+
+
+_thread = _Thread()
+
+
+def _attach() -> None:
+    # A thread that has made no call to CUDA has no context, without which no tensor map can be made, and neither
+    # PyTorch, where the device is the current one, nor Triton, before the launch itself, sees to it.
+    torch.cuda.set_device(torch.cuda.current_device())
+    _thread.attached = True
+
+
 class Launch:
     """A kernel, its grid, and what it is told besides tensors; call it with those."""
 
@@ -42,6 +60,8 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the current device and stream."""
+        if not _thread.attached and tensors[0].is_cuda:
+            _attach()
         known = self._compiled
         if known is not None and aligned(*tensors):
             runner, rest = known

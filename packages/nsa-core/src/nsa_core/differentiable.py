@@ -21,6 +21,21 @@ def once() -> contextlib.AbstractContextManager[Any]:
     return _AS_IT_IS if torch.is_grad_enabled() else _AutoDispatchBelowAutograd()
 
 
+def _below(op: Any) -> Callable[..., Any]:
+    """``op`` without its autograd kernel, told the keys of the call."""
+
+    def below(keyset: Any, *arguments: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _after_autograd_keyset, *arguments)
+
+    return below
+
+
+def register_constant(lib: torch.library.Library, short: str, op: Any) -> None:
+    """``op`` has no gradient: what it does inside is not recorded, which would keep every tensor that it makes."""
+    lib.impl(short, _below(op), "Autograd", with_keyset=True)
+
+
 def register(
     lib: torch.library.Library,
     short: str,
@@ -33,10 +48,7 @@ def register(
     ``setup_context(ctx, arguments, result)`` keeps what ``backward(ctx, *grads)`` needs to return a gradient, or None,
     per argument.
     """
-
-    def below(keyset: Any, *arguments: Any) -> Any:
-        with _AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & _after_autograd_keyset, *arguments)
+    below = _below(op)
 
     class Node(torch.autograd.Function):
         @staticmethod

@@ -154,7 +154,9 @@ class SlotOp:
         self._lib = torch.library.Library(namespace, "FRAGMENT")
         self._define(short, self._forward_impl, self._forward_fake, [f"Tensor {i}" for i in INPUTS[slot]], self._n_out)
         self.op = getattr(getattr(torch.ops, namespace), short).default
-        if self._grads:
+        if not self._grads:
+            differentiable.register_constant(self._lib, short, self.op)
+        else:
             saved = [f"Tensor {i}" for i in INPUTS[slot]] + (["Tensor o", "Tensor lse"] if self._n_out == 2 else [])
             self._define(
                 f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)

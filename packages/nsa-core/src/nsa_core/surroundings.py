@@ -11,7 +11,8 @@ _AS_IT_IS = contextlib.nullcontext()
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for tensors on ``device``."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    # torch.amp.is_autocast_available, which would say so of meta tensors, is a graph break up to torch 2.11.
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
