@@ -20,12 +20,12 @@ FUNCTIONS = sorted(mutation.functions())
 OF_SEL = ("sel_", "delta.")  # how the functions of a group begin; a group is a file, and runs beside the others
 OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
 OF_DECODE = ("decode_walk.",)
-# Those whose survivors nobody has sorted into missing cases and equivalents yet. Of sel, span, select and delta: they
-# hold code of settings that no table asks for until an H200 has timed them (benchmarks/variants.py); what is kept gets
-# cases, the rest is deleted.
+# Those whose survivors nobody has sorted into missing cases and equivalents yet. Of sel_forward, sel_buckets and select:
+# they hold code of settings that no table asks for until an H200 has timed them (benchmarks/variants.py); what is kept
+# gets cases, the rest is deleted.
 UNPROVED: tuple[str, ...] = (
-    "decode_append.", "decode_choose.", "decode_sel.", "decode_span.", "sel_blocks_backward.", "sel_tiles_backward.",
-    "sel_forward.", "sel_buckets.", "span_forward.", "span_gradients.", "select._sum_heads", "delta.",
+    "decode_append.", "decode_choose.", "decode_sel.", "decode_span.", "sel_forward.", "sel_buckets.",
+    "select._sum_heads",
 )  # fmt: skip
 ONE_IN = 10
 TWICE_S = 0.03  # of processor time: only a launch as quick as this is run again in the ordinary suite

@@ -14,54 +14,40 @@ from torch import Tensor
 
 from nsa_backend_triton.launch import accumulator, lse_strides, strides
 from nsa_backend_triton.prepared import Launch, remembered
-from nsa_backend_triton.tile import LOG2E
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len", "l_b", "l_h"])
 def attention_delta(
     DO, O, LSE, DELTA, LSE_ROWS,
     d_b, d_t, d_h, o_b, o_t, o_h, l_b: tl.int64, l_h: tl.int64, n_rows, seq_len,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BY_HEAD: tl.constexpr,
-    ACC: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """DELTA, LSE_ROWS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two.
-
-    BY_HEAD: in the order of (sequence, head, token), and lse in base 2, inf for a row without keys, whose P is then 0.
-    """
+    """DELTA, LSE_ROWS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if BY_HEAD:
-        outer, token, col = row // seq_len, row % seq_len, tl.arange(0, WIDTH)
-        seq, head = outer // HEADS, outer % HEADS
-    else:
-        token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
-        seq, token = token // seq_len, token % seq_len
+    token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
+    seq, token = token // seq_len, token % seq_len
     mask = (row < n_rows)[:, None] & (col < DIM)[None, :]
     do = tl.load(DO + (seq * d_b + token * d_t + head * d_h)[:, None] + col[None, :], mask=mask, other=0.0)
     o = tl.load(O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0)
     tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
     lse = tl.load(LSE + seq * l_b + head * l_h + token, mask=row < n_rows, other=0.0)
-    if BY_HEAD:
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     tl.store(LSE_ROWS + row, lse, mask=row < n_rows)
 
 
 @remembered
-def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool, by_head: bool) -> Launch:
+def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
     *lead, tokens, heads, dim = do.shape
     width = triton.next_power_of_2(dim)
     size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
     return Launch(
         attention_delta, (triton.cdiv(count, size),),
         *strides(do, packed), *strides(o, packed), *lse_strides(lse, packed), count, tokens,
-        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, BY_HEAD=by_head, ACC=accumulator(do.dtype), num_warps=8,
+        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, ACC=accumulator(do.dtype), num_warps=8,
     )  # fmt: skip
 
 
-def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in lse's dtype.
-
-    ``out`` [2, *lse]: both there, in lse's order, lse in base 2 and inf for a row without keys.
-    """
-    delta, turned = out.unbind() if out is not None else (lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1]))
-    _prepare(do, o, lse, packed, out is not None)(do, o, lse, delta, turned)
+def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in lse's dtype."""
+    delta, turned = lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1])
+    _prepare(do, o, lse, packed)(do, o, lse, delta, turned)
     return delta, turned

@@ -34,22 +34,6 @@ def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, max(16, 1 << (width - 1).bit_length())])
 
 
-def flat_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, H, D] as [B * L, H * D], read in tiles of ``block`` rows of one head; batch entries run on."""
-    batch, length, heads, width = x.shape
-    return _Descriptor(x, [batch * length, heads * width], [x.stride(1), 1], [block, width])
-
-
-def flat_fit(*rows: Tensor) -> bool:
-    """Whether flat_descriptor can read these, of which descriptors_fit said yes: heads, and batch entries, adjoin."""
-    return all(x.stride(2) == x.shape[3] and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) for x in rows)
-
-
-def stats_descriptor(stats: Tensor, block: int) -> TensorDescriptor:
-    """stats [2, B, H, S], read in runs of ``block`` numbers of one head; zero past its end."""
-    return _Descriptor(stats, list(stats.shape), list(stats.stride()), [1, 1, 1, block])
-
-
-def run_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """All numbers of contiguous x after each other, read in runs of ``block``; zero past its end."""
-    return _Descriptor(x, [x.numel()], [1], [block])
+def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor:
+    """stats [2, B, H, S], S padded to 16 bytes, read in runs of ``block`` numbers of one head; zero from length on."""
+    return _Descriptor(stats, [*stats.shape[:-1], length], list(stats.stride()), [1, 1, 1, block])

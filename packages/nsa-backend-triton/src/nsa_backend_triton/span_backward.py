@@ -8,21 +8,15 @@ counted), which costs less than adding fp32 gradients of every tile through L2 a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton import configs, delta
-from nsa_backend_triton.descriptors import (
-    descriptors_fit,
-    flat_descriptor,
-    flat_fit,
-    key_descriptor,
-    run_descriptor,
-    stats_descriptor,
-)
+from nsa_backend_triton import configs
+from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor, stats_descriptor
 from nsa_backend_triton.launch import (
     Sequences,
     accumulator,
@@ -55,9 +49,8 @@ def backward(
     A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
-    flags = aligned(k, v), aligned(q, do)
-    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, flags, settings and settings[1])
-    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, flags, settings and settings[0], made.of_stats)
+    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1])
+    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0], made.of_stats)
     return dq, *_dkdv(made, do, q, k, v, lse, stats, seqs)
 
 
@@ -65,8 +58,8 @@ def dq_of(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq as q, and stats [2, *lse]: delta = sum(do o), and lse in base 2, inf in a row without keys."""
-    return _dq(do, q, k, v, o, lse, seqs, span, scale, (aligned(k, v), aligned(q, do)), settings, True)
+    """dq as q, and stats [2, *lse], rows padded: delta = sum(do o), and lse in base 2, inf in a row without keys."""
+    return _dq(do, q, k, v, o, lse, seqs, span, scale, settings, True)
 
 
 def dkdv_of(
@@ -74,25 +67,25 @@ def dkdv_of(
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk, dv as k, v."""
-    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, (aligned(k, v), aligned(q, do)), settings)
+    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings)
     return _dkdv(made, do, q, k, v, lse, stats, seqs)
 
 
 def _dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences, span: tuple[int, int, int],
-    scale: float, flags: tuple[bool, bool], settings: configs.Settings | None, both: bool,
+    scale: float, settings: configs.Settings | None, both: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``both``: stats hold lse in base 2 as well."""
-    launch, tokens, rows = _launch_dq(q, k, v, do, o, lse, seqs, span, scale, flags, settings, both)
-    dq, stats = q.new_empty(q.shape), lse.new_empty((2 if both or tokens else 1, *lse.shape))
+    launch, rows = _launch_dq(q, k, v, o, do, lse, seqs, span, scale, aligned(k, v), settings, both)
+    dq, stats = q.new_empty(q.shape), lse.new_empty((2 if both else 1, *_padded(lse)))
     of_keys = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
-    of_q = of_do = of_stats = None
-    if tokens:
-        delta.rows(do, o, lse, packed=seqs.packed, out=stats)
-        of_q, of_do = flat_descriptor(q, tokens), flat_descriptor(do, tokens)
-        of_stats = run_descriptor(stats, tokens)
-    launch(q, k, v, of_q, *of_keys, of_do, of_stats, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
+    launch(q, k, v, *of_keys, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
     return dq, stats
+
+
+def _padded(lse: Tensor) -> tuple[int, ...]:
+    """The shape of lse [B, H, S] (packed [H, T]) with rows that begin on 16 bytes, as descriptors ask."""
+    return (*lse.shape[:-1], triton.cdiv(lse.shape[-1], 4) * 4)
 
 
 def _dkdv(
@@ -102,11 +95,9 @@ def _dkdv(
     sums: tuple[Tensor, ...] = grads
     if made.parts:
         sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
-    rows, keys = made.rows, made.keys
-    of_q, of_do = (key_descriptor(q, rows), key_descriptor(do, rows)) if rows else (None, None)
-    of_keys = (flat_descriptor(k, keys), flat_descriptor(v, keys)) if keys else (None, None)
-    of_stats = stats_descriptor(stats, rows) if made.of_stats else None
-    made.dkdv(q, k, v, do, of_q, *of_keys, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
+    of_q, of_do = (key_descriptor(q, made.rows), key_descriptor(do, made.rows)) if made.rows else (None, None)
+    of_stats = stats_descriptor(stats, lse.shape[-1], made.rows) if made.of_stats else None
+    made.dkdv(q, k, v, do, of_q, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
     for add, part, grad in zip(made.add, sums, grads):
         add(part, grad, seqs.cu_cmp)
     return grads
@@ -133,30 +124,27 @@ def _blocks(dk: int, dv: int) -> dict[str, int]:
 
 @remembered
 def _launch_dq(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool],
-    settings: configs.Settings | None, both: bool,
-) -> tuple[Launch, int, int]:  # fmt: skip
-    """The launch of span_dq, and the rows of a tile of q's and of k's descriptors (0: none)."""
-    described = tensors_aligned[0] and descriptors_fit(seqs.packed, k, v)
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None, both: bool,
+) -> tuple[Launch, int]:  # fmt: skip
+    """The launch of span_dq, and the rows of a descriptor's tile (0: no descriptors)."""
+    described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
     settings = settings or _pick("span_dq", q, v, span[2], described)
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     tma = bool(settings.get("TMA"))
-    ws = bool(settings.get("WS")) and tma and tensors_aligned[1] and lse.shape[-1] % 4 == 0
-    ws = ws and descriptors_fit(seqs.packed, q, do) and flat_fit(q, do)
-    together = 1 if ws else heads_together(group, settings["HEADS"])
-    tokens = settings["BLOCK_M"] // together
+    together = heads_together(group, settings["HEADS"])
+    tokens, stats = settings["BLOCK_M"] // together, _padded(lse)
     launch = Launch(
         span_dq, (seqs.tiles(tokens) * (heads // together),),
         *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape, seqs.packed),
-        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed), lse.numel(),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(stats, seqs.packed), math.prod(stats),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        BOTH=both, WS=ws, **launch_options(settings),
+        BOTH=both, **launch_options(settings),
     )  # fmt: skip
-    return launch, tokens if ws else 0, settings["BLOCK_N"] if tma else 0
+    return launch, settings["BLOCK_N"] if tma else 0
 
 
 class _Sums(NamedTuple):
@@ -165,38 +153,33 @@ class _Sums(NamedTuple):
     dkdv: Launch
     add: tuple[Launch, ...]
     parts: int  # 0: the first launch writes the gradients
-    rows: int  # of a tile of q's descriptor; 0: none
-    keys: int  # of a tile of k's
+    rows: int  # of a descriptor's tile; 0: none
     of_stats: bool  # whether statistics have one
 
 
 @remembered
 def _launch_dkdv(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None,
 ) -> _Sums:  # fmt: skip
-    described = tensors_aligned[1] and descriptors_fit(seqs.packed, q, do)
+    described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
     direct, tma = bool(span[2]), settings.get("TMA", 0)
-    if tma > 1 and (lse.shape[-1] % 4 or not described):
-        tma = 1  # a head's rows are not aligned
-    ws = bool(settings.get("WS")) and tma > 1 and tensors_aligned[0]
-    ws = ws and descriptors_fit(seqs.packed, k, v) and flat_fit(k, v)
     launch = Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
         *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
         *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
         *(0 if direct else x.numel() for x in (k, v)),
-        *lse_strides(lse, seqs.packed), *new_lse_strides(lse.shape, seqs.packed),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(_padded(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        EARLY=bool(settings.get("EARLY")), WS=ws, **launch_options(settings),
+        EARLY=bool(settings.get("EARLY")), **launch_options(settings),
     )  # fmt: skip
     add = [
         Launch(
@@ -205,5 +188,4 @@ def _launch_dkdv(
         )
         for x in (k, v) if not direct
     ]  # fmt: skip
-    rows, keys = settings["BLOCK_M"] if tma else 0, settings["BLOCK_N"] if ws else 0
-    return _Sums(launch, tuple(add), 0 if direct else parts, rows, keys, tma > 1)
+    return _Sums(launch, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0, tma > 1)

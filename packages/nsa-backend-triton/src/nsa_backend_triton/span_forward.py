@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.descriptors import descriptors_fit, flat_descriptor, flat_fit, key_descriptor
+from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
 from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
@@ -31,14 +31,14 @@ def _walk(
     q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
     k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
 
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
     """
     column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles, warp_specialize=WS):
+    for i in tl.range(0, tiles):
         j = low + i * BLOCK_N
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
@@ -67,27 +67,25 @@ def _walk(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
 def span_forward(
-    Q, K, V, Q_TMA, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
     factor, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr,
+    ACC: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
 
-    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign. WS: one warp group fetches, two compute half of M
-    each; the compiler takes one loop, structured code and descriptors alone, so all tiles are masked and HEADS is 1.
+    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign.
     """
     slices: tl.constexpr = N_HEADS // HEADS
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if not WS:  # noqa: SIM102  a dense sequence has no tile too many
-        if row >= length:
-            return
+    if row >= length:
+        return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     at = tl.arange(0, TOKENS * HEADS)
@@ -95,12 +93,9 @@ def span_forward(
     token = row + local
     inside = token < length
     column = tl.arange(0, BLOCK_DK)
-    if WS:
-        q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
-    else:
-        Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-        q_mask = inside[:, None] & (column < DK)[None, :]
-        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
+    q_mask = inside[:, None] & (column < DK)[None, :]
+    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
     if NEGATIVE:
         q = -q  # exact; then a row's largest product is its largest score
 
@@ -116,17 +111,13 @@ def span_forward(
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
-    if WS:
-        masked += skip_to - skip_from
-        skip_to = skip_from
-    else:
-        m, l, acc = _walk(
-            q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right,
-            factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False, False,
-        )  # fmt: skip
+    m, l, acc = _walk(
+        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right, factor,
+        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
+    )  # fmt: skip
     m, l, acc = _walk(
         q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right, factor,
-        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, WS, True,
+        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     o, lse = finish(m, l, acc)
 
@@ -150,10 +141,10 @@ def launch_options(settings: configs.Settings) -> dict[str, int]:
 
 @remembered
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float,
-    tensors_aligned: tuple[bool, bool], settings: configs.Settings | None,
-) -> tuple[Launch, int, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """The launch, the rows of a tile of q's and of k's descriptors (0: none), the shapes of o and lse."""
+    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float, tensors_aligned: bool,
+    settings: configs.Settings | None,
+) -> tuple[Launch, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """The launch, the rows of a descriptor's tile (0: no descriptors), the shapes of o and lse."""
     *lead, heads, dk = q.shape
     groups, dv = v.shape[-2:]
     settings = settings or configs.pick(
@@ -163,12 +154,10 @@ def _launch(
         v_head_dim=dv,
         itemsize=q.itemsize,
         window=span[2],
-        pointers=int(not (tensors_aligned[0] and descriptors_fit(seqs.packed, k, v))),
+        pointers=int(not (tensors_aligned and descriptors_fit(seqs.packed, k, v))),
     )
     tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
-    ws = bool(settings.get("WS")) and tma and scale >= 0 and tensors_aligned[1]
-    ws = ws and descriptors_fit(seqs.packed, q) and flat_fit(q)
-    together = 1 if ws else heads_together(heads // groups, settings["HEADS"])
+    together = heads_together(heads // groups, settings["HEADS"])
     tokens = settings["BLOCK_M"] // together
     o, lse = (*lead, heads, dv), (*lead[:-1], heads, lead[-1])
     made = Launch(
@@ -180,9 +169,9 @@ def _launch(
         BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
-        ACC=accumulator(q.dtype), TMA=tma, WS=ws, **launch_options(settings),
+        ACC=accumulator(q.dtype), TMA=tma, **launch_options(settings),
     )  # fmt: skip
-    return made, tokens if ws else 0, block_n if tma else 0, o, lse
+    return made, block_n if tma else 0, o, lse
 
 
 def forward(
@@ -195,10 +184,9 @@ def forward(
     settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace the tuned ones."""
-    made = _launch(q, k, v, seqs, span, scale, (aligned(k, v), aligned(q)), settings)
-    launch, tokens, rows, o_shape, lse_shape = made
-    of_keys = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    launch, rows, o_shape, lse_shape = _launch(q, k, v, seqs, span, scale, aligned(k, v), settings)
+    descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
     o = q.new_empty(o_shape)
     lse = q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    launch(q, k, v, flat_descriptor(q, tokens) if tokens else None, *of_keys, o, lse, seqs.cu, seqs.cu_cmp)
+    launch(q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp)
     return o, lse

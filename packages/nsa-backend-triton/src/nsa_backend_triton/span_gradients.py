@@ -14,11 +14,11 @@ def _walk_keys(
     q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
     factor, k_row, v_row,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
     column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles, warp_specialize=WS):
+    for i in tl.range(0, tiles):
         j = low + i * BLOCK_N
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
@@ -47,7 +47,7 @@ def _walk_keys(
     "n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_seq", "stats_head", "stats_plane",
 ])  # fmt: skip
 def span_dq(
-    Q, K, V, Q_TMA, K_TMA, V_TMA, DO_TMA, STATS_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
+    Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
     lse_seq: tl.int64, lse_head: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
@@ -55,11 +55,11 @@ def span_dq(
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, BOTH: tl.constexpr, WS: tl.constexpr,
+    TMA: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
     """dq, and STATS for span_dkdv, which runs afterwards: delta, and if BOTH lse in base 2, inf where no key is seen.
 
-    One program: TOKENS tokens x HEADS heads = M rows. WS as in the forward; both STATS are then given.
+    One program: TOKENS tokens x HEADS heads = M rows.
 
     q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
     itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
@@ -68,9 +68,8 @@ def span_dq(
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
     head = tl.program_id(0) % slices * HEADS
     seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if not WS:  # noqa: SIM102  a dense sequence has no tile too many
-        if row >= length:
-            return
+    if row >= length:
+        return
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     batch = 0 if VARLEN else seq
     first = tl.cast(start + row, tl.int64)
@@ -81,26 +80,19 @@ def span_dq(
     k_column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_mask = inside[:, None] & (k_column < DK)[None, :]
     v_mask = inside[:, None] & (v_column < DV)[None, :]
-    if WS:
-        q = Q_TMA.load([batch * seq_len + row, head * BLOCK_DK])
-        do = DO_TMA.load([batch * seq_len + row, head * BLOCK_DV])
-        number = (batch * N_HEADS + head) * seq_len + row
-        delta = STATS_TMA.load([number])
-        lse = STATS_TMA.load([number + tl.cast(stats_plane, tl.int32)])
-    else:
-        Q += batch * q_seq + first * q_row + head * q_head
-        q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
-        DO += batch * do_seq + first * do_row + head * do_head
-        do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        O += batch * o_seq + first * o_row + head * o_head
-        o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-        at_stats = STATS + batch * stats_seq + start + token + (head + h) * stats_head
-        tl.store(at_stats, delta, mask=inside)
-        lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
-        if BOTH:
-            tl.store(at_stats + stats_plane, lse, mask=inside)
+    Q += batch * q_seq + first * q_row + head * q_head
+    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
+    DO += batch * do_seq + first * do_row + head * do_head
+    do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+    O += batch * o_seq + first * o_row + head * o_head
+    o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+    at_stats = STATS + batch * stats_seq + start + token + (head + h) * stats_head
+    tl.store(at_stats, delta, mask=inside)
+    lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
+    if BOTH:
+        tl.store(at_stats + stats_plane, lse, mask=inside)
 
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + head // GROUP * k_head
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
@@ -112,17 +104,13 @@ def span_dq(
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     kv_head = head // GROUP
-    if WS:
-        masked += skip_to - skip_from
-        skip_to = skip_from
-    else:
-        dq = _walk_keys(
-            q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
-            right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False, False,
-        )  # fmt: skip
+    dq = _walk_keys(
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
+        right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
+    )  # fmt: skip
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
-        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, WS, True,
+        factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
     dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
@@ -134,8 +122,7 @@ def _walk_queries(
     k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads,
     length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
@@ -145,7 +132,7 @@ def _walk_queries(
     row = tl.arange(0, BLOCK_M)
     if TMA > 1:
         head, i = 0, tiles - 1  # counted on, not divided out of the step
-    for step in tl.range(0, heads * tiles, warp_specialize=WS):
+    for step in tl.range(0, heads * tiles):
         if TMA > 1:
             t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
         else:
@@ -191,7 +178,7 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
 def span_dkdv(
-    Q, K, V, DO, Q_TMA, K_TMA, V_TMA, DO_TMA, LSE, DELTA, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
+    Q, K, V, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
     do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
     dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
@@ -200,15 +187,15 @@ def span_dkdv(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, EARLY: tl.constexpr, WS: tl.constexpr,
+    TMA: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
 
     k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
     through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
     that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. TMA = 2: both of span_dq's statistics by descriptor as well, which WS, as in the forward,
-    asks for. Parts are sums in fp32, added by span_sum, or the result where there is one part.
+    tiles at the same time. TMA = 2: both of span_dq's statistics by descriptor as well. Parts are sums in fp32, added
+    by span_sum, or the result where there is one part.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
     n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
@@ -217,20 +204,15 @@ def span_dkdv(
     seq, start, length, row = place(tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN)
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     j = row // STRIDE
-    if not WS:  # noqa: SIM102  a tile of keys that are not there stores nothing
-        if j >= keys:
-            return
+    if j >= keys:
+        return
     batch = 0 if VARLEN else seq
     first = tl.cast(key_start + j, tl.int64)
     column = tl.arange(0, BLOCK_N)
-    if WS:  # keys past the end are hidden from every row, whatever they are
-        k = K_TMA.load([batch * key_rows + j, kv_head * BLOCK_DK])
-        v = V_TMA.load([batch * key_rows + j, kv_head * BLOCK_DV])
-    else:
-        K += batch * k_seq + first * k_row + kv_head * k_head
-        V += batch * v_seq + first * v_row + kv_head * v_head
-        k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
-        v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
+    K += batch * k_seq + first * k_row + kv_head * k_head
+    V += batch * v_seq + first * v_row + kv_head * v_head
+    k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
+    v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
 
     low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
     if TMA > 1:
@@ -250,18 +232,15 @@ def span_dkdv(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
-    if WS:
-        skip_to = skip_from
-    else:
-        dk, dv = _walk_queries(
-            k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
-            skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
-            delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False, False,
-        )  # fmt: skip
+    dk, dv = _walk_queries(
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
+        skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
+        delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
+    )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to,
         tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
-        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, WS, True,
+        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
