@@ -109,7 +109,7 @@ class Case:
     def dq(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dq, delta."""
         dq, stats = self._dq(settings)
-        return dq, stats[0]
+        return dq, stats[0, ..., : self.q.shape[1]]
 
     def _dq(self, settings: configs.Settings | None) -> tuple[Tensor, Tensor]:
         tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)

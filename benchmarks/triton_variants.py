@@ -1,13 +1,13 @@
-"""Variants of the kernels that no tuned table asks for yet, beside what ships: judged on small cases, then timed.
+"""Variants of the kernels that no tuned table asks for yet, beside what ships: compiled or judged, then timed.
 
-    python benchmarks/triton_variants.py [--only "sel backward" "cmp dkdv"] [--shape 64/4/128] [--budget 420]
+    python benchmarks/triton_variants.py [--no-judge] [--only "sel backward" "cmp dkdv"] [--shape 64/4/128]
 
-A piece is a kernel, a variant a change of its settings. A piece is judged, a few variants to a process, against
-nsa_core.verify's float64 truth, all of a shape at the same time, which also compiles; then each is timed in turn
-(median of do_bench, bf16, batch 1), sel on ``random`` blocks and on ``near`` ones (a token keeps its neighbour's
-each with probability 0.8). A variant that fails is a row with its error; one that says nothing for a while is killed,
-and the next goes on. Shapes and pieces come by importance: what --budget (seconds) cuts off is the least of them.
-With TRITON_INTERPRET=1 and --tiny everything runs on the CPU: that tests this script, not the kernels' speed.
+A piece is a kernel (or all of sel's backward), a variant a change of its settings. All variants are first judged, a
+few to a process, all processes at once, against nsa_core.verify's float64 truth, which also compiles them; --no-judge
+compiles alone. Then one process times each in turn (median of do_bench, bf16, batch 1), sel on ``random`` blocks and on
+``near`` ones (a token keeps its neighbour's each with probability 0.8). A variant that fails is a row with its error;
+one that says nothing for a while is killed, and the next goes on. What --budget (seconds) cuts off is the least of
+them. With TRITON_INTERPRET=1 and --tiny everything runs on the CPU: that tests this script, not the kernels' speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from variants import SHAPES, TINY, VARIANTS, Settings, milliseconds
+from variants import SHAPES, TINY, VARIANTS, Job, Settings, change, jobs, milliseconds
 
 from nsa_backend_triton import configs, launch, sel_backward, sel_forward, sel_lists, select, span_backward
 from nsa_backend_triton import span_forward as span
@@ -39,8 +39,7 @@ from nsa_core.verify.judge import heads_first, judge
 from nsa_core.verify.regret import judge_selection
 
 GEOMETRY = BlockGeometry()
-SILENCE = {"check": 90.0, "time": 40.0}  # seconds without a word after which a process is killed
-TOGETHER = 3 if not launch.interpreted() else 20  # variants judged in one process
+SILENCE = {"check": 90.0, "compile": 75.0, "time": 40.0}  # seconds without a word after which a process is killed
 
 
 def device() -> torch.device:
@@ -87,9 +86,6 @@ class Case:
             self.o, self.lse = span.forward(self.q, self.k, self.v, self.seqs, span_of, self.scale)
         elif self.what != "forward":
             self.o, self.lse = sel_forward.forward(self.q, self.k, self.v, self.blocks, call=self.call)
-        if self.what in ("blocks", "tiles"):
-            self.problem = sel_backward.prepare(self.do, self.q, self.k, self.v, self.o, self.lse, call=self.call)
-            self.lists = sel_lists.build(self.blocks, self.seqs, GEOMETRY)
         if self.what == "dkdv":
             self.stats = self._dq(None)[1]
 
@@ -111,22 +107,24 @@ class Case:
         if self.slot == "select":
             settings = self.shipped("select_forward") | change
             return {"blocks": select.forward(self.q, self.k, self.lse, call=self.call, settings=settings)}
-        if self.what == "blocks":
-            settings = self.shipped("sel_block_backward") | change
-            ordered = bool(settings.pop("ordered"))
-            grads = sel_backward.block_gradients(
-                self.problem, self.lists, settings, ordered=ordered, add_dq=not ordered
-            )
-            return {name: x for name, x in zip(("dq", "dk", "dv"), grads) if x is not None}
-        if self.what == "tiles":
-            settings = self.shipped("sel_tile_backward") | change
-            return {"dq": sel_backward.tile_gradients(self.problem, self.blocks, settings)}
-        if self.what == "forward":
-            return {"o": span.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale, change or None)[0]}
+        if self.piece == "sel backward":
+            return dict(zip(("dq", "dk", "dv"), self._sel_backward(self.shipped("sel_block_backward") | change)))
         if self.what == "dq":
-            return {"dq": self._dq(change or None)[0]}
+            return {"dq": self._dq(self.shipped("span_dq") | change)[0]}
         given = (self.do, self.q, self.k, self.v, self.lse, self.stats, self.seqs, self.span, self.scale)
-        return dict(zip((f"dk{tail}", f"dv{tail}"), span_backward.dkdv_of(*given, change or None)))
+        found = span_backward.dkdv_of(*given, self.shipped("span_dkdv") | change)
+        return dict(zip((f"dk{tail}", f"dv{tail}"), found))
+
+    def _sel_backward(self, settings: Settings) -> tuple[Tensor, ...]:
+        """As sel_backward.backward, from its lists to the end."""
+        ordered = bool(settings.pop("ordered"))
+        given = (self.do, self.q, self.k, self.v, self.o, self.lse)
+        problem = sel_backward.prepare(*given, call=self.call)
+        lists = sel_lists.build(self.blocks, problem.seqs, GEOMETRY)
+        dq, dk, dv = sel_backward.block_gradients(problem, lists, settings, ordered=ordered)
+        if dq is None:
+            dq = sel_backward.tile_gradients(problem, self.blocks, self.shipped("sel_tile_backward"))
+        return dq, dk, dv
 
     def tuned(self, change: Settings) -> sel_forward.Settings:
         """The three rows of sel's forward; "bucket x" and "merge x" change theirs."""
@@ -167,36 +165,48 @@ class Case:
         return ("WRONG " if any("WRONG" in word for word in words) else "right ") + ", ".join(words)
 
 
-def child(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> None:
-    """Judge or time the variants ``numbers`` of a piece; a JSON line each: [number, verdict or ms, or the error]."""
-    tiny, length = launch.interpreted(), (SHAPES | TINY)[shape][3]
-    if mode == "check" and not tiny:
-        length = {"sel": 330, "select": 1500}.get(piece.split()[0], 600)
-    torch.set_num_threads(2)
-    with strict() if tiny else contextlib.nullcontext():
-        _child(mode, Case(piece, shape, length, kind), piece, numbers)
-
-
-def _child(mode: str, case: Case, piece: str, numbers: list[int]) -> None:
-    truths = case.truths() if mode == "check" else ()
+def child(mode: str, mine: list[Job]) -> None:
+    """Judge, compile or time variants; a JSON line each: [its place in ``mine``, verdict or ms, or the error]."""
+    torch.set_num_threads(1)
     print("ready", flush=True)
-    for number in numbers:
-        change = VARIANTS[piece][number]
-        try:
-            said: str | float = (
-                case.verdict(change, truths) if mode == "check" else milliseconds(lambda c=change: case.run(c))
-            )
-        except Exception as error:  # noqa: BLE001  a variant that does not fit must not end the others
-            lines = str(error).strip().splitlines()
-            said = f"{type(error).__name__}: {lines[-1][:90] if lines else ''}"
-        print(json.dumps([number, said]), flush=True)
+    with strict() if launch.interpreted() else contextlib.nullcontext():
+        what, case, truths = None, None, ()
+        for place, job in enumerate(mine):
+            try:
+                if (job.shape, job.piece, job.kind) != what:
+                    case = None  # its memory is free before the next one's is taken
+                    case = _case(mode, job)
+                    truths, what = case.truths() if mode == "check" else (), (job.shape, job.piece, job.kind)
+                said = _said(mode, case, change(job), truths)
+            except Exception as error:  # noqa: BLE001  a variant that does not fit must not end the others
+                lines = str(error).strip().splitlines()
+                said = f"{type(error).__name__}: {lines[-1][:90] if lines else ''}"
+            print(json.dumps([place, said]), flush=True)
 
 
-def follow(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> Iterator[tuple[int, str | float]]:
-    """What child says of ``numbers``, killed and begun again behind the one at which it falls silent or dies."""
-    left = list(numbers)
+def _case(mode: str, job: Job) -> Case:
+    length = (SHAPES | TINY)[job.shape][3]
+    if mode != "time" and not launch.interpreted():
+        length = {"sel": 330, "select": 1500}.get(job.piece.split()[0], 600)
+    return Case(job.piece, job.shape, length, job.kind)
+
+
+def _said(mode: str, case: Case, settings: Settings, truths: tuple[dict[str, Tensor], ...]) -> str | float:
+    if mode == "check":
+        return case.verdict(settings, truths)
+    if mode == "time":
+        return milliseconds(lambda: case.run(settings))
+    case.run(settings)
+    if not launch.interpreted():
+        torch.cuda.synchronize()
+    return "compiled"
+
+
+def follow(mode: str, mine: list[Job]) -> Iterator[tuple[Job, str | float]]:
+    """What child says of ``mine``, killed and begun again behind the one at which it falls silent or dies."""
+    left = list(mine)
     while left:
-        command = [sys.executable, __file__, "--child", mode, piece, shape, kind, json.dumps(left)]
+        command = [sys.executable, __file__, "--child", mode, json.dumps(left)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         said: queue.Queue[str | None] = queue.Queue()
         errors: list[str] = []
@@ -212,83 +222,89 @@ def follow(mode: str, piece: str, shape: str, kind: str, numbers: list[int]) -> 
         threads = [threading.Thread(target=target, daemon=True) for target in (read, drain)]
         for thread in threads:
             thread.start()
-        why, ready = "died at it:", False
+        why, ready, spoilt, given = "died at it:", False, False, left
         try:
             while left and (line := said.get(timeout=SILENCE[mode])) is not None:
                 ready = ready or line.startswith("ready")
                 if line.startswith("["):
-                    number, result = json.loads(line)
-                    left.remove(number)
-                    yield number, result
+                    place, result = json.loads(line)
+                    left = given[place + 1 :]
+                    yield given[place], result
+                    spoilt = "Error" in str(result)  # a failed launch may spoil the process for those after it
+                    if spoilt:
+                        break
         except queue.Empty:
             why = "hung, killed"
-        process.kill()
-        process.wait()
+        finally:
+            process.kill()
+            process.wait()
         threads[1].join(5)
         why = f"{why} {errors[-1].strip()[:80] if errors else ''}"
-        while left:  # all of them, if it did not come as far as the first
+        while left and not spoilt:  # all of them, if it did not come as far as the first
             yield left.pop(0), why
             if ready:
                 break
 
 
-def judge_all(pieces: list[str], shape: str, processes: int) -> dict[str, dict[int, str]]:
-    """The verdict on each variant of each piece, a few to a process."""
-    jobs = [(piece, n, len(VARIANTS[piece])) for piece in pieces for n in range(0, len(VARIANTS[piece]), TOGETHER)]
-    judged: dict[str, dict[int, str]] = {piece: {} for piece in pieces}
-
-    def judge_some(piece: str, first: int, end: int) -> None:
-        for number, said in follow("check", piece, shape, "near", list(range(first, min(first + TOGETHER, end)))):
-            judged[piece][number] = str(said)
-
+def prepare(mode: str, mine: list[Job], processes: int, together: int) -> dict[Job, str]:
+    """The verdict on each of ``mine``, a few of one piece to a process."""
+    groups: dict[tuple[str, str], list[Job]] = {}
+    for job in mine:
+        groups.setdefault((job.piece, job.shape), []).append(job)
+    parts = [group[n : n + together] for group in groups.values() for n in range(0, len(group), together)]
     with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(lambda job: judge_some(*job), jobs))
-    return judged
+        made = list(pool.map(lambda part: [(job, str(said)) for job, said in follow(mode, part)], parts))
+    return {job: said for part in made for job, said in part}
 
 
-def table(piece: str, shape: str, kind: str, verdicts: dict[int, str]) -> None:
-    """Time what was judged right, or fails to be judged for want of memory, and print it."""
-    print(f"\n{piece} {shape} {kind}", flush=True)
-    right = [number for number, said in verdicts.items() if said.startswith("right")]
-    times = dict(follow("time", piece, shape, kind, right))
-    base = min((t for n, t in times.items() if isinstance(t, float) and n < (2 if piece.endswith("blocks") else 1)),
-               default=None)  # fmt: skip
-    for number, change in enumerate(VARIANTS[piece]):
-        label = " ".join(f"{k}={v}" for k, v in change.items()) or "ships"
-        ms = times.get(number, "")
+def _binary(job: Job) -> tuple[str, ...]:
+    """What of a job decides its binaries: one serves every length and every kind of blocks."""
+    return job.piece, job.shape.split()[0], str(change(job))
+
+
+def report(timed: dict[Job, str | float], verdicts: dict[Job, str], mine: list[Job]) -> None:
+    """A table for each piece, shape and kind; ratios to its first row."""
+    title, base = "", None
+    for job in mine:
+        heading = f"{job.piece} {job.shape} {job.kind}"
+        ms = timed.get(job, "no time left")
+        if heading != title:
+            print(f"\n{heading}", flush=True)
+            title, base = heading, ms if isinstance(ms, float) else None
+        label = " ".join(f"{k}={v}" for k, v in change(job).items()) or "ships"
         text = f"{ms:9.3f} ms" if isinstance(ms, float) else f"{ms:>12}"
         gain = f"{ms / base:6.2f}" if isinstance(ms, float) and base else "      "
-        print(f"  {label:92} {text} {gain}  {verdicts.get(number, 'not judged')}", flush=True)
+        print(f"  {label:60} {text} {gain}  {verdicts[job]}", flush=True)
 
 
 def main() -> None:
-    """Judge and time, a shape after the other."""
+    """Judge or compile all, then time all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="pieces, or how their names begin")
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES, *TINY], default=list(SHAPES))
+    parser.add_argument("--no-judge", action="store_true")
     parser.add_argument("--budget", type=float, default=420.0)
-    parser.add_argument("--processes", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))
+    parser.add_argument("--processes", type=int, default=max(1, os.cpu_count() or 2))
     parser.add_argument("--tiny", action="store_true", help="one small shape")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        *what, numbers = given.child
-        child(*what, json.loads(numbers))
+        child(given.child[0], [Job(*job) for job in json.loads(given.child[1])])
         return
     began, shapes = time.monotonic(), list(TINY) if given.tiny else given.shape
-    pieces = [piece for piece in VARIANTS if any(piece.startswith(name) for name in given.only)]
-    for shape in shapes:
+    mine = jobs([piece for piece in VARIANTS if any(piece.startswith(name) for name in given.only)], shapes)
+    mode, together = ("compile" if given.no_judge else "check"), 20 if launch.interpreted() else 3
+    first = {_binary(job): job for job in mine if job.kind != "random"}
+    said = prepare(mode, list(first.values()), given.processes, together)
+    verdicts = {job: said[first[_binary(job)]] for job in mine}
+    print(f"{len(first)} variants prepared in {time.monotonic() - began:.0f} s", flush=True)
+    right = [job for job in mine if verdicts[job].startswith(("right", "compiled"))]
+    timed: dict[Job, str | float] = {}
+    for job, ms in follow("time", right):
+        timed[job] = ms
         if time.monotonic() - began > given.budget:
-            print(f"{shape}: no time left")
-            continue
-        judged = judge_all(pieces, shape, given.processes)
-        print(f"{shape} judged, {time.monotonic() - began:.0f} s", flush=True)
-        for piece in pieces:
-            for kind in ("near", "random") if piece.startswith("sel ") else ("-",):
-                if time.monotonic() - began > given.budget:
-                    print(f"{piece} {shape} {kind}: no time left")
-                    continue
-                table(piece, shape, kind, judged[piece])
+            break
+    report(timed, verdicts, mine)
     print(f"done in {time.monotonic() - began:.0f} s")
 
 

@@ -20,9 +20,9 @@ FUNCTIONS = sorted(mutation.functions())
 OF_SEL = ("sel_", "delta.")  # how the functions of a group begin; a group is a file, and runs beside the others
 OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
 OF_DECODE = ("decode_walk.",)
-# Those whose survivors nobody has sorted into missing cases and equivalents yet. Of sel_forward, sel_buckets and select:
-# they hold code of settings that no table asks for until an H200 has timed them (benchmarks/variants.py); what is kept
-# gets cases, the rest is deleted.
+# Those whose survivors nobody has sorted into missing cases and equivalents yet. sel_forward, sel_buckets and select
+# hold code of settings that no table asks for until an H200 has timed them (benchmarks/variants.py); what is kept gets
+# cases, the rest is deleted.
 UNPROVED: tuple[str, ...] = (
     "decode_append.", "decode_choose.", "decode_sel.", "decode_span.", "sel_forward.", "sel_buckets.",
     "select._sum_heads",
