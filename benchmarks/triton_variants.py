@@ -26,40 +26,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from variants import SHAPES, TINY, VARIANTS, Job, Settings, change, jobs, milliseconds
+from variants import GEOMETRY, SHAPES, TINY, VARIANTS, Job, Settings, change, device, jobs, milliseconds, past_blocks
 
 from nsa_backend_triton import configs, launch, sel_backward, sel_forward, sel_lists, select, span_backward
 from nsa_backend_triton import span_forward as span
 from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
-from nsa_core.layout import BlockGeometry
 from nsa_core.verify import dense
 from nsa_core.verify.interpreter import strict
 from nsa_core.verify.judge import heads_first, judge
 from nsa_core.verify.regret import judge_selection
 
-GEOMETRY = BlockGeometry()
 SILENCE = {"check": 90.0, "compile": 75.0, "time": 40.0}  # seconds without a word after which a process is killed
-
-
-def device() -> torch.device:
-    """Where it runs."""
-    return torch.device("cpu" if launch.interpreted() else "cuda")
-
-
-def past_blocks(kind: str, length: int, groups: int) -> Tensor:
-    """int32 [1, S, G, n]: block 0, the last two, and others before them."""
-    size, free = GEOMETRY.select_block_size, GEOMETRY.num_selected_blocks - 3
-    current = torch.arange(length, device=device())[:, None, None] // size
-    drawn = torch.rand(length, groups, free, device=device())
-    if kind == "near":
-        epoch = (torch.rand(length, groups, free, device=device()) > 0.8).long().cumsum(0)
-        drawn = drawn.gather(0, epoch.clamp(max=length - 1))
-    # Distinct inside a token: the i-th draw from the i-th of `free` strides.
-    others = 1 + torch.arange(free, device=device()) + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
-    others = torch.where(others < current - 1, others, -1)
-    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
-    return torch.cat([forced, others], -1).int()[None]
 
 
 class Case:

@@ -6,8 +6,13 @@ import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_backend_triton import launch
+import torch
+from torch import Tensor
 
+from nsa_backend_triton import launch
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry()
 SHAPES = {
     "64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536),
     "12/2/64 16k": (12, 2, 64, 16384), "12/2/64 8k": (12, 2, 64, 8192), "12/2/64 2k": (12, 2, 64, 2048),
@@ -24,6 +29,26 @@ class Job(NamedTuple):
     piece: str
     kind: str
     number: int
+
+
+def device() -> torch.device:
+    """Where it runs."""
+    return torch.device("cpu" if launch.interpreted() else "cuda")
+
+
+def past_blocks(kind: str, length: int, groups: int) -> Tensor:
+    """int32 [1, S, G, n]: block 0, the last two, and others before them."""
+    size, free = GEOMETRY.select_block_size, GEOMETRY.num_selected_blocks - 3
+    current = torch.arange(length, device=device())[:, None, None] // size
+    drawn = torch.rand(length, groups, free, device=device())
+    if kind == "near":
+        epoch = (torch.rand(length, groups, free, device=device()) > 0.8).long().cumsum(0)
+        drawn = drawn.gather(0, epoch.clamp(max=length - 1))
+    # Distinct inside a token: the i-th draw from the i-th of `free` strides.
+    others = 1 + torch.arange(free, device=device()) + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
+    others = torch.where(others < current - 1, others, -1)
+    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
+    return torch.cat([forced, others], -1).int()[None]
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
