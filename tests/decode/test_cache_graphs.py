@@ -150,9 +150,13 @@ def test_reserving_workspace_changes_no_bit(attn, page_size):
     for part in x.split([9, 1, 1, 5, 1, 23], 1):
         kept = content(caches[0])
         caches[0].reserve_workspace(rows=3)
+        caches[0].reserve_workspace(rows=caches[0].max_step + 1)  # a longer step goes in pieces
         assert_unchanged(caches[0], kept)
         assert torch.equal(attn(part, cache=caches[0]), attn(part, cache=caches[1]))
     caches[0].check()
+    for rows in (0, -1, True, 1.0):
+        with pytest.raises(InvalidInput, match=f"rows must be an integer >= 1, got {rows}"):
+            caches[0].reserve_workspace(rows)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str)

@@ -128,12 +128,14 @@ def test_another_order_of_loads_and_products(
     ("change", "packed"),
     [
         (lambda k: k, True),
-        (lambda k: k[..., :3].contiguous(), False),
+        (lambda k: torch.zeros(3, 8, 4, 17)[..., :16], False),
+        (lambda k: torch.zeros(k.numel() + 1)[1:].view_as(k), False),
         (lambda k: k[:, :0], False),
         (lambda k: k[:1].expand(3, 8, 4, 16), False),
+        (lambda k: torch.zeros(3, 8, 4, 8), False),
         (lambda k: torch.zeros(3, 8, 4, 24), False),
     ],
-    ids=["packed", "rows of 12 bytes", "empty", "expanded", "24 wide"],
+    ids=["packed", "rows of 68 bytes", "begins on 4 bytes", "empty", "expanded", "8 wide", "24 wide"],
 )
 def test_what_descriptors_cannot_read(change, packed: bool) -> None:
     k = torch.zeros(3, 8, 4, 16)

@@ -58,15 +58,14 @@ class Pair:
         """Rows [..., G, D] of keys and values at ``index`` int64 [...]."""
         return self.flat[0][index], self.flat[1][index]
 
-    def taken(self, outer: torch.Tensor | int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the first ``rows`` (None: all) rows at ``outer``."""
-        k, v = self.k[outer, :rows], self.v[outer, :rows]
-        return (k.clone(), v.clone()) if isinstance(outer, int) else (k, v)
+    def taken(self, outer: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the first ``rows`` (None: all) rows of sequence or page ``outer``."""
+        return self.k[outer, :rows].clone(), self.v[outer, :rows].clone()
 
-    def put(self, outer: torch.Tensor | int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def put(self, outer: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
         """What :meth:`taken` gave, at ``outer``."""
         for store, rows in zip((self.k, self.v), saved):
-            store[outer, : rows.shape[-3]] = rows
+            store[outer, : len(rows)] = rows
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy pages or sequences ``source`` onto ``target``, both int64 [N]."""
