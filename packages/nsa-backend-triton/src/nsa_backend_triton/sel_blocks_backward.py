@@ -95,7 +95,7 @@ def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.conste
     col = tl.arange(0, WIDTH)
     mask = (col < DIM)[None, :]
     if ok is not None:
-        mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
+        mask = ok[:, None] if DIM == WIDTH else ok[:, None] & mask
     if ADD:
         tl.atomic_add(X + at[:, None] + col[None, :], x, mask=mask, sem="relaxed")
     else:
