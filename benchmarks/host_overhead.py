@@ -34,9 +34,10 @@ from triton.runtime.jit import JITFunction
 from nsa_backend_triton import launch, prepared
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
-from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
+from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_core.plan import Plan
+from nsa_core.survey import request_of
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
 DEVICE = 99  # not one that real kernels are kept for
@@ -135,9 +136,8 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
             specs[slot] = SlotSpec(
                 f"{__name__}:{slot}_forward", f"{__name__}:{slot}_backward" if slot != "select" else None
             )
-    fields = {"geometry": config.geometry, "n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads}
-    fields |= {"head_dim": config.qk_dim, "v_head_dim": config.v_dim, "dtype": "bfloat16", "needs_grad": True}
-    requests = {slot: Request(slot=slot, varlen=varlen, **fields) for slot in SLOTS}
+    asked = {"dtype": "bfloat16", "needs_grad": True, "varlen": varlen}
+    requests = {slot: request_of(config, slot, **asked) for slot in SLOTS}
     geometry = tuple(config.geometry.as_ints())
     kernels = {
         slot: Kernel(backend, slot, slot_op(backend, slot, specs[slot]).op, config.softmax_scale, geometry, False)

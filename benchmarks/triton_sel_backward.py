@@ -34,7 +34,7 @@ from nsa_core.verify.judge import heads_first, judge
 GEOMETRY = BlockGeometry()
 SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
 AIM = {"64/4/128": (29.9, 15), "32/8/128": (18.2, 6), "12/2/64": (6.3, 3)}  # ms: best rival, what we want
-BASE = {"KEYS": 64, "SEGMENT": 32768, "CHUNK": 2048}
+BASE = {"KEYS": 64, "SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
 ADDED = [  # TURN, ROWS, num_warps, num_stages
     (0, 32, 4, 3), (0, 64, 8, 2), (1, 64, 8, 2), (0, 64, 4, 3), (1, 64, 4, 3), (0, 32, 8, 3), (0, 32, 4, 2),
 ]  # fmt: skip
@@ -52,8 +52,7 @@ class Kind:
     rows: int
     warps: int
     stages: int
-    ordered: bool = False
-    add_dq: bool = True
+    ordered: bool = False  # then dq is left to the tiles
 
     def settings(self, segment: int = BASE["SEGMENT"]) -> dict[str, int]:
         """As a row of the tuned table."""
@@ -61,7 +60,7 @@ class Kind:
         return BASE | tile | {"SEGMENT": segment}
 
     def __str__(self) -> str:
-        what = ("dq dk dv" if self.add_dq else "dk dv") + (" ordered" if self.ordered else "")
+        what = "dk dv ordered" if self.ordered else "dq dk dv"
         return f"{what:13} TURN={self.turn} ROWS={self.rows} warps={self.warps} stages={self.stages}"
 
 
@@ -70,7 +69,7 @@ def kinds(quick: bool) -> list[Kind]:
     if quick:
         return [Kind(*tile) for tile in ADDED[:3]]
     some = [Kind(*tile) for tile in ADDED]
-    return some + [Kind(*tile, ordered=ordered, add_dq=False) for ordered in (False, True) for tile in REST]
+    return some + [Kind(*tile, ordered=True) for tile in REST]
 
 
 def dq_settings(tile: tuple[int, int, int, int]) -> dict[str, int]:
@@ -160,7 +159,7 @@ def compiled(shape: str, kind: Kind | tuple[int, int, int, int]) -> list[str]:
     try:
         if isinstance(kind, Kind):
             lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
-            sel_backward.block_gradients(what, lists, kind.settings(), ordered=kind.ordered, add_dq=kind.add_dq)
+            sel_backward.block_gradients(what, lists, kind.settings(), ordered=kind.ordered)
         else:
             sel_backward.tile_gradients(what, blocks, dq_settings(kind))
         torch.cuda.synchronize()
@@ -212,12 +211,12 @@ def measure(shape: str, kind: str, quick: bool) -> None:
 
     def block_pass(form: Kind, segment: int = BASE["SEGMENT"]) -> float:
         one = functools.partial(sel_backward.block_gradients, what, lists, form.settings(segment))
-        one = functools.partial(one, ordered=form.ordered, add_dq=form.add_dq)
-        return attempt(f"{form} SEGMENT={segment}", one, rate(5 if form.add_dq else 4))
+        one = functools.partial(one, ordered=form.ordered)
+        return attempt(f"{form} SEGMENT={segment}", one, rate(4 if form.ordered else 5))
 
     taken = {form: block_pass(form) for form in kinds(quick)}
     for segment in SEGMENTS:
-        block_pass(min((form for form in taken if form.add_dq), key=lambda form: taken[form]), segment)
+        block_pass(min((form for form in taken if not form.ordered), key=lambda form: taken[form]), segment)
     for tile in TILES:
         tile_pass = functools.partial(sel_backward.tile_gradients, what, blocks, dq_settings(tile))
         attempt(f"dq by tile, {dq_settings(tile)}", tile_pass, rate(3))

@@ -4,7 +4,7 @@
 
 One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A
 configuration that fails prints its error and the rest go on. --parts times the first configuration without its ranking,
-without exp2, and with a quarter of the exp2 as polynomials: what binds is what makes it faster by its absence.
+and without exp2: what binds is what makes it faster by its absence.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ FOR_WIDE_HEADS = (-1, 3)  # what fits
 
 @triton.jit
 def without_exp2(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr
-):
+    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """select._sum_heads, the logits instead of their probabilities."""
     for piece in tl.static_range(PIECES):
         s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
@@ -73,48 +74,11 @@ def without_exp2(
     return total
 
 
-@triton.jit
-def polynomial_exp2(x):
-    """2^x for x <= 127 without the special function unit: relative error 2e-7; 2^-126 for anything below."""
-    x = tl.maximum(x, -126.0)
-    shifted = x + 12582912.0  # 1.5 x 2^23: rounds to the next integer, and leaves it in the low bits
-    f = x - (shifted - 12582912.0)  # in [-1/2, 1/2]
-    p = 0.00132647269 * f + 0.00967151266
-    p = p * f + 0.0555073374
-    p = p * f + 0.240222421
-    p = p * f + 0.693146978
-    p = p * f + 1.0
-    return (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def with_polynomials(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr
-):
-    """select._sum_heads, a quarter of the heads of a piece (all of h < 4: none) by polynomials."""
-    KEYS: tl.constexpr = k.shape[0]
-    for piece in tl.static_range(PIECES):
-        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
-        x = s * factor - lse[piece][None, :]
-        TOKENS: tl.constexpr = x.shape[1] // HEADS
-        if HEADS >= 4:
-            fast, other = tl.split(tl.permute(tl.reshape(x, [KEYS, 2, HEADS // 2, TOKENS]), (0, 2, 3, 1)))
-            more, rest = tl.split(tl.permute(tl.reshape(other, [KEYS, 2, HEADS // 4, TOKENS]), (0, 2, 3, 1)))
-            part = tl.sum(tl.exp2(fast), 1) + tl.sum(tl.exp2(more), 1) + tl.sum(polynomial_exp2(rest), 1)
-        else:
-            part = tl.sum(tl.reshape(tl.exp2(x), [KEYS, HEADS, TOKENS]), 1)
-        total = part if piece == 0 else total + part  # noqa: F821
-    if MASKED:
-        total = tl.where(seen, total, 0.0)
-    return total
-
-
 PARTS = {
     "whole": (GEOMETRY, select._sum_heads),
     "without ranking": (FORCED, select._sum_heads),
     "without exp2": (GEOMETRY, without_exp2),
     "without both": (FORCED, without_exp2),
-    "a quarter polynomials": (GEOMETRY, with_polynomials),
 }
 
 
@@ -231,9 +195,6 @@ def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
     with turn:
         for job in jobs:
             measure(job.shape, 1.0, [job])
-        if part == "a quarter polynomials":  # the one that might replace what is there
-            with replaced(part):
-                check(CHECKS[:2])
 
 
 def precompile(jobs: list[Job]) -> None:

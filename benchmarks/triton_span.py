@@ -100,7 +100,7 @@ class Case:
         self.q, self.k, self.v, self.do = made
         self.seqs = Sequences.of(self.q, SlotCall(GEOMETRY, self.scale))
         self.o, self.lse = span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale)
-        _, self.delta = self.dq(None)
+        self.stats = self._dq(None)[1]
 
     def forward(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """o, lse."""
@@ -108,13 +108,17 @@ class Case:
 
     def dq(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dq, delta."""
+        dq, stats = self._dq(settings)
+        return dq, stats[0, ..., : self.q.shape[1]]
+
+    def _dq(self, settings: configs.Settings | None) -> tuple[Tensor, Tensor]:
         tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)
-        return span_backward._dq(*tensors, self.seqs, self.span, self.scale, settings)
+        return span_backward.dq_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def dkdv(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dk, dv."""
-        tensors = (self.do, self.q, self.k, self.v, self.lse, self.delta)
-        return span_backward._dkdv(*tensors, self.seqs, self.span, self.scale, settings)
+        tensors = (self.do, self.q, self.k, self.v, self.lse, self.stats)
+        return span_backward.dkdv_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def backward(self, settings: None) -> tuple[Tensor, ...]:
         """dq, dk, dv with the shipped configurations."""

@@ -96,21 +96,20 @@ def test_metadata_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "first"),
+    ("changes", "rank"),
     [
-        ({}, True), ({"seq_len": None, "batch": None}, True), ({"slot": "win"}, False), ({"varlen": True}, False),
-        ({"capability": (8, 0)}, False), ({"seq_len": 512}, False), ({"deterministic": True}, False),
+        ({}, 25), ({"seq_len": None, "batch": None}, 25), ({"slot": "win"}, 0), ({"varlen": True}, 0),
+        ({"capability": (8, 0)}, 0), ({"seq_len": 512}, 0), ({"deterministic": True}, 0), ({"seq_len": 65536}, 40),
+        ({"seq_len": 65536, "head_dim": 64, "v_head_dim": 64}, 25),
     ],
 )  # fmt: skip
-def test_auto_prefers_it_where_it_runs(
-    changes: dict[str, object], first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_auto_prefers_it(changes: dict[str, object], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends, "cudnn", types.SimpleNamespace(is_available=lambda: True))
     asked = Request(
         slot="cmp", geometry=CONFIG.geometry, n_heads=4, n_kv_heads=2, head_dim=128, v_head_dim=128, dtype="bfloat16",
         device="cuda", capability=(9, 0), batch=1, seq_len=8192,
     )  # fmt: skip
-    assert probe.rank(dataclasses.replace(asked, **changes)) == (probe.CUDNN_RANK if first else 0)
+    assert probe.rank(dataclasses.replace(asked, **changes)) == rank
 
 
 @pytest.mark.gpu

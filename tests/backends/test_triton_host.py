@@ -50,7 +50,7 @@ BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
         {"sel_union_kernel": 1, "sel_forward_kernel": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1}
         | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 1} | SORT,
         {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1, "sel_round": 1}
-        | {"new_zeros": 1} | SORT,
+        | {"sel_segments": 1, "new_zeros": 1} | SORT,
     ),
 }  # fmt: skip
 FREE = {"new_empty", "empty", "empty_like", "slice", "unbind", "select", "view", "detach"}  # launch nothing

@@ -37,6 +37,8 @@ def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypatch):
     model, facts = bytemodel.load(checkpoint)
     assert facts == {"steps": 7}
+    with pytest.raises(InvalidInput, match="exists"):
+        bytemodel.save(model, checkpoint, {})
     assert model.config == CONFIG
     for name, tensor in bytemodel.untrained(CONFIG, 3).state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0)

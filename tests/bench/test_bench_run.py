@@ -186,6 +186,10 @@ def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
         (("--blocks", "1,2"), 2, "five integers"),
         (("--dtype", "int8"), 2, "int8"),
         (("--preset", "huge"), 2, "quick, full"),
+        (("--preset", "huge", "--phase", "decode"), 2, "quick, full"),
+        (("--phase", "decode", "--rival", "fla", "--max-call", "1"), 2, "--rival, --max-call: not for --phase decode"),
+        (("--phase", "decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
+        (("--page-size", "64"), 2, "--page-size is for --phase decode"),
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
 )

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from nsa_core import NSAError
+from nsa_core.registry import default_registry
 from nsa_core.testing import BackendConformance
+from nsa_core.testing.candidate import SlotUnderTest, faults
 from nsa_core.testing.conformance import GRID, STEPS
+from nsa_core.testing.grid import Point
 from nsa_core.verify import suite
 from nsa_core.verify.cases import quick_cases
 
@@ -190,6 +193,23 @@ def test_the_grid_has_every_edge() -> None:
     assert {point.dtype for point in GRID} == {"bfloat16", "float16", "float32", "float64"}
     assert len({point.label for point in GRID}) == len(GRID)
     assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
+
+
+def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_choose(monkeypatch) -> None:
+    """With as many blocks forced as are asked for, or no more of them than that, any scores would do."""
+    select = pytest.importorskip("nsa_backend_sdpa.select")
+    monkeypatch.setattr(select, "head_sums", lambda scores: torch.zeros_like(scores[..., 0, :]))
+    subject = SlotUnderTest(default_registry().get("sdpa"), "select")
+
+    def passes(point: Point) -> bool:
+        if not subject.ask(point, needs_grad=False).accepted:
+            return False
+        data, inputs = subject.data(point)
+        return not faults("select", point.case, subject.run(point, inputs, None, data), data)
+
+    few = {f"S={length}" for length in (0, 1, 7, 8, 11, 12, 24, 25)} | {"B=0", "packed, no token"}
+    assert {point.label for point in GRID if passes(point)} == few | {"n*l'>S", "real block sizes"}
+    assert {case.name for case in quick_cases() if passes(Point(case.name, case))} == {"S=w", "S=2w", "S=1", "S<l"}
 
 
 def test_a_kernel_whose_bits_change_is_found_where_it_declares_that_they_do_not(made) -> None:

@@ -65,7 +65,7 @@ def test_an_epoch_has_an_order_of_its_own_and_starts_anywhere(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"text": "good"}\n{"text": 3}\n', "line 2 has no text under 'text' (--text-field); it has text"),
+        (b'{"text": "good"}\n{"text": 3}\n', "line 2 has no text under 'text' (--text-field); it has text (int)"),
         (b'{"text": "good"}\n[1]\n', "line 2 has no text under 'text' (--text-field); it has list"),
         (b'{"text": "good"}\n{"text"\n', "line 2 is no JSON"),
     ],

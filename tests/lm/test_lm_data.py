@@ -107,7 +107,9 @@ def test_a_side_without_documents_is_refused():
     assert not is_held_out("only this", 0.05)
     with pytest.raises(InvalidInput, match="one has no document held out at a share of"):
         next(TextRows(corpus, ByteTokenizer(), 8, held_out=True))
-    with pytest.raises(InvalidInput, match="one has no document left to train on"):
+    with pytest.raises(
+        InvalidInput, match="one has no document left to train on; give more documents, or another share"
+    ):
         next(TextRows(corpus, ByteTokenizer(), 8, share=0.999999))
     with pytest.raises(InvalidInput, match="length must be at least 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)

@@ -133,7 +133,7 @@ def test_wrong_shapes_are_refused(config):
     model = LanguageModel(config)
     with pytest.raises(InvalidInput, match=r"tokens must be \[B, S\], or \[T\] with cu_seqlens; got \[8\]"):
         model(torch.zeros(8, dtype=torch.long))
-    with pytest.raises(InvalidInput, match=r"targets must have the shape of tokens, got \[1, 7\]"):
+    with pytest.raises(InvalidInput, match=r"targets must be \[1, 8\], as tokens are, got \[1, 7\]"):
         model(torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 7, dtype=torch.long))
 
 

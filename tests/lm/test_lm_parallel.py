@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from nsa_core.errors import InvalidInput
 from nsa_core.lm import log
+from nsa_core.lm.parallel import join
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.slow  # two processes start, and plan, and train
@@ -38,3 +42,12 @@ def test_two_processes_give_the_loss_of_one(tmp_path, kind):
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
+
+
+def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "get_node_local_rank", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidInput, match="device 'cuda:2' does not exist: there are 2 CUDA devices"):
+        join("cuda")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
+from nsa_core.lm import checkpoint
 from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.start import from_dense
+from nsa_core.lm.start import from_dense, read_dense
 
 
 @pytest.fixture
@@ -83,3 +84,22 @@ def test_what_does_not_fit_is_named(dense, config):
     untied = {**llama(dense), "lm_head.weight": torch.zeros(256, 24)}
     with pytest.raises(InvalidInput, match="only tied embeddings"):
         from_dense(untied, config)
+
+
+def test_dense_weights_are_read_from_a_run_its_file_or_a_llamas(dense, config, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = dense.state_dict()
+    run, theirs = tmp_path / checkpoint.FILE, tmp_path / "theirs.safetensors"
+    checkpoint.write(run, {f"model.{name}": tensor for name, tensor in state.items()}, dense.config, {}, None)
+    safetensors.save_file({name: tensor.contiguous().clone() for name, tensor in llama(dense).items()}, theirs)
+    for path in (tmp_path, run, theirs):
+        found = read_dense(path)
+        assert found.keys() == (llama(dense) if path == theirs else state).keys()
+        for name, parameter in from_dense(found, config).blocks[0].mlp.named_parameters():
+            assert torch.equal(parameter, dense.blocks[0].mlp.get_parameter(name))
+    theirs.write_bytes(theirs.read_bytes()[:-8])
+    with pytest.raises(InvalidInput, match=r"theirs\.safetensors cannot be read as safetensors"):
+        read_dense(theirs)
+    checkpoint.write(run, {}, config, {}, None)
+    with pytest.raises(InvalidInput, match="is no dense model; its attention is nsa"):
+        read_dense(run)

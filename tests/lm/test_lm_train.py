@@ -221,10 +221,18 @@ def test_matrices_decay_and_vectors_do_not(trainer):
 
 def test_every_wrong_field_of_a_recipe_is_named():
     with pytest.raises(InvalidInput) as caught:
-        Recipe(steps=0, learning_rate=math.nan, warmup=-1, beta2=1.5, precision="int8", parallel="tensor")
-    for said in ("steps must", "learning_rate must", "warmup must", "beta2 must", "got 'int8'", "got 'tensor'"):
+        Recipe(steps=0, learning_rate=math.nan, warmup=-1, beta1=1.0, beta2=1.5, precision="int8", parallel="tensor")
+    for said in (
+        "steps must",
+        "learning_rate must",
+        "warmup must",
+        "beta1 must",
+        "beta2 must",
+        "got 'int8'",
+        "got 'tensor'",
+    ):
         assert said in str(caught.value)
-    with pytest.raises(InvalidInput, match="a CUDA graph needs one process on one GPU"):
+    with pytest.raises(InvalidInput, match="graph=True needs one process on one GPU, got"):
         Trainer(None, None, Recipe(graph=True), HERE)
 
 

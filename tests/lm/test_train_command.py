@@ -83,6 +83,16 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("command", ["train --out new", "tune", "bench", "backends explain", "generate --checkpoint x"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_done(nsa, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for device, code, said in (("gpu", 2, "not one that torch knows"), ("cuda:99", None, "device 'cuda:99'")):
+        done = nsa(*command.split(), "--device", device)
+        assert (done.code, said in done.err) == (code or done.code, True)
+        assert done.code in (2, 3)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tasks_say_what_they_should_reach(nsa, tmp_path):
     options = ["--steps", "1", *SMALL, "--vocab", "16"]
     done = nsa("train", "--out", str(tmp_path / "u"), "--data", "uniform", *options)

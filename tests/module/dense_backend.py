@@ -14,6 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
 from nsa_core.ops import Kernel, slot_op, stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.survey import request_of
 
 
 def _rows(tensors: tuple[torch.Tensor, ...], call: SlotCall) -> tuple[list[torch.Tensor], Any, Any, torch.Tensor]:
@@ -167,18 +168,7 @@ def dense_plan(
 ) -> DensePlan:
     """A plan in which this file's functions fill every slot."""
     requests = {
-        slot: Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            device=device,
-            needs_grad=needs_grad,
-            varlen=varlen,
-        )
+        slot: request_of(config, slot, dtype=dtype, device=device, needs_grad=needs_grad, varlen=varlen)
         for slot in SLOTS
     }
     kernels = {

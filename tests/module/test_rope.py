@@ -70,3 +70,20 @@ def test_as_one_node_it_is_the_rotation_op_by_op():
     assert torch.equal(turned, by_ops)
     torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradgradcheck(lambda y: rotate(y, table), x)
+
+
+def test_the_table_stays_one_operator_of_a_compiled_graph():
+    targets = []
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def turn(x, positions):
+        return rotate(x, rope_table(positions, 8, 1e4, x.dtype))
+
+    x, positions = torch.randn(5, 3, 8), torch.arange(5)
+    assert torch.equal(torch.compile(turn, backend=backend, fullgraph=True)(x, positions), turn(x, positions))
+    assert "nsa_core.rope_table.default" in targets
+    assert not [t for t in targets if "cos" in t or "pow" in t]
+    torch.library.opcheck(torch.ops.nsa_core.rope_table.default, (positions, 8, 1e4, torch.float32))

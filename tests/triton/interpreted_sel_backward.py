@@ -116,6 +116,31 @@ def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
         torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
 
 
+FORMS = {"turned": ({"TURN": 1}, {}), "turned, described": ({"TURN": 1}, {"TMA": 1})}
+FORMED = [
+    ("turned", "h7"), ("turned, described", "h20"), ("turned, described", "wide"), ("turned, described", "documents"),
+    *(pytest.param("turned, described", name, marks=pytest.mark.slow) for name in PROBLEMS),
+]  # fmt: skip
+WIDE = Problem((36,), batch=2, heads=2, groups=2)  # descriptors fit, rows fill a tile, tokens behind the first SIZE
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
+@pytest.mark.parametrize(("form", "name"), FORMED)
+def test_every_form_equals_the_oracle(
+    form: str, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS.get(name, WIDE)
+    rows = dict(configs.table(0))
+    for kernel, settings in zip(("sel_block_backward", "sel_tile_backward"), FORMS[form]):
+        rows[kernel] = [({}, {**rows[kernel][0][1], **settings})]
+    monkeypatch.setattr(configs, "table", lambda _: rows)
+    inputs, call, do = problem.inputs()
+    truth = problem.truth(inputs, call, do)
+    found = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
 def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other form."""
     problem = PROBLEMS["h7"]
@@ -129,3 +154,28 @@ def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) ->
     asked = gradients(inputs, call, do, truth)
     assert not all(torch.equal(x, y) for x, y in zip(added, fixed))
     assert all(torch.equal(x, y) for x, y in zip(asked, fixed))
+
+
+def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments and chunks get shorter with the sequence, to their least, and depend on nothing but the shape."""
+    from nsa_backend_triton import launch, sel_backward
+    from nsa_backend_triton.launch import Sequences
+
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    settings = {"SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
+
+    def shares(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
+        q, k = (torch.empty(1, heads, 1, device="meta").expand(length, heads, 1) for heads in (12, 2))
+        call = SlotCall(BlockGeometry(), 1.0, None, length // 4 if packed else length)
+        seqs = Sequences(q, q, 4 if packed else 1, length, packed)
+        problem = sel_backward.Problem(q, q, k, k, q, q, seqs, call)
+        return tuple(sel_backward._shares(problem, length * 2 * 16, 2 * length // 64, settings, ordered))
+
+    assert shares(2048) == (64 * 16, 128, 16, 256)  # the least of both
+    assert shares(16384) == (512 * 32, 512, 32, 256)  # the most segments
+    assert shares(16384, packed=True) == (512 * 9, 496, 9, 256)
+    assert shares(65536, ordered=True) == (65536 * 32 // 1024 + 2048, 2048, 32, 1024)
+    assert shares(2**20, ordered=True)[3] == 2048  # the most pairs
+    settings["SEGMENT"] = 12288
+    assert shares(65536, packed=True)[1] == 1985
+    assert shares(2**18, packed=True)[1:3] == (2048, 32)

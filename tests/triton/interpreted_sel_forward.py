@@ -144,6 +144,8 @@ def test_packed_of_one_document_has_the_bits_of_dense() -> None:
 @pytest.mark.parametrize("least", [1, 2])
 def test_the_future_changes_no_bit(least: int) -> None:
     x, call = problem([29], False, 1, 4, 8, 8)
+    x["blocks"][0, 20, 0, 0] = 2  # keys 16..23, of row 20 alone in its tile: with ``least`` 2 a bucket's
+    x["blocks"][0, 21:24] = 0
     o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
     x["k"][:, 21:], x["v"][:, 21:] = 1e30, -1e30
     o2, lse2 = sel_forward.forward(**x, call=call, tuned=tuned(least))

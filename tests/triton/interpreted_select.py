@@ -135,7 +135,7 @@ def test_sets_are_the_oracles(problem: Problem) -> None:
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_no_tile_changes_a_set(tiles: str) -> None:
-    problem = Problem(_geometry(8, 4, 16, 3), (140,), 10, 2)  # 5 heads: pieces of one, and of two with one to spare
+    problem = Problem(_geometry(8, 4, 16), (110,), 10, 2)  # 5 heads: pieces of one, and of two with one to spare
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, TILES[tiles], seed=3))
 
@@ -149,11 +149,19 @@ def test_heads_are_summed_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "poly"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 2)], ids=str)
+def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, poly: int, kind: str) -> None:
+    """``poly``: half of the heads by a polynomial."""
     problem = Problem(_geometry(8, 4, 16, 3, 1, 1), (150,), 4, 1, kind, dtype=dtype)
     tensors = problem.tensors()
-    assert_right(problem, tensors, run(problem, tensors), equal=kind == "periodic")
+    assert_right(problem, tensors, run(problem, tensors, SMALL | {"POLY": poly}), equal=kind == "periodic")
+
+
+def test_a_polynomial_of_nan_is_nan() -> None:
+    problem = Problem(FINE, (70,), 2, dtype=torch.float32)
+    q, k, lse = problem.tensors()
+    q[0, 50, 0, 3] = lse[0, 0, 50] = torch.nan  # the head that the polynomial serves
+    assert run(problem, (q, k, lse), SMALL | {"POLY": 2})[0, 50, 0].tolist() == [0, 1, 2, 11, 12]
 
 
 def test_row_39_only_rounding_tells_blocks_of_mirrored_taps_apart() -> None:
@@ -186,17 +194,18 @@ def test_row_34_nan_stays_in_its_row_and_group() -> None:
     assert torch.equal(found, healthy)
 
 
-def test_a_nan_key_ranks_its_blocks_last() -> None:
+@pytest.mark.parametrize(("key", "blocks"), [(7, {1, 2}), (6, {1})])  # tokens 28 .. 35, and 24 .. 31
+def test_a_nan_key_ranks_its_blocks_last(key: int, blocks: set[int]) -> None:
     problem = Problem(_geometry(8, 4, 16, 4, 0, 0), (130,), 2)
     q, k, lse = problem.tensors()
-    k[0, 7] = torch.nan  # tokens 28 .. 35: blocks 1 and 2
+    k[0, key] = torch.nan
     found = run(problem, (q, k, lse))
     assert_right(problem, (q, k, lse), found)
-    assert not {1, 2} & set(found[0, 129, 0].tolist())
+    assert not blocks & set(found[0, 129, 0].tolist())
 
 
 def test_documents_are_as_if_alone() -> None:
-    problem = Problem(_geometry(8, 4, 16, 3), (0, 37, 5, 0, 66), 4, 2)
+    problem = Problem(_geometry(8, 4, 16, 3, 0, 1), (0, 37, 5, 0, 66), 4, 2)
     q, k, lse = problem.tensors()
     found, at, row = run(problem, (q, k, lse)), 0, 0
     for length in filter(None, problem.lengths):

@@ -104,8 +104,8 @@ def test_any_tile_shape(slot: str, settings: dict[str, dict[str, int]], tiles: d
 
 @pytest.mark.parametrize(
     "settings",
-    [{"TMA": 1}, {"EARLY": 1}, {"TMA": 1, "EARLY": 1, "HEADS": 1}],
-    ids=["descriptors", "early", "both"],
+    [{"TMA": 1}, {"EARLY": 1}, {"TMA": 2, "EARLY": 1, "HEADS": 1}],
+    ids=["descriptors", "early", "all descriptors, early"],
 )
 @pytest.mark.parametrize(("slot", "scale"), [("cmp", 0.25), ("win", -0.25)])
 def test_another_order_of_loads_and_products(
@@ -114,12 +114,13 @@ def test_another_order_of_loads_and_products(
     call = SlotCall(geometry(), scale)
     given = problem(slot, call, 45, batch=2, heads=2, groups=1)
     tiles |= dict.fromkeys(("span_forward", "span_dq", "span_dkdv"), settings)
-    made: list[object] = []
-    original = span_forward.key_descriptor
+    made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(span_forward, "key_descriptor", lambda *a: made.append(original(*a)) or made[-1])
+        for module, name in ((span_forward, "key"), (span_backward, "key"), (span_backward, "stats")):
+            original = getattr(module, f"{name}_descriptor")
+            patch.setattr(module, f"{name}_descriptor", lambda *a, f=original, n=name: made.append(n) or f(*a))
         found = run(slot, call, given)
-    assert bool(made) == bool(settings.get("TMA"))
+    assert set(made) == set([(), ("key",), ("key", "stats")][settings.get("TMA", 0)])
     assert_right(slot, call, given, found)
 
 
@@ -127,12 +128,14 @@ def test_another_order_of_loads_and_products(
     ("change", "packed"),
     [
         (lambda k: k, True),
-        (lambda k: k[..., :3].contiguous(), False),
+        (lambda k: torch.zeros(3, 8, 4, 17)[..., :16], False),
+        (lambda k: torch.zeros(k.numel() + 1)[1:].view_as(k), False),
         (lambda k: k[:, :0], False),
         (lambda k: k[:1].expand(3, 8, 4, 16), False),
+        (lambda k: torch.zeros(3, 8, 4, 8), False),
         (lambda k: torch.zeros(3, 8, 4, 24), False),
     ],
-    ids=["packed", "rows of 12 bytes", "empty", "expanded", "24 wide"],
+    ids=["packed", "rows of 68 bytes", "begins on 4 bytes", "empty", "expanded", "8 wide", "24 wide"],
 )
 def test_what_descriptors_cannot_read(change, packed: bool) -> None:
     k = torch.zeros(3, 8, 4, 16)

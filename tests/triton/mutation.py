@@ -119,6 +119,7 @@ def _without_logic(node: ast.AST) -> list[ast.AST]:
         "static_assert",
         "device_assert",
         "multiple_of",
+        "max_contiguous",
     ):
         return [node]
     return []

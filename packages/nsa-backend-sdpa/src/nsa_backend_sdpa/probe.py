@@ -8,7 +8,10 @@ from nsa_core.contract import Reason, Request
 
 # Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for reference.
 FP64_CUDA_MAX_SEQ_LEN = 16384
-CUDNN_RANK = 40
+# Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for it (cmp_routes.txt in
+# benchmarks/results, one H200) but for wide heads over long sequences.
+CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
+CUDNN_LONG, CUDNN_WIDE = 49152, 128  # tokens, head width
 
 
 def probe(request: Request) -> Sequence[Reason]:
@@ -31,7 +34,7 @@ def probe(request: Request) -> Sequence[Reason]:
 
 
 def rank(request: Request) -> int:
-    """Priority: 0, but above the kernels of other backends where cmp runs on cuDNN, the fastest there is on Hopper."""
+    """Priority: 0, but higher where cmp runs on cuDNN; the highest for wide heads in a request of many tokens."""
     # Packed documents are called one by one, and no step of decode runs on cuDNN.
     if request.slot != "cmp" or request.varlen or request.phase == "decode":
         return 0
@@ -44,4 +47,6 @@ def rank(request: Request) -> int:
         getattr(torch, request.dtype), request.device, request.capability, widths,
         cudnn.LEAST_TOKENS if tokens is None else tokens, request.batch or 1, 1.0, request.deterministic,
     )  # fmt: skip
-    return CUDNN_RANK if here else 0
+    if not here:
+        return 0
+    return CUDNN_LONG_RANK if (tokens or 0) >= CUDNN_LONG and request.head_dim >= CUDNN_WIDE else CUDNN_RANK

@@ -161,7 +161,7 @@ class Span:
     def options(self, names: tuple[str, ...]) -> dict[str, int]:
         """Of a launch: those of ``names`` that the table gives."""
         given = dict(self.chosen) if self.keys == self.chosen["KEYS"] else {**self.chosen, "num_stages": 2}
-        return {name: given[name] for name in names if name in given}
+        return {name: given[name] for name in names if given.get(name)}
 
     def constants(self, q: Tensor) -> dict[str, object]:
         """Constants of a walk over either branch."""

@@ -14,16 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton import configs, delta, launch, sel_forward, sel_lists, sel_union
+from nsa_backend_triton import configs, delta, descriptors, launch, sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
-from nsa_backend_triton.prepared import Launch, remembered
-from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_round
+from nsa_backend_triton.prepared import Launch, aligned, remembered
+from nsa_backend_triton.sel_blocks_backward import sel_add_chunks, sel_block_backward, sel_round, sel_segments
 from nsa_backend_triton.sel_lists import PairLists
 from nsa_backend_triton.sel_tiles_backward import sel_tile_backward
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
-ROUNDED = 1024  # sums that a program of sel_round rounds
+LEAST_SEGMENT, LEAST_CHUNK = 128, 256  # tokens: below, a program's beginning and end count for more than its pairs
+ROUNDED = 4096  # sums that a program of sel_round rounds
+_SHARING = ("SEGMENT", "CHUNK", "PROGRAMS", "ORDERED")  # settings that are not the kernel's
 
 
 class Problem(NamedTuple):
@@ -71,6 +73,8 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: str) -> configs.Se
 class _Blocks(NamedTuple):
     """What a call's metadata decide of the kernels over blocks."""
 
+    segments: Launch | None  # where those of a bucket begin
+    bounds: tuple[int, int]  # how many
     gradients: Launch
     add: tuple[Launch, ...]  # chunks of dk and of dv, where the order is fixed
     partial: tuple[tuple[int, int], ...]  # shapes of theirs
@@ -78,95 +82,122 @@ class _Blocks(NamedTuple):
     starts: tuple[int, int, int, int]  # of dq, dk and dv in one buffer of sums, and its end
 
 
-def _items(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> tuple[int, ...]:
-    """(programs per part of a block, tokens of a segment, segments, CHUNK)."""
+class _Shares(NamedTuple):
+    """How the pairs of the blocks are shared out to programs."""
+
+    items: int  # programs per part of a block
+    segment: int  # tokens
+    segments: int
+    chunk: int  # pairs of an ordered program
+
+
+def _shares(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> _Shares:
+    """Segments, or ordered chunks, so short that PROGRAMS fall to each multiprocessor: few tokens would occupy few.
+
+    A chunk is a power of two, so that sums are cut in the same places for lengths that are alike.
+    """
     seqs = problem.seqs
     longest = problem.call.max_seqlen if seqs.packed else seqs.seq_len
-    segment = max(settings["SEGMENT"] // problem.heads, triton.cdiv(longest, MAX_SEGMENTS))
-    segments, chunk = triton.cdiv(longest, segment), settings["CHUNK"] if ordered else 0
-    return pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk
+    share = pairs // (settings["PROGRAMS"] * launch.multiprocessors(problem.q.device))
+    segment = min(max(share, LEAST_SEGMENT), settings["SEGMENT"] // problem.heads)
+    segment = max(segment, triton.cdiv(longest, MAX_SEGMENTS), 1)
+    segments = triton.cdiv(longest, segment)
+    chunk = min(max(1 << share.bit_length() >> 1, LEAST_CHUNK), settings["CHUNK"])
+    return _Shares(pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk)
 
 
 @remembered
-def _prepare_blocks(
-    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool, add_dq: bool
-) -> _Blocks:
+def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> _Blocks:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
     parts = triton.cdiv(call.geometry.select_block_size, settings["KEYS"])
-    items, segment, segments, chunk = _items(problem, pairs, buckets, settings, ordered)
+    items, segment, segments, chunk = _shares(problem, pairs, buckets, settings, ordered)
     per_head = sel_lists.buckets_per_head(seqs, call.geometry)
-    tiles = {name: value for name, value in settings.items() if name not in ("SEGMENT", "CHUNK", "ORDERED")}
+    tiles = {name: value for name, value in settings.items() if name not in _SHARING}
     gradients = Launch(
         sel_block_backward, (items * parts,), *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segment, segments,
-        CHUNK=chunk, ADD_DQ=add_dq, **problem.constants(), **tiles,
+        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segments, chunk,
+        **problem.constants(), **{**tiles, "ORDERED": ordered},
     )  # fmt: skip
+    bounds = None
+    if not ordered:
+        bounds = Launch(sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2)
     add = [
         Launch(
-            sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head,
+            sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head, chunk,
             GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=triton.next_power_of_2(x.shape[-1]),
-            SIZE=call.geometry.select_block_size, KEYS=settings["KEYS"], CHUNK=chunk, VARLEN=seqs.packed,
+            SIZE=call.geometry.select_block_size, KEYS=settings["KEYS"], VARLEN=seqs.packed,
             ACC=launch.accumulator(x.dtype),
         )
         for x in (k, v) if ordered
     ]  # fmt: skip
-    counts = [q.numel() if add_dq else 0, *([0, 0] if ordered else [k.numel(), v.numel()])]
-    first, second, third = (-(-count // ROUNDED) * ROUNDED for count in counts)  # each begins on 16 bytes
-    grid = (sum(triton.cdiv(count, ROUNDED) for count in counts),)
-    rounding = Launch(sel_round, grid, *counts, first, first + second, SIZE=ROUNDED, num_warps=4)
+    counts = [0 if ordered else x.numel() for x in (q, k, v)]
+    first, second, third = (triton.cdiv(count, ROUNDED) * ROUNDED for count in counts)
+    end = first + second + third
+    rounding = Launch(sel_round, (end // ROUNDED,), *counts, SIZE=ROUNDED, num_warps=4)
     partial = tuple((items * parts * settings["KEYS"], x.shape[-1]) for x in (k, v) if ordered)
-    return _Blocks(gradients, tuple(add), partial, rounding, (0, first, first + second, first + second + third))
+    shape = (buckets, segments + 1)
+    return _Blocks(bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, end))
 
 
 def block_gradients(
-    problem: Problem, lists: PairLists, settings: configs.Settings, *, ordered: bool, add_dq: bool
+    problem: Problem, lists: PairLists, settings: configs.Settings, *, ordered: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """dq (None unless ``add_dq``), dk, dv in the inputs' dtypes; ``ordered`` adds dk and dv in a fixed order.
+    """dq, dk, dv in the inputs' dtypes; ``ordered``: no dq, and dk and dv added in a fixed order.
 
-    ``settings``: KEYS and ROWS of a tile, SEGMENT rows of q that share L2, CHUNK pairs of an ordered program. What is
-    added in no order is added in one buffer of zeros.
+    ``settings``: KEYS and ROWS of a tile, at most SEGMENT rows of q that share L2 and CHUNK pairs of an ordered
+    program, PROGRAMS wanted for each multiprocessor. What is added in no order is added in one buffer of zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
-    made = _prepare_blocks(problem, len(lists.tokens), len(lists.offsets) - 1, settings, ordered, add_dq)
+    made = _prepare_blocks(problem, len(lists.tokens), len(lists.offsets) - 1, settings, ordered)
     _, at_k, at_v, end = made.starts
     sums = problem.delta.new_zeros(end) if end else problem.delta
     partial = [problem.delta.new_empty(shape) for shape in made.partial] or [sums[at_k:], sums[at_v:]]
-    made.gradients(
-        q, k, v, problem.do, problem.lse, problem.delta, lists.tokens, lists.offsets, problem.seqs.cu, sums, *partial
-    )
+    bounds = None
+    if made.segments:
+        bounds = lists.offsets.new_empty(made.bounds)
+        made.segments(lists.tokens, lists.offsets, bounds)
+    rows = (problem.do, problem.lse, problem.delta)
+    made.gradients(q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial)
     grads = [x.new_empty(x.shape) for x in (k, v)]
-    dq = q.new_empty(q.shape) if add_dq else None
+    dq = None if ordered else q.new_empty(q.shape)
     for add, part, grad in zip(made.add, partial, grads):
         add(part, lists.offsets, problem.seqs.cu, grad)
-    if end:
-        made.round(sums, grads[0] if dq is None else dq, *grads)
+    if dq is not None and end:
+        made.round(sums, dq, *grads)
     return dq, grads[0], grads[1]
 
 
 @remembered
-def _prepare_tiles(problem: Problem, n: int, settings: configs.Settings) -> tuple[Launch, int]:
-    """The launch over tiles, and how many tokens a tile has."""
+def _prepare_tiles(
+    problem: Problem, n: int, settings: configs.Settings, tensors_aligned: bool
+) -> tuple[Launch, int, int]:
+    """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no descriptors)."""
     seqs, size = problem.seqs, sel_forward.tile_tokens(settings["ROWS"], problem.heads)
     tiles = seqs.tiles(size)
     fitted = {
         "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
         "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(problem.call.geometry.select_block_size))),
     }
+    tma = bool(settings.get("TMA")) and tensors_aligned
+    tma = tma and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
+    tma = tma and problem.call.geometry.select_block_size % fitted["KEYS"] == 0
     made = Launch(
         sel_tile_backward, (tiles * problem.k.shape[-2],),
         *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=size * n, **problem.constants(), **{**settings, **fitted},
+        TOKENS=size, MOST=size * n, **problem.constants(), **{**settings, **fitted, "TMA": tma},
     )  # fmt: skip
-    return made, size
+    return made, size, fitted["KEYS"] if tma else 0
 
 
 def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
-    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile."""
-    q, seqs = problem.q, problem.seqs
-    made, size = _prepare_tiles(problem, blocks.shape[-1], settings)
+    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, TMA where descriptors fit."""
+    q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
+    made, size, keys = _prepare_tiles(problem, blocks.shape[-1], settings, aligned(k, v))
     unions = sel_union.build(blocks, seqs, problem.call.geometry, size, 1)
     dq = q.new_empty(q.shape)
-    made(q, problem.k, problem.v, problem.do, problem.lse, problem.delta, unions.entries, unions.counts, seqs.cu, dq)
+    described = [descriptors.key_descriptor(x, keys) if keys else None for x in (k, v)]
+    rows = (problem.do, problem.lse, problem.delta)
+    made(q, k, v, *described, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq
 
 
@@ -193,7 +224,7 @@ def backward(
     lists = sel_lists.build(blocks, problem.seqs, call.geometry)
     settings = tuned(q, k, v, size, "sel_block_backward")
     ordered = call.deterministic or bool(settings.get("ORDERED"))
-    dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered, add_dq=not ordered)
+    dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered)
     if dq is None:
         dq = tile_gradients(problem, blocks, tuned(q, k, v, size, "sel_tile_backward"))
     return dq, dk, dv

@@ -1,19 +1,23 @@
 """Gradients of the selected branch, block by block: dk and dv of a block, and what it adds to dq.
 
 A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
-rows (token, head) are gathered in tiles of ROWS: all heads of a token at once, flattened, so no h wastes a row.
+rows (token, head) are gathered in tiles of ROWS: all heads of a token at once.
 
     S^T = k q^T, dP^T = v do^T            [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
     dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
-    dq += dS k                            [ROWS, D] added to fp32 memory (ADD_DQ)
+    dq += dS k                            [ROWS, D] added to fp32 memory, where there is no order
 
 A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
 KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
 
 How the tokens of a block are shared out:
-    CHUNK = 0   a program per (block, segment of tokens); dk, dv are added to fp32 memory, in no fixed order, and
-                sel_round rounds them and dq.
-    CHUNK > 0   a program per CHUNK tokens of a block at most; sel_add_chunks adds their dk, dv in order.
+    unordered   a program per (block, segment of tokens), of which sel_segments finds the bounds; dq, dk, dv are added
+                to fp32 memory, in no fixed order, and sel_round rounds them.
+    ORDERED     a program per ``chunk`` tokens of a block at most; sel_add_chunks adds their dk, dv in order. No dq.
+
+A tile has ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens are read a tile ahead,
+and only a block's first SIZE pairs, which may lie in the block itself, and the last tile are masked. Of ROWS rows
+ROWS % HEADS are lost.
 """
 
 from __future__ import annotations
@@ -35,45 +39,63 @@ def sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS: tl.constexpr, SIZE
     return seq, outer % GROUPS, start, length, key
 
 
-@triton.jit
-def sel_lower_bound(TOKENS, low, high, token):
-    """First index in [low, high) of the ascending TOKENS that is >= token; high where there is none."""
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(TOKENS + middle) < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+@triton.jit(do_not_specialize=["segment", "segments"])
+def sel_segments(TOKENS, OFFSETS, BOUNDS, segment, segments, MOST: tl.constexpr):
+    """BOUNDS [n_buckets, segments + 1]: where the tokens of each segment begin in a bucket's ascending TOKENS.
 
-
-@triton.jit
-def sel_chunk(OFFSETS, item, n_buckets, CHUNK: tl.constexpr):
-    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // CHUNK + b on, never too few.
-
-    A bucket's pairs are cut into as many even parts as CHUNK demands; an item past them is empty.
+    A program per bucket, all its segments at once: log2(pairs) loads that wait for each other. Latency binds.
     """
-    bucket = owner(OFFSETS, n_buckets, item, CHUNK)
+    bucket = tl.program_id(0)
+    at = tl.arange(0, MOST)
+    low = tl.load(OFFSETS + bucket) + tl.zeros([MOST], tl.int32)
+    high = tl.load(OFFSETS + bucket + 1) + tl.zeros([MOST], tl.int32)
+    low = tl.where(at >= segments, high, low)
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        open_ = low < high
+        before = open_ & (tl.load(TOKENS + middle, mask=open_, other=0) < at * segment)
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, tl.where(open_, middle, high))
+    tl.store(BOUNDS + bucket.to(tl.int64) * (segments + 1) + at, low, mask=at <= segments)
+
+
+@triton.jit
+def sel_chunk(OFFSETS, item, n_buckets, chunk):
+    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // chunk + b on, never too few.
+
+    A bucket's pairs are cut into as many even parts as ``chunk`` demands; an item past them is empty.
+    """
+    bucket = owner(OFFSETS, n_buckets, item, chunk)
     first = tl.load(OFFSETS + bucket)
     end = tl.load(OFFSETS + bucket + 1)
-    part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, CHUNK), 1))
-    begin = first + (item - (first // CHUNK + bucket)) * part
+    part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, chunk), 1))
+    begin = first + (item - (first // chunk + bucket)) * part
     return bucket, tl.minimum(begin, end), tl.minimum(begin + part, end)
 
 
 @triton.jit
 def sel_load(X, at, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [N, WIDTH] of x that begin at offsets ``at`` [N], 0 where not ``ok`` [N] and from column DIM on."""
+    """Rows [N, WIDTH] of x that begin at offsets ``at`` [N], 0 where not ``ok`` [N] and from column DIM on.
+
+    ``ok`` None: every row is there.
+    """
     col = tl.arange(0, WIDTH)
-    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
-    return tl.load(X + at[:, None] + col[None, :], mask=mask, other=0.0)
+    where = X + at[:, None] + col[None, :]
+    if ok is not None:
+        x = tl.load(where, mask=ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :], other=0.0)
+    elif DIM != WIDTH:
+        x = tl.load(where, mask=(col < DIM)[None, :], other=0.0)
+    else:
+        x = tl.load(where)
+    return x
 
 
 @triton.jit
 def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
     """Inverse of sel_load: store, or add without an order."""
     col = tl.arange(0, WIDTH)
-    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
+    mask = (col < DIM)[None, :]
+    if ok is not None:
+        mask = ok[:, None] if DIM == WIDTH else ok[:, None] & mask
     if ADD:
         tl.atomic_add(X + at[:, None] + col[None, :], x, mask=mask, sem="relaxed")
     else:
@@ -82,88 +104,139 @@ def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.conste
 
 @triton.jit
 def sel_scores_backward(s, dp, seen, lse, delta, scale):
-    """P and dS / scale of raw scores, 0 where not ``seen``, and in a row without keys, whose lse is -inf."""
+    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are), and in a row without keys, lse -inf."""
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    p = tl.exp2(tl.where(seen, s * (scale * LOG2E) - lse * LOG2E, float("-inf")))
+    s = s * (scale * LOG2E) - lse * LOG2E
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    p = tl.exp2(s)
     return p, p * (dp - delta)
 
 
 @triton.jit
+def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are always legal."""
+    row = tl.arange(0, ROWS)
+    if HEADS > ROWS:
+        PIECES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+        pair, head = row * 0 + tile // PIECES, tile % PIECES * ROWS + row
+        ok = head < HEADS
+        head = tl.minimum(head, HEADS - 1)
+    else:
+        pair, head = tile * (ROWS // HEADS) + row // HEADS, row % HEADS
+        ok = (pair < pairs) & (row < ROWS // HEADS * HEADS)
+    return tl.minimum(pair, pairs - 1), head, ok
+
+
+@triton.jit
 def sel_rows_backward(
-    dk, dv, k, v, key, first, flat, end,
-    Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+    dk, dv, k, v, key, token, head, ok,
+    Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ADD_DQ: tl.constexpr, TURN: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile: rows flat .. flat + ROWS of the pairs from ``first`` on. Returns dk, dv with the tile added.
+    """One tile: rows (token, head) [ROWS], ``ok`` those there. Returns dk, dv with the tile added.
 
     ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are [tokens, Hq, ..].
+    Not MASKED: every key is seen by every row, and every row but those that pad whole tokens is there.
     """
-    row = flat + tl.arange(0, ROWS)
-    ok = row < end
-    token = tl.load(TOKENS + first + row // HEADS, mask=ok, other=0)
-    wide, head = token.to(tl.int64), row % HEADS
-    q = sel_load(Q, wide * q_t + head * q_h, ok, DIM_K, WIDTH_K)
-    do = sel_load(DO, wide * d_t + head * d_h, ok, DIM_V, WIDTH_V)
+    wide = token.to(tl.int64)
+    # A row that is not there is a copy of one that is, so its numbers are finite where that one's are.
+    taken = ok
+    if not MASKED and (ROWS % HEADS == 0 or (HEADS > ROWS and HEADS % ROWS == 0)):
+        taken = None
+    q = sel_load(Q, wide * q_t + head * q_h, None, DIM_K, WIDTH_K)
+    do = sel_load(DO, wide * d_t + head * d_h, None, DIM_V, WIDTH_V)
     at = wide * ALL_HEADS + head
-    lse = tl.load(LSE + at, mask=ok, other=float("inf"))
-    delta = tl.load(DELTA + at, mask=ok, other=0.0)
+    if HEADS % 2 == 0:
+        at = tl.max_contiguous(tl.multiple_of(at, 2), 2)
+    if taken is None:
+        lse, delta = tl.load(LSE + at), tl.load(DELTA + at)
+    else:
+        lse = tl.load(LSE + at, mask=taken, other=float("inf"))
+        delta = tl.load(DELTA + at, mask=taken, other=0.0)
+    seen = None
     if TURN:
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
-        seen = key[None, :] <= token[:, None]
+        if MASKED:
+            seen = key[None, :] <= token[:, None]
         p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
         p, ds = tl.trans(p.to(do.dtype)), tl.trans(ds.to(k.dtype))
     else:
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
-        seen = key[:, None] <= token[None, :]
+        if MASKED:
+            seen = key[:, None] <= token[None, :]
         p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
         p, ds = p.to(do.dtype), ds.to(k.dtype)
     dv = tl.dot(p, do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
-    if ADD_DQ:
+    if not ORDERED:
         if TURN:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype)
         else:
             # Turned, so that D is the side that may not be short of 64.
             dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION, out_dtype=dk.dtype))
-        sel_put(DQ, at * DIM_K, dq * scale, ok, DIM_K, WIDTH_K, True)
+        sel_put(DQ, at * DIM_K, dq * scale, taken, DIM_K, WIDTH_K, True)
+    return dk, dv
+
+
+@triton.jit
+def sel_walk_backward(
+    dk, dv, k, v, key, low, tiles, skip_from, skip, first, pairs,
+    Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv with ``tiles`` tiles of whole tokens from ``low`` on, ``skip`` left out before tile low + skip_from."""
+    pair, head, ok = sel_tile_rows(low + tl.where(skip_from == 0, skip, 0), pairs, HEADS, ROWS)
+    token = tl.load(TOKENS + first + pair)
+    for i in tl.range(0, tiles):
+        # Tokens are read a turn before their rows: an address that waits for a load is not fetched ahead.
+        following = low + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)
+        next_pair, next_head, next_ok = sel_tile_rows(following, pairs, HEADS, ROWS)
+        next_token = tl.load(TOKENS + first + next_pair)
+        dk, dv = sel_rows_backward(
+            dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
+            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, MASKED, PRECISION,
+        )  # fmt: skip
+        token, head, ok = next_token, next_head, next_ok
     return dk, dv
 
 
 @triton.jit(do_not_specialize=[
-    "n_seqs", "seq_len", "n_buckets", "per_head", "segment", "segments",
+    "n_seqs", "seq_len", "n_buckets", "per_head", "segments", "chunk",
 ])  # fmt: skip
 def sel_block_backward(
-    Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, CU, DQ, DK, DV,
+    Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, BOUNDS, CU, DQ, DK, DV,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
-    scale, n_seqs, seq_len, n_buckets, per_head, segment, segments,
+    scale, n_seqs, seq_len, n_buckets, per_head, segments, chunk,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    ADD_DQ: tl.constexpr, TURN: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
+    TURN: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or with CHUNK [items, parts, KEYS, D].
+    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items, parts, KEYS, D].
+
+    BOUNDS of sel_segments; not read, nor DQ, if ORDERED.
 
     A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers than 64.
     """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     part = tl.program_id(0) % PARTS
     item = tl.program_id(0) // PARTS
-    if CHUNK:
-        bucket, begin, end = sel_chunk(OFFSETS, item, n_buckets, CHUNK)
+    if ORDERED:
+        bucket, begin, end = sel_chunk(OFFSETS, item, n_buckets, chunk)
     else:
         # Kv head, then segment, then block: programs that run at one time share q, do and dq. Early blocks, which
         # most tokens chose, come first, and the last segment, which has the most blocks.
         turn = item // per_head
         bucket = turn // segments * per_head + item % per_head
-        begin, end = tl.load(OFFSETS + bucket), tl.load(OFFSETS + bucket + 1)
+        at_bound = BOUNDS + bucket.to(tl.int64) * (segments + 1) + (segments - 1 - turn % segments)
+        begin, end = tl.load(at_bound), tl.load(at_bound + 1)
     seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
-    if not CHUNK:
-        low = (segments - 1 - turn % segments) * segment
-        begin = sel_lower_bound(TOKENS, begin, end, low)
-        end = sel_lower_bound(TOKENS, begin, end, low + segment)
     if begin < end:
         inside = part * KEYS + tl.arange(0, KEYS)
         key = block + inside
@@ -183,26 +256,37 @@ def sel_block_backward(
         dk = tl.zeros([KEYS, WIDTH_K], dtype=ACC)
         dv = tl.zeros([KEYS, WIDTH_V], dtype=ACC)
         seen_from = tl.where(real, key, 2147483647)
-        n_rows = (end - begin) * HEADS
-        for flat in tl.range(0, n_rows, ROWS):
-            dk, dv = sel_rows_backward(
-                dk, dv, k, v, seen_from, begin, flat, n_rows,
-                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ADD_DQ, TURN, PRECISION,
-            )  # fmt: skip
-        if CHUNK:
+        pairs = end - begin
+        each: tl.constexpr = max(ROWS // HEADS, 1)
+        pieces: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+        tiles = tl.cdiv(pairs, each) * pieces
+        # Only a block's first SIZE pairs can be of tokens inside it; a part of a block may have keys missing.
+        near = tl.minimum(tl.maximum(tl.load(OFFSETS + bucket) + SIZE - begin, 0), pairs)
+        whole = pairs // each * pieces
+        cut = tl.minimum(tl.cdiv(near, each) * pieces, whole) if SIZE % KEYS == 0 else whole
+        dk, dv = sel_walk_backward(
+            dk, dv, k, v, seen_from, cut, whole - cut, 0, 0, begin, pairs,
+            Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, False, PRECISION,
+        )  # fmt: skip
+        dk, dv = sel_walk_backward(
+            dk, dv, k, v, seen_from, 0, tiles - (whole - cut), cut, whole - cut, begin, pairs,
+            Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, True, PRECISION,
+        )  # fmt: skip
+        if ORDERED:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
         else:
             at = (token_0 + key) * GROUPS + group
-        sel_put(DK, at * DIM_K, dk * scale, real, DIM_K, WIDTH_K, CHUNK == 0)
-        sel_put(DV, at * DIM_V, dv, real, DIM_V, WIDTH_V, CHUNK == 0)
+        sel_put(DK, at * DIM_K, dk * scale, real, DIM_K, WIDTH_K, not ORDERED)
+        sel_put(DV, at * DIM_V, dv, real, DIM_V, WIDTH_V, not ORDERED)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head"])
+@triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head", "chunk"])
 def sel_add_chunks(
-    PARTIAL, OFFSETS, CU, OUT, n_seqs, seq_len, per_head,
+    PARTIAL, OFFSETS, CU, OUT, n_seqs, seq_len, per_head, chunk,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    CHUNK: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
@@ -212,34 +296,41 @@ def sel_add_chunks(
     inside = part * KEYS + tl.arange(0, KEYS)
     real = (inside < SIZE) & (block + inside < length)
     first = tl.load(OFFSETS + bucket)
-    chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first, CHUNK)
-    item = (first // CHUNK + bucket).to(tl.int64)
+    chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first, chunk)
+    item = (first // chunk + bucket).to(tl.int64)
     total = tl.zeros([KEYS, WIDTH], dtype=ACC)
-    for chunk in tl.range(0, chunks):
-        at = ((item + chunk) * PARTS + part) * KEYS + tl.arange(0, KEYS)
+    for turn in tl.range(0, chunks):
+        at = ((item + turn) * PARTS + part) * KEYS + tl.arange(0, KEYS)
         total += sel_load(PARTIAL, at * DIM, real, DIM, WIDTH)
     token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
     at = ((token_0 + block + inside) * GROUPS + group) * DIM
     sel_put(OUT, at, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "n_v", "at_k", "at_v"])
-def sel_round(
-    SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, at_k: tl.int64, at_v: tl.int64, SIZE: tl.constexpr
-):
-    """DQ [n_q], DK [n_k], DV [n_v] = the sums at 0, at_k and at_v, rounded once. SIZE of one of them a program.
-
-    4 bytes read and an itemsize written a number: bound by memory.
-    """
-    programs_q = tl.cdiv(n_q, SIZE)
-    programs_k = tl.cdiv(n_k, SIZE)
-    program = tl.program_id(0).to(tl.int64)
-    if program < programs_q:
-        at = program * SIZE + tl.arange(0, SIZE)
-        tl.store(DQ + at, tl.load(SUMS + at, mask=at < n_q, other=0.0).to(DQ.dtype.element_ty), mask=at < n_q)
-    elif program < programs_q + programs_k:
-        at = (program - programs_q) * SIZE + tl.arange(0, SIZE)
-        tl.store(DK + at, tl.load(SUMS + at_k + at, mask=at < n_k, other=0.0).to(DK.dtype.element_ty), mask=at < n_k)
+@triton.jit
+def sel_put_rounded(OUT, program, x, n, SIZE: tl.constexpr):
+    """x [SIZE] at OUT + program * SIZE, as far as OUT has its n numbers."""
+    at = program * SIZE + tl.arange(0, SIZE)
+    x = x.to(OUT.dtype.element_ty)
+    if program * SIZE + SIZE <= n:  # a mask whose end is not known to be even would make it a store a number
+        tl.store(OUT + at, x)
     else:
-        at = (program - programs_q - programs_k) * SIZE + tl.arange(0, SIZE)
-        tl.store(DV + at, tl.load(SUMS + at_v + at, mask=at < n_v, other=0.0).to(DV.dtype.element_ty), mask=at < n_v)
+        tl.store(OUT + at, x, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "n_v"])
+def sel_round(SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, SIZE: tl.constexpr):
+    """DQ [n_q], DK [n_k], DV [n_v] = the sums, each padded to whole SIZE, rounded once. SIZE of one of them a program.
+
+    4 bytes read and an itemsize written a number, 16 bytes at a time: bound by memory.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    of_k = tl.cdiv(n_q, SIZE)
+    of_v = of_k + tl.cdiv(n_k, SIZE)
+    x = tl.load(SUMS + program * SIZE + tl.arange(0, SIZE))
+    if program < of_k:
+        sel_put_rounded(DQ, program, x, n_q, SIZE)
+    elif program < of_v:
+        sel_put_rounded(DK, program - of_k, x, n_k, SIZE)
+    else:
+        sel_put_rounded(DV, program - of_v, x, n_v, SIZE)

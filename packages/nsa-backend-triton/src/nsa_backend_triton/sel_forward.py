@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs, sel_lists, sel_union, tile
+from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
 from nsa_backend_triton.launch import (
     Sequences,
     accumulator,
@@ -26,7 +27,8 @@ from nsa_backend_triton.launch import (
     new_strides,
     strides,
 )
-from nsa_backend_triton.prepared import Launch, remembered
+from nsa_backend_triton.prepared import Launch, aligned, remembered
+from nsa_backend_triton.sel_buckets import sel_bucket_kernel, sel_read
 from nsa_backend_triton.sel_merge import sel_merge_kernel
 from nsa_core.contract import SlotCall
 
@@ -61,6 +63,7 @@ class _Tiles(NamedTuple):
     """What a call's metadata decide of the first kernel."""
 
     launch: Launch
+    keys: int  # of a descriptor's tile; 0: no descriptors
     size: int  # tokens of a tile
     least: int  # how many of them must choose a block for the tile to read it; 1: nothing is left to the buckets
     leave: bool  # whether what the tiles do not read may matter at another length
@@ -70,7 +73,14 @@ class _Tiles(NamedTuple):
 
 @remembered
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, seqs: Sequences, call: SlotCall, tuned: Settings | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    seqs: Sequences,
+    call: SlotCall,
+    tuned: Settings | None,
+    tensors_aligned: bool,
 ) -> tuple[_Tiles, Settings]:
     groups, n, length = k.shape[-2], blocks.shape[-1], call.geometry.select_block_size
     heads = q.shape[-2] // groups
@@ -80,15 +90,17 @@ def _prepare(
     tiles = seqs.tiles(size)
     o = (*q.shape[:-1], v.shape[-1])
     lse = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
+    keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
+    tma = bool(chosen.get("TMA")) and length % keys == 0 and tensors_aligned and descriptors_fit(seqs.packed, k, v)
     launch = Launch(
         sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, call.scale * tile.LOG2E.value,
         *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
         *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
         T=size, M=max(16, triton.next_power_of_2(size * heads)),
-        KEYS=min(chosen["KEYS"], max(16, triton.next_power_of_2(length))), NEGATIVE=call.scale < 0,
+        KEYS=keys, NEGATIVE=call.scale < 0, TMA=tma,
         **_options(chosen),
     )  # fmt: skip
-    return _Tiles(launch, size, min(least, size), chosen["LEAST"] > 1, o, lse), tuned
+    return _Tiles(launch, keys if tma else 0, size, min(least, size), chosen["LEAST"] > 1, o, lse), tuned
 
 
 def forward(
@@ -102,11 +114,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen blocks."""
     seqs = Sequences.of(q, call)
-    tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned)
+    tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
     unions = sel_union.build(blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave)
     o = q.new_empty(tiles.o)
     lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    tiles.launch(q, k, v, unions.entries, unions.counts, o, lse, seqs.cu)
+    described = (key_descriptor(x, tiles.keys) if tiles.keys else None for x in (k, v))
+    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.least > 1:
         for rows in _runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
             _attend_buckets(q, k, v, blocks, unions.left, o, lse, seqs, call, rows, tuned)
@@ -157,7 +170,7 @@ def _prepare_buckets(
         *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
         **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
         T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        **_options(chosen),
+        LEAN=bool(chosen.get("LEAN")), NEGATIVE=call.scale < 0, **_options(chosen),
     )  # fmt: skip
     chosen = tuned["sel_merge"]
     size = max(1, chosen["ROWS"] // heads)
@@ -184,23 +197,11 @@ def _attend_buckets(
 
 
 @triton.jit
-def _load(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
-    """Rows ``at`` of X padded to DP columns, 0 where ``mask`` [rows, 1] is off; mask None: every row is there."""
-    where = X + at[:, None] + columns[None, :]
-    if mask is not None:
-        x = tl.load(where, mask=mask & (columns < D)[None, :], other=0.0)
-    elif D != DP:
-        x = tl.load(where, mask=(columns < D)[None, :], other=0.0)
-    else:
-        x = tl.load(where)
-    return x
-
-
-@triton.jit
 def _walk(
-    q, K, V, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k, stride_v,
+    q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k,
+    stride_v,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr, L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, ACC: tl.constexpr,
+    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
 
@@ -227,7 +228,10 @@ def _walk(
             there = ((key < length) & (inner < L))[:, None]
         elif not WHOLE:
             there = (inner < L)[:, None]
-        k = _load(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
+        if TMA:
+            k = K_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DKP)
+        else:
+            k = sel_read(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
         dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
         scores = dots * factor
         # Of the products as they are: the multiplication above then joins the subtraction below.
@@ -244,7 +248,10 @@ def _walk(
         p = tl.exp2(scores - tl.where(member, m_safe, float("inf"))[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
-        v = _load(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
+        if TMA:
+            v = V_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DVP)
+        else:
+            v = sel_read(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
         m = m_new
         ever |= members
@@ -255,12 +262,12 @@ def _walk(
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
 def sel_forward_kernel(
-    Q, K, V, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
+    Q, K, V, K_TMA, V_TMA, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h,
     sl_b: tl.int64, sl_h: tl.int64,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    NEGATIVE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
 
@@ -281,7 +288,7 @@ def sel_forward_kernel(
     first = start.to(tl.int64)
     head = group * H + rows % H
     at_q = Q + seq * sq_b + (first + row) * sq_t
-    q = _load(at_q, local * sq_t + head * sq_h, tl.arange(0, DKP), DK, DKP, inside[:, None])
+    q = sel_read(at_q, local * sq_t + head * sq_h, tl.arange(0, DKP), DK, DKP, inside[:, None])
     k = K + seq * sk_b + first * sk_t + group * sk_h
     v = V + seq * sv_b + first * sv_t + group * sv_h
     entries = ENTRIES + program.to(tl.int64) * (2 * T * N)
@@ -293,12 +300,12 @@ def sel_forward_kernel(
     acc = tl.zeros([M, DVP], ACC)
     ever = tl.full([], 0, tl.int32)
     m, l, acc, ever = _walk(
-        q, k, v, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, ACC,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     m, l, acc, ever = _walk(
-        q, k, v, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, ACC,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
+        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     # A token without blocks got nothing but, from a query that is NaN, NaN.
     chose = (ever & bit) != 0
@@ -307,77 +314,3 @@ def sel_forward_kernel(
     at_o = O + seq * so_b + (first + row) * so_t + (local * so_t + head * so_h)[:, None] + columns[None, :]
     tl.store(at_o, out.to(O.dtype.element_ty), mask=inside[:, None] & (columns < DV)[None, :])
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)
-
-
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
-def sel_bucket_kernel(
-    Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
-
-    Shared memory: K [KEYS, DKP], V [KEYS, DVP], once; num_stages times Q [M, DKP], gathered, rows of H*DK elements.
-    Registers: scores [M, KEYS], o [M, DVP]. A tile moves M*(DK + DV) elements, Q from L2 and partial outputs to
-    memory, and costs 2*M*KEYS*(DKP + DVP) operations: bound by the writes.
-    """
-    bucket, first_pair, count, pair = tile.place(tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True)
-    if pair >= count:
-        return
-    if VARLEN:
-        per_head = seq_len // L + n_seqs
-        group = bucket // per_head
-        seq, start, length, key_row = tile.place(bucket % per_head, CU, n_seqs, seq_len, L, True)
-        flat = start.to(tl.int64) - first_row
-    else:
-        per_head = tl.cdiv(seq_len, L)
-        group = bucket // per_head % groups
-        seq = bucket // per_head // groups
-        start = 0
-        length = seq_len
-        key_row = bucket % per_head * L
-        flat = seq.to(tl.int64) * seq_len - first_row
-    start = tl.cast(start, tl.int64)
-    lane = tl.arange(0, KEYS)
-    key = key_row + lane
-    there = (lane < L) & (key < length)
-    columns_k = tl.arange(0, DKP)
-    columns_v = tl.arange(0, DVP)
-    at_k = K + seq * sk_b + (start + key_row) * sk_t + group * sk_h
-    at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
-    k = tl.trans(_load(at_k, lane * sk_t, columns_k, DK, DKP, there[:, None]))
-    v = _load(at_v, lane * sv_t, columns_v, DV, DVP, there[:, None])
-    rows = tl.arange(0, M)
-    head = rows % H
-    at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
-    tokens = TOKENS + first_pair.to(tl.int64)
-    slots = SLOTS + first_pair.to(tl.int64)
-    # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
-    at = pair + rows // H
-    inside = (rows < T * H) & (at < count)
-    t = tl.load(tokens + at, mask=inside, other=0)
-    slot = tl.load(slots + at, mask=inside, other=0)
-    for _ in tl.range(0, tl.minimum(tl.cdiv(count - pair, T), TILES)):
-        at += T
-        next_inside = (rows < T * H) & (at < count)
-        next_t = tl.load(tokens + at, mask=next_inside, other=0)
-        next_slot = tl.load(slots + at, mask=next_inside, other=0)
-        q = _load(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, inside[:, None])
-        scores = tl.dot(q, k, out_dtype=ACC, input_precision="ieee") * factor
-        scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
-        m = tl.max(scores, 1)
-        p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-        o = tl.dot(p.to(v.dtype), v, out_dtype=ACC, input_precision="ieee")
-        o, lse = tile.finish(m, tl.sum(p, 1), o)
-        part = ((flat + t) * groups + group) * N + slot
-        into = (part * H + head) * DV
-        tl.store(
-            PARTS + into[:, None] + columns_v[None, :], o.to(PARTS.dtype.element_ty),
-            mask=inside[:, None] & (columns_v < DV)[None, :], eviction_policy="evict_first",
-        )  # fmt: skip
-        tl.store(PART_LSE + part * H + head, lse, mask=inside)
-        inside = next_inside
-        t = next_t
-        slot = next_slot

@@ -21,44 +21,66 @@ from nsa_backend_triton.tile import place
 
 @triton.jit
 def sel_union_backward(
-    dq, q, do, lse, delta, t, bit, K, V, ENTRIES, low, high, k_t, v_t, length, scale,
+    dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, ENTRIES, low, high, k_t, v_t, length, scale,
     MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [ROWS, WIDTH_K] with the entries low .. high of the tile's list added, KEYS keys at a time.
 
     CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's token in an entry.
+    TMA, for whole blocks of KEYS: an entry is read a turn before its keys, whose address then waits for no load; where
+    keys come by pointers, that costs more than it gains.
     """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    if TMA:
+        block = tl.load(ENTRIES + low, mask=low < high, other=0)
+        members = tl.load(ENTRIES + MOST + low, mask=low < high, other=0)
     for i in tl.range(low * PARTS, high * PARTS):
-        block = tl.load(ENTRIES + i // PARTS)
-        chosen = (tl.load(ENTRIES + MOST + i // PARTS) & bit) != 0
+        if TMA:
+            following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
+            next_block, next_members = tl.load(ENTRIES + following), tl.load(ENTRIES + MOST + following)
+        else:
+            block = tl.load(ENTRIES + i // PARTS)
+            members = tl.load(ENTRIES + MOST + i // PARTS)
+        chosen = (members & bit) != 0
         inside = i % PARTS * KEYS + tl.arange(0, KEYS)
         key = block * SIZE + inside
         real = inside < SIZE
         if CUT:
             real &= key < length
-        base = (block * SIZE).to(tl.int64)
-        k = sel_load(K + base * k_t, inside * k_t, real, DIM_K, WIDTH_K)
-        v = sel_load(V + base * v_t, inside * v_t, real, DIM_V, WIDTH_V)
+        if TMA:
+            k = K_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_K)
+            v = V_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_V)
+        else:
+            base = (block * SIZE).to(tl.int64)
+            k = sel_load(K + base * k_t, inside * k_t, real, DIM_K, WIDTH_K)
+            v = sel_load(V + base * v_t, inside * v_t, real, DIM_V, WIDTH_V)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dq.dtype)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dq.dtype)
-        seen = chosen[:, None] & real[None, :]
-        if CUT:
-            seen &= key[None, :] <= t[:, None]
-        _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
+        if TMA and not CUT:
+            # A row that did not choose the block costs no operation a key: infinity takes its p to 0.
+            _, ds = sel_scores_backward(
+                s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale
+            )
+        else:
+            seen = chosen[:, None] & real[None, :]
+            if CUT:
+                seen &= key[None, :] <= t[:, None]
+            _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+        if TMA:
+            block, members = next_block, next_members
     return dq
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles"])
 def sel_tile_backward(
-    Q, K, V, DO, LSE, DELTA, ENTRIES, COUNTS, CU, DQ,
+    Q, K, V, K_TMA, V_TMA, DO, LSE, DELTA, ENTRIES, COUNTS, CU, DQ,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
     scale, n_seqs, seq_len, tiles,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    MOST: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; ENTRIES, COUNTS of sel_union; DQ [B, S, Hq, DIM_K], rounded once.
 
@@ -87,11 +109,11 @@ def sel_tile_backward(
     cut = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
     dq = tl.zeros([ROWS, WIDTH_K], dtype=ACC)
     dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, entries, 0, cut, k_t, v_t, length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, True, PRECISION,
+        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, 0, cut, k_t, v_t, length, scale,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, True, PRECISION,
     )  # fmt: skip
     dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, entries, cut, count, k_t, v_t, length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, False, PRECISION,
+        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t, v_t, length, scale,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, PRECISION,
     )  # fmt: skip
     sel_put(DQ, at * DIM_K, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)

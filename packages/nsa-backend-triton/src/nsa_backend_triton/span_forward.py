@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton import configs
+from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
 from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
 from nsa_backend_triton.prepared import Launch, aligned, remembered
 from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
@@ -131,33 +131,6 @@ def span_forward(
 def heads_together(group: int, most: int) -> int:
     """The largest power of two, at most ``most``, that divides the heads of a group."""
     return min(group & -group, most)
-
-
-def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
-    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D a power of two from 16.
-
-    Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
-    """
-    return not packed and all(
-        x.numel()
-        and x.data_ptr() % 16 == 0
-        and all(n > 0 and n * x.itemsize % 16 == 0 for n in x.stride()[:-1])
-        and x.shape[-1] == max(16, triton.next_power_of_2(x.shape[-1]))
-        for x in rows
-    )
-
-
-class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no types
-    """A descriptor of what descriptors_fit has seen: not validated once more at every launch."""
-
-    def __post_init__(self) -> None:
-        """Nothing is left to check."""
-
-
-def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
-    width = x.shape[3]
-    return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, max(16, 1 << (width - 1).bit_length())])
 
 
 def launch_options(settings: configs.Settings) -> dict[str, int]:

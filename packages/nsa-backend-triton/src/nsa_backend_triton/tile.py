@@ -10,7 +10,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def owner(BOUNDS, runs, index, TILE: tl.constexpr):
+def owner(BOUNDS, runs, index, TILE):
     """Which of ``runs`` runs, that begin at BOUNDS, owns tile ``index``: run i those from BOUNDS[i] // TILE + i on."""
     low = 0
     high = runs  # the last run whose first tile is <= index lies in [low, high)

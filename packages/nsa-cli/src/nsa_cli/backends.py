@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
+from nsa_cli.choices import pick_device
 
 if TYPE_CHECKING:
     from nsa_core.survey import Survey
@@ -114,8 +115,8 @@ def explain(
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Sequences; left out, unknown.", show_default=False)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens; left out, unknown.", show_default=False)] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences; left out, unknown.", min=0, show_default=False)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens; left out, unknown.", min=0, show_default=False)] = None,
     grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Demand equal bits every run.")] = False,
@@ -143,7 +144,7 @@ def explain(
                 v_head_dim=v_head_dim,
                 rope=False,  # rotary embedding is not a slot: an odd head width is a question that may be asked
             ),
-            device=rows.pick_device(device),
+            device=pick_device(device),
             dtype=dtype,
             backends=named,
             needs_grad=grad,

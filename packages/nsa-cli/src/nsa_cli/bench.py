@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from nsa_cli import bench_options as options
 from nsa_cli import output
+from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device, spelt, words
 
 if TYPE_CHECKING:
     from nsa_core.bench.result import Result
@@ -57,19 +57,21 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
+    decode = words(phase or "") == ["decode"]
     with output.exit_codes():
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        _check(preset, decode, options_said(context))
         quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
         limits = {"budget_s": budget, "time_limit_s": time_limit}
-        if phase == "decode":
+        if decode:
             from nsa_cli import bench_decode
 
             cells = bench_decode.cells(shape, length, batch, page_size)
-            how = (combo or [], dtype, integers(blocks), device, threads, seed)
-            result = bench_decode.run(cells, *how, limits, preset)
+            how = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
+            result = bench_decode.run(cells, *how, limits, preset, cell_limit)
         else:
             settings = _settings(
-                preset, given, combo or [], integers(blocks), device,
+                preset, given, combo or [], block_sizes(blocks), device,
                 {"batch": batch, "seed": seed, "rivals": rival, "max_call_s": max_call, "cell_limit_s": cell_limit}
                 | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
                 inputs, text, checkpoint or [], threads,
@@ -131,14 +133,18 @@ def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bo
         need_matplotlib()
 
 
-def integers(text: str) -> tuple[int, ...]:
-    """The integers of --blocks."""
+def _check(preset: str, decode: bool, said: set[str]) -> None:
+    """Refuse an unknown preset, and options that a run of this phase would pass over."""
     from nsa_core.errors import InvalidInput
 
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {text!r}") from None
+    if preset not in options.PRESETS:
+        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
+    if over := [name for name in options.PREFILL if decode and name in said]:
+        raise InvalidInput(f"{spelt(over)}: not for --phase decode; leave it out")
+    if over := [name for name in ("batch", "page_size") if decode and name in said and not {"shape", "length"} & said]:
+        raise InvalidInput(f"{spelt(over)}: give --shape or --length with it; the device's own cells have theirs")
+    if "page_size" in said and not decode:
+        raise InvalidInput("--page-size is for --phase decode; leave it out")
 
 
 def _percentage(text: str) -> float:
@@ -153,38 +159,10 @@ def _percentage(text: str) -> float:
     return value
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def pick_device(device: str, threads: int) -> str:
-    """The device to run on, with torch told how many CPU threads to use."""
-    # Before torch loads: some builds of its profiler write to stderr at every start and stop.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    import torch
-
-    torch.set_num_threads(threads)
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-def check_dtypes(names: Sequence[str]) -> None:
-    """Refuse names that are no dtype of the contract."""
-    from nsa_core.contract import DTYPES
-    from nsa_core.errors import InvalidInput
-
-    wrong = [name for name in names if name not in DTYPES]
-    if wrong or not names:
-        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}")
-
-
 def _settings(
     preset: str, given: dict[str, str | None], combos: Sequence[str], blocks: tuple[int, ...], device: str,
     numbers: dict[str, Any], inputs: str, text: Path | None, checkpoints: Sequence[Path], threads: int,
 ) -> Settings:  # fmt: skip
-    from nsa_core.errors import InvalidInput
-
-    if preset not in options.PRESETS:
-        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
     of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
@@ -192,14 +170,13 @@ def _settings(
     from nsa_core.bench.run import Settings
     from nsa_core.bench.shapes import parse_lengths, parse_shape
 
-    kinds, lengths = _words(inputs), parse_lengths(of["lengths"])
+    kinds, lengths = words(inputs), parse_lengths(of["lengths"])
     name, content = _text(text, numbers["batch"] * max(lengths)) if "real" in kinds else ("", b"")
-    check_dtypes(_words(of["dtypes"]))
     return Settings(
-        shapes=[parse_shape(word) for word in _words(of["shapes"])],
+        shapes=[parse_shape(word) for word in words(of["shapes"])],
         lengths=lengths,
-        phases=_words(of["phases"]),
-        dtypes=_words(of["dtypes"]),
+        phases=words(of["phases"]),
+        dtypes=dtype_names(of["dtypes"]),
         inputs=kinds,
         combos=[parse_combo(word) for word in combos],
         blocks=blocks,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_cli import bench_options, output
 from nsa_cli.bench_report import Rows, milliseconds, number, size
+from nsa_cli.choices import dtype_names, pick_device
+from nsa_core.contract import SLOTS
 
 if TYPE_CHECKING:
     from nsa_core.bench.decode_works import Cell
     from nsa_core.bench.result import Measurement, Result
 
-_SLOTS = ("cmp", "select", "sel", "win", "combine")
-
 
 def cells(shape: str | None, length: str | None, batch: int, page_size: int | None) -> list[Cell]:
-    """Every shape at every length; none where neither is named: the device's own."""
+    """Every shape at every length; none where neither is named, for the device's own."""
     from nsa_core.bench.decode import shape_named
     from nsa_core.bench.decode_works import Cell
     from nsa_core.bench.shapes import parse_lengths
@@ -37,23 +37,21 @@ def run(
     seed: int,
     limits: Mapping[str, float | None],
     preset: str,
+    cell_limit_s: float,
 ) -> Result:
     """Measure; limits left out are the preset's."""
-    from nsa_cli.bench import check_dtypes, pick_device
     from nsa_core.bench.combos import parse_combo
     from nsa_core.bench.decode import DecodeBench, DecodeSettings
 
     place = pick_device(device, threads)
-    dtypes = [word.strip() for word in (dtype or ("bfloat16" if place.startswith("cuda") else "float32")).split(",")]
-    check_dtypes(dtypes)
+    dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
     defaults = {"budget_s": bench_options.BUDGET_S, "time_limit_s": bench_options.TIME_LIMIT_S}
     numbers: dict[str, Any] = {
-        name: given if given is not None else defaults[name].get(preset, defaults[name]["full"])
-        for name, given in limits.items()
+        name: given if given is not None else defaults[name][preset] for name, given in limits.items()
     }
     settings = DecodeSettings(
         cells=chosen, dtypes=dtypes, combos=[parse_combo(word) for word in combos], blocks=blocks, device=place,
-        seed=seed, **numbers,
+        seed=seed, cell_limit_s=cell_limit_s, **numbers,
     )  # fmt: skip
     bench = DecodeBench(settings, output.find_backends(), output.environment())
     with output.progress(len(bench.problems())) as advance:
@@ -65,7 +63,7 @@ def decode_rows(result: Result) -> Iterator[Rows]:
     found = [m for m in result.measurements if m.phase == "decode"]
     for group in dict.fromkeys((m.shape, m.dtype, m.inputs) for m in found):
         title = f"{group[0]} {group[1]}, a step (cache: {group[2]}): ms (median), and a slot's share of the step"
-        columns = ["B x tokens", "subject", "ms", "q1..q3", "CV", *_SLOTS, "sum", "x dense", "TB/s", "of floor", "MiB"]
+        columns = ["B x tokens", "subject", "ms", "q1..q3", "CV", *SLOTS, "sum", "x dense", "TB/s", "of floor", "MiB"]
         rows = [m for m in found if (m.shape, m.dtype, m.inputs) == group]
         yield title, columns, [_row(m) for m in rows]
 
@@ -75,10 +73,10 @@ def _row(m: Measurement) -> list[str]:
 
     where, p = f"{m.batch} x {m.length}", m.performance
     if p is None:
-        return [where, m.subject, "-", *[""] * (len(_SLOTS) + 7)]  # the summary says why
+        return [where, m.subject, "-", *[""] * (len(SLOTS) + 7)]  # the summary says why
     spread = spread_of_repeats(p)
     shares = shares_of(m)
-    parts = [f"{milliseconds(m.parts[s].performance)} ({shares[s]:.0%})" if s in shares else "" for s in _SLOTS]
+    parts = [f"{milliseconds(m.parts[s].performance)} ({shares[s]:.0%})" if s in shares else "" for s in SLOTS]
     rate = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
     return [
         where, m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}",

@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
+PREFILL = ("rival", "inputs", "text", "checkpoint", "max_call")  # options that a step of decode has no use for
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
 
@@ -44,7 +45,9 @@ Rivals = Annotated[
     ),
 ]  # fmt: skip
 Preset = Annotated[str, typer.Option(help="quick (under a minute) or full.")]
-Shapes = Annotated[str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports or paper.", show_default=False)]
+Shapes = Annotated[
+    str | None, typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports, paper or tiny.", show_default=False)
+]
 Lengths = Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)]
 Phases = Annotated[
     str | None, typer.Option(help="Comma-separated: forward, backward, both; or decode, alone.", show_default=False)

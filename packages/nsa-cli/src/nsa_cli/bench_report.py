@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_cli import output
+from nsa_core.contract import SLOTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Rows = tuple[str, list[str], list[list[str]]]  # title, columns, cells
 _MISSING = "yellow"  # style of a line that says why figures are missing
-_PARTS = ("compress", "cmp", "select", "sel", "win", "combine")
+_PARTS = ("compress", *SLOTS)
 
 
 def milliseconds(performance: Performance | None) -> str:
@@ -36,7 +37,7 @@ def number(value: float | None) -> str:
 
 def size(count: int | None) -> str:
     """Bytes in MiB."""
-    return "-" if count is None else f"{number(count / 2**20)}"
+    return "-" if count is None else number(count / 2**20)
 
 
 def rows_of(result: Result) -> Iterator[Rows]:
@@ -86,19 +87,18 @@ def tables(result: Result) -> list[Table]:
 
 
 def _combos(result: Result) -> Rows:
-    slots = ["cmp", "select", "sel", "win", "combine"]
     gates: dict[str, list[str]] = {}
     for gate in result.gates:
         gates.setdefault(gate.combo, []).append("ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}")
     cells = [
         [
             name,
-            *(output.one_line(who.get(slot, "-")) for slot in slots),
+            *(output.one_line(who.get(slot, "-")) for slot in SLOTS),
             "; ".join(dict.fromkeys(gates.get(name, ["-"]))),
         ]
         for name, who in result.combos.items()
     ]
-    return "Combinations", ["combination", *slots, "correct"], cells
+    return "Combinations", ["combination", *SLOTS, "correct"], cells
 
 
 def summary(result: Result) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
+from nsa_cli.choices import quiet_profiler
 from nsa_cli.verify import Device, Preset
 
 if TYPE_CHECKING:
@@ -48,11 +49,13 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
         if error.name != "pytest":
             raise
         raise ImportError('nsa conformance needs pytest: pip install "nsa-core[test]"') from None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    quiet_profiler()
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable("device 'cuda' cannot be used: torch finds no CUDA GPU")
+    from nsa_core.survey import known_device
+
+    if device != "auto":
+        known_device(device)
     torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
     import nsa_core.testing
 

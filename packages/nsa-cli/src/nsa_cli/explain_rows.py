@@ -14,13 +14,6 @@ from nsa_core.survey import Candidate, Survey
 SCHEMA_VERSION = 1
 
 
-def pick_device(text: str) -> str:
-    """A torch device string: "auto" is cuda where there is one."""
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if text == "auto" else text
-
-
 def reason_row(reason: Reason) -> dict[str, str]:
     """A reason as JSON holds it."""
     return dataclasses.asdict(reason)

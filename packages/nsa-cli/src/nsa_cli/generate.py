@@ -10,6 +10,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
+from nsa_cli.choices import named_backends, pick_device
 
 
 def generate(
@@ -25,12 +26,9 @@ def generate(
 ) -> None:
     """Print the prompt and what a model makes of it, to the end of the document or to --max-new-tokens."""
     with output.exit_codes():
-        from nsa_cli.bench import pick_device
-
         place = pick_device(device, threads)
         import torch
 
-        from nsa_cli.train import backends_of
         from nsa_core.errors import InvalidInput
         from nsa_core.lm.checkpoint import read
         from nsa_core.lm.generate import generate as made
@@ -39,7 +37,7 @@ def generate(
         tokenizer = kept.text()
         if tokenizer is None:
             raise InvalidInput(f"{kept.path} was trained on the task {kept.facts['data']['data']}: it has no text")
-        model = kept.model(backends_of(backends)).to(place).eval()
+        model = kept.model(named_backends(backends)).to(place).eval()
         tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=place)
         new = made(model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, end=tokenizer.end, seed=seed)
         print(_shown(prompt + tokenizer.decode(new[0].tolist())))

@@ -12,6 +12,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
+from nsa_cli.choices import named_backends, options_said, pick_device, spelt
 
 if TYPE_CHECKING:
     from nsa_core.lm.checkpoint import Checkpoint
@@ -64,7 +65,7 @@ def train(
     Under torchrun the same command trains on several GPUs. Ctrl-C saves; --resume goes on where a run was.
     """
     given = dict(context.params)
-    said = {n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+    said = options_said(context)
     with output.exit_codes():
         _check(given, said)
         world, trainer = _prepared(given, said)
@@ -82,8 +83,8 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
     from nsa_core.errors import InvalidInput
 
     out, resume = given["out"], given["resume"]
-    if resume and (twice := [f"--{name.replace('_', '-')}" for name in options.FIXED if name in said]):
-        raise InvalidInput(f"{', '.join(twice)}: with --resume the checkpoint says so; leave it out")
+    if resume and (twice := [name for name in options.FIXED if name in said]):
+        raise InvalidInput(f"{spelt(twice)}: with --resume the checkpoint says so; leave it out")
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"{out} is not a folder")
     if not out.exists():
@@ -99,8 +100,6 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
 
 
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
-    from nsa_cli.bench import pick_device
-
     place = pick_device(given["device"], given["threads"])
     from nsa_core.lm import checkpoint
     from nsa_core.lm.parallel import join
@@ -108,8 +107,9 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     from nsa_core.lm.task import DataSpec, open_data
     from nsa_core.lm.tokens import read_tokenizer
     from nsa_core.lm.trainer import Trainer
+    from nsa_core.tensorfile import need_safetensors
 
-    checkpoint.safetensors("safetensors")
+    need_safetensors()
     kept = checkpoint.read(given["out"]) if given["resume"] else None
     words: Tokenizer | None = None
     if kept is None:
@@ -142,7 +142,7 @@ def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -
     from nsa_core.lm.model import LanguageModel
     from nsa_core.lm.start import from_dense, read_dense
 
-    named = backends_of(given["backends"])
+    named = named_backends(given["backends"])
     if kept is not None:
         return kept.model(named)
     config = size(given["size"], vocab_size=vocab_size, attention=given["attention"])
@@ -150,13 +150,6 @@ def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -
     if given["from_dense"] is not None:
         return from_dense(read_dense(given["from_dense"]), config, named)
     return LanguageModel(config, named)
-
-
-def backends_of(text: str) -> str | dict[str, str] | None:
-    """What :class:`nsa_core.NSAttention` takes for the words of --backends."""
-    from nsa_core.bench.combos import parse_combo
-
-    return dict(parse_combo(text).backends) or None
 
 
 def _run(trainer: Trainer, out: Path) -> list[Progress]:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli.bench import check_dtypes, integers, pick_device
+from nsa_cli.choices import block_sizes, dtype_names, pick_device
+from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_core.bench.tune import Tuning
 
 
 def tune(
-    shape: Annotated[str, typer.Option(help="Hq/G/Dk[/Dv], reports or paper.")] = "reports",
+    shape: Annotated[str, typer.Option(help="Hq/G/Dk[/Dv], reports, paper or tiny.")] = "reports",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on cuda, float32 on cpu.", show_default=False)] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens; 8192 on cuda, 1024 on cpu.", min=1, show_default=False)
@@ -33,15 +34,16 @@ def tune(
     with output.exit_codes():
         place = pick_device(device, threads)
         cuda = place.startswith("cuda")
-        name = dtype or ("bfloat16" if cuda else "float32")
-        check_dtypes([name])
+        name, *more = dtype_names(dtype or ("bfloat16" if cuda else "float32"))
+        if more:
+            raise InvalidInput(f"--dtype must be one dtype, got {dtype!r}")
         import torch
 
         from nsa_core import tuned
         from nsa_core.bench.shapes import parse_shape
         from nsa_core.bench.tune import tune as measure
 
-        config = parse_shape(shape).config(integers(blocks))
+        config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()
         with output.progress(2 * (5 * max(1, len(registry.ready())) + 1)) as advance:
             result = measure(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
+from nsa_cli.choices import dtype_names, pick_device
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +88,10 @@ def verify(
     named = {slot: name for slot, name in chosen.items() if name is not None}
     with output.exit_codes():
         output.check_writable(json_file, force)
-        given = (device.value, _dtypes(dtype), preset.value, read_text(text), seed, phase.value, reads)
+        names, place = dtype_names(dtype), pick_device(device.value)
+        given = (place, _dtypes(names), preset.value, read_text(text), seed, phase.value, reads)
         if every:
-            reports = _run(_every(named, device.value, given[1], phase.value), *given)
+            reports = _run(_every(named, place, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         else:
             (report,) = _run([named], *given)
@@ -103,7 +104,7 @@ def verify(
 def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
     from nsa_core.verify.combinations import every_combination
 
-    return every_combination(output.find_backends(), _where(device), dtypes, named, decode=phase == "decode")
+    return every_combination(output.find_backends(), device, dtypes, named, decode=phase == "decode")
 
 
 def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
@@ -128,25 +129,10 @@ def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: s
     raise refusals[0]
 
 
-def _where(device: str) -> str:
+def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
     import torch
 
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtypes(text: str) -> list[torch.dtype]:
-    import torch
-
-    from nsa_core.contract import DTYPES
-    from nsa_core.errors import InvalidInput
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if name not in DTYPES]
-    if wrong or not names:
-        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {text!r}")
-    return [getattr(torch, name) for name in dict.fromkeys(names)]
+    return [getattr(torch, name) for name in names]
 
 
 def read_text(path: Path | None) -> tuple[str, bytes]:
@@ -182,15 +168,13 @@ def _run(
     reads: bool,
 ) -> list[dict[str, Any]]:
     """A report per combination."""
-    # Before torch loads: some builds of its profiler write to stderr at every start and stop.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
+    from nsa_core.text import dtype_name
     from nsa_core.verify import interpreter, suite
     from nsa_core.verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
-    device = _where(device)
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     subjects = [Subject(named, device, output.find_backends()) for named in combinations]
     interpreted = device == "cpu" and interpreter.interpreted()
@@ -206,13 +190,13 @@ def _run(
             findings[index] += found
             seconds[index] += time.perf_counter() - last
             last = time.perf_counter()
-            advance(f"{job.name}, {job.case.name}, {str(job.dtype).removeprefix('torch.')}")
+            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
     counted = [_count(subject, dtypes) if reads else {} for subject in subjects]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "interpreted": interpreted,
-        "dtypes": [str(d).removeprefix("torch.") for d in dtypes],
+        "dtypes": [dtype_name(d) for d in dtypes],
         "preset": preset,
         "phase": phase,
         "seed": seed,

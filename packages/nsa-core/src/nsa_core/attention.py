@@ -13,6 +13,7 @@ from nsa_core.compress import mean_compress, packed_blocks
 from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.text import dtype_name
 from nsa_core.validate import Described, Metadata, check_cu_seqlens, describe, dtype_problems, tensor_problems
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wa
         wrong.append("plan was made without needs_grad=True, but a gradient is wanted: plan again, or use no_grad")
     if packed and not request.varlen:
         wrong.append("plan was made without varlen=True, but cu_seqlens is given")
-    dtype, device = str(q.dtype).removeprefix("torch."), q.device.type
+    dtype, device = dtype_name(q.dtype), q.device.type
     if dtype != request.dtype or device not in (request.device, "meta"):
         wrong.append(f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}")
     if wrong:

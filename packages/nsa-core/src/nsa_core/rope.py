@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_core.ops import stats_dtype
+from nsa_core.rope_operator import cos_sin
 from nsa_core.surroundings import eager
 
 
@@ -24,10 +25,7 @@ def rope_table(
     dtype: torch.dtype,
 ) -> RopeTable:
     """Angles position * base^(-2i/D), i < D/2, for tensors of ``dtype`` and even head width ``dim``."""
-    precise = stats_dtype(dtype)
-    exponents = torch.arange(0, dim, 2, device=positions.device).to(precise) / dim
-    angles = positions.to(precise)[:, None, None] * torch.pow(base, -exponents)
-    return RopeTable(angles.cos(), angles.sin())
+    return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.ops import DIFFERENTIABLE
 from nsa_core.plugins import BackendEntry, is_reason
 from nsa_core.registry import Registry
-from nsa_core.text import describe_error, did_you_mean, one_line
+from nsa_core.text import describe_error, did_you_mean, dtype_name, one_line
 
 PROBE_LIMIT_S = 5.0
 
@@ -60,6 +60,18 @@ class Survey:
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # slot -> why its first candidate is first
 
 
+def request_of(config: NSAConfig, slot: str, *, dtype: str | torch.dtype = "float32", **fields: Any) -> Request:
+    """What a layer of ``config`` asks of ``slot``; ``fields`` are the request's others.
+
+    Raises:
+        InvalidInput: a field is out of range.
+    """
+    return Request(
+        slot=slot, geometry=config.geometry, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
+        head_dim=config.qk_dim, v_head_dim=config.v_dim, dtype=dtype_name(dtype), **fields,
+    )  # fmt: skip
+
+
 def survey(
     config: NSAConfig,
     *,
@@ -82,30 +94,17 @@ def survey(
         BackendUnavailable: the device is one this torch does not have.
     """
     wanted = _wanted(backends, registry)
-    kind, capability = _device(device)
+    place = known_device(device)
+    capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     requests = {
-        slot: Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            device=kind,
-            capability=capability,
-            phase=phase,
-            needs_grad=needs_grad,
-            deterministic=deterministic,
-            varlen=varlen,
-            batch=batch,
-            seq_len=seq_len,
-            page_size=page_size,
+        slot: request_of(
+            config, slot, dtype=dtype, device=place.type, capability=capability, phase=phase, needs_grad=needs_grad,
+            deterministic=deterministic, varlen=varlen, batch=batch, seq_len=seq_len, page_size=page_size,
         )
         for slot in SLOTS
-    }
+    }  # fmt: skip
     candidates: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {slot: [] for slot in SLOTS}
     for entry in registry.entries:
         given_up: Reason | None = None
@@ -166,21 +165,26 @@ def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
     return wanted
 
 
-def _device(device: str | torch.device) -> tuple[str, tuple[int, int] | None]:
-    """Device type and compute capability; touches CUDA only when a CUDA device is named."""
+def known_device(device: str | torch.device) -> torch.device:
+    """``device``, if it can be used here; touches CUDA only when a CUDA device is named.
+
+    Raises:
+        InvalidInput: torch knows no such device, or there are fewer of them.
+        BackendUnavailable: it is a GPU, and this torch has none.
+    """
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"device {device!r} is not one that torch knows: {describe_error(error)}") from None
     if place.type != "cuda":
-        return place.type, None
+        return place
     if not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU and driver"
         raise BackendUnavailable(f"device {str(place)!r} cannot be used: torch {torch.__version__} {why}")
     count = torch.cuda.device_count()
     if place.index is not None and place.index >= count:
         raise InvalidInput(f"device {str(place)!r} does not exist: there are {count} CUDA devices, numbered from 0")
-    return "cuda", torch.cuda.get_device_capability(place)
+    return place
 
 
 def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> tuple[Reason, ...]:

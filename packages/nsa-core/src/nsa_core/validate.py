@@ -11,6 +11,7 @@ import torch
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.text import dtype_name
 
 
 class Metadata(NamedTuple):
@@ -34,13 +35,9 @@ Described: TypeAlias = torch.Tensor | Metadata
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
     """Name, shape, dtype and device of each tensor, as error messages show them."""
-    return ", ".join(f"{n} {list(t.shape)} {_short(t.dtype)} {t.device}" for n, t in zip(names, tensors))
+    return ", ".join(f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors))
 
 
 def tensor_problems(
@@ -106,9 +103,13 @@ def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described
         return [f"{', '.join(named)} must share one dtype"]
     dtype = dtypes.pop()
     if dtype not in _FLOATS:
-        return [f"dtype must be bfloat16, float16, float32 or float64, got {_short(dtype)}"]
+        return [f"dtype must be bfloat16, float16, float32 or float64, got {dtype_name(dtype)}"]
     expected = torch.float64 if dtype == torch.float64 else torch.float32
-    return [f"{n} must be {_short(expected)} beside {_short(dtype)}" for n, t in stats.items() if t.dtype != expected]
+    return [
+        f"{n} must be {dtype_name(expected)} beside {dtype_name(dtype)}"
+        for n, t in stats.items()
+        if t.dtype != expected
+    ]
 
 
 def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> None:
@@ -147,7 +148,7 @@ def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | 
     ):
         raise InvalidInput(
             f"cu_seqlens must be int32 [documents + 1] on {tensors[0].device}, "
-            f"got {_short(cu_seqlens.dtype)} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+            f"got {dtype_name(cu_seqlens.dtype)} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core.bench.inputs import Inputs
+from nsa_core.bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.text import describe_error
 
@@ -82,8 +82,6 @@ def _flash_attn(config: NSAConfig, device: str, dtype: torch.dtype) -> Dense:
 
 def _refusal(forward: Callable[[Inputs], torch.Tensor], config: NSAConfig, device: str, dtype: torch.dtype) -> str:
     """Why a forward and backward on 64 tokens fails; "" when it does not."""
-    from nsa_core.bench.inputs import make_inputs
-
     x = make_inputs("random", config, batch=1, length=64, dtype=dtype, device=device, seed=0)
     try:
         torch.autograd.grad(forward(x), [x.q, x.k, x.v], x.do)

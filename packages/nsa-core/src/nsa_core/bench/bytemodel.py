@@ -1,10 +1,12 @@
-"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint."""
+"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint.
+
+Not a model of nsa_core.lm, whose layer sees single bytes: a layer by itself, or above another that is as new, has not
+learned to choose after the hundred steps that benchmarks/real_blocks.py takes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core import tensorfile
 from nsa_core.bench.shapes import Shape
 from nsa_core.config import NSAConfig
-from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.files import write_bytes_atomic
+from nsa_core.errors import InvalidInput
 from nsa_core.module import NSAttention
-from nsa_core.text import describe_error
 
 # What a token knows without attention, as lower layers would tell it: the last bytes one by one, enough to look for an
 # earlier occurrence of them, and the sum of the last 16 and 64, which changes slowly from token to token.
@@ -105,9 +106,8 @@ def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = F
         InvalidInput: the file exists and ``force`` is False.
     """
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
-    config = {f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)}
-    header = {"format": FORMAT, "config": json.dumps(config), "facts": json.dumps(dict(facts))}
-    write_bytes_atomic(path, _safetensors("safetensors.torch").save(tensors, header), force)
+    header = {"config": dataclasses.asdict(model.config), "facts": dict(facts)}
+    tensorfile.write(path, FORMAT, tensors, header, force)
 
 
 def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
@@ -117,21 +117,11 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
         BackendUnavailable: safetensors is not installed.
         InvalidInput: the file cannot be read, or is no such model.
     """
-    library = _safetensors("safetensors")
-    try:
-        with library.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise InvalidInput(f"{path} is no {FORMAT!r}: its header says {header.get('format')!r}")
-            config, facts = NSAConfig(**json.loads(header["config"])), dict(json.loads(header["facts"]))
-            with torch.device("meta"):
-                model = ByteModel(config)
-            state = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-        model.load_state_dict(state, assign=True)
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, library.SafetensorError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"{path} cannot be read as a checkpoint: {describe_error(error)}") from error
+    with tensorfile.reading(path, FORMAT) as (header, tensors):
+        config, facts = NSAConfig(**header["config"]), dict(header["facts"])
+        with torch.device("meta"):
+            model = ByteModel(config)
+        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     return model, facts
 
 
@@ -142,20 +132,6 @@ def load_for(path: Path, shape: Shape) -> ByteModel:
         InvalidInput: also where the checkpoint is of another shape.
     """
     model, _ = load(path)
-    if (found := shape_of(model.config)) != shape:
+    if (found := Shape.of(model.config)) != shape:
         raise InvalidInput(f"{path} is a layer of shape {found.name}, not {shape.name}")
     return model
-
-
-def shape_of(config: NSAConfig) -> Shape:
-    """The heads of a layer."""
-    return Shape(config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim)
-
-
-def _safetensors(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise BackendUnavailable(
-            "checkpoints need safetensors, which is not installed; pip install 'nsa-core[checkpoint]'"
-        ) from error

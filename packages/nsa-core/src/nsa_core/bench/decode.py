@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench import roofline
+from nsa_core.bench import figures, roofline
+from nsa_core.bench.cells import part_key
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.decode_works import (
     Cell,
@@ -21,17 +22,15 @@ from nsa_core.bench.decode_works import (
     layer_step,
     make_state,
     one_by_one,
-    part_key,
     part_works,
     step_costs,
     within_step,
 )
-from nsa_core.bench.gate import Gate, gate_case
+from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_core.bench.machine import machine
 from nsa_core.bench.result import Measurement, Part, Result
 from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.run import NOT_CORRECT
-from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
+from nsa_core.bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_core.bench.timing import (
     FAILED,
     LATE,
@@ -47,7 +46,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
-from nsa_core.text import describe_error
+from nsa_core.text import describe_error, dtype_name
 from nsa_core.verify.decode import Step, decode_parity
 from nsa_core.verify.decode_fused import fused_step as judge_fused
 from nsa_core.verify.subject import Subject
@@ -125,9 +124,9 @@ class DecodeBench:
             seconds=round(time.monotonic() - self._started, 2),
         )  # fmt: skip
 
-    def _open(self, cell: Cell, dtype_name: str) -> dict[str, Plan]:
+    def _open(self, cell: Cell, dtype_text: str) -> dict[str, Plan]:
         """The plans of a cell by combination, and the gates of its shape class."""
-        s, dtype = self.settings, getattr(torch, dtype_name)
+        s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
         combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, False, "decode", cell.page_size)
         plans = {}
@@ -136,10 +135,7 @@ class DecodeBench:
                 config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
                 page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
             )  # fmt: skip
-            who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
-            who |= {name: f"{kernel.backend}, fused" for name, kernel in plan.fused.items()}
-            elsewhere = self._combos.setdefault(combo.name, who) != who
-            self._combos |= {f"{combo.name}, {cell.shape.name} {dtype_name} {cell.inputs}": who} if elsewhere else {}
+            figures.note_combo(self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}")
             self._judge(combo, config, cell, dtype)
         return plans
 
@@ -151,9 +147,9 @@ class DecodeBench:
             subject = Subject(combo.backends, self.settings.device, self.registry)
             self._gates.append(decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed))
 
-    def _cell(self, cell: Cell, dtype_name: str, plans: dict[str, Plan], peaks: Peaks) -> None:
-        s, dtype = self.settings, getattr(torch, dtype_name)
-        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_name)}
+    def _cell(self, cell: Cell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks) -> None:
+        s, dtype = self.settings, getattr(torch, dtype_text)
+        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)}
         timed = {name: plan for name, plan in plans.items() if name not in wrong}
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
@@ -161,7 +157,7 @@ class DecodeBench:
         try:
             x = make_state(cell, config, dtype, s.device, s.seed)
             rivals, skipped = dense_works(x, config)
-            self._skipped |= {f"{name}, {cell.shape.name} {dtype_name}": why for name, why in skipped.items()}
+            self._skipped |= {f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()}
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
             works = [*rivals]
             parts: dict[str, Work] = {}
@@ -187,7 +183,7 @@ class DecodeBench:
         except (NSAError, RuntimeError) as error:
             said = f"{FAILED}: {describe_error(error)}"
             outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
-        self._record(cell, dtype_name, plans, subjects, outcomes, peaks)
+        self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
     def _steps(self, name: str, plan: Plan, x: Any, cell: Cell, dtype: torch.dtype) -> list[Work]:
         """The whole step, by its slots too where it is fused, and a layer's."""
@@ -222,14 +218,14 @@ class DecodeBench:
                 else {}
             )
             outcome = outcomes.get(subject, Outcome(reason=LATE))
-            made.append(_measurement(cell, dtype, subject, kind, outcome, costs, peaks, parts))
-        dense = [m.performance.median_ms for m in made if m.kind == "dense" and m.performance]
-        self._measurements += [
-            dataclasses.replace(m, ratio_to_dense=min(dense) / m.performance.median_ms)
-            if dense and m.performance and m.kind != "layer"
-            else m
-            for m in made
-        ]
+            made.append(
+                figures.measurement(
+                    kind, outcome, costs["dense" if kind == "dense" else "total"], peaks, subject=subject,
+                    shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode", batch=cell.batch,
+                    length=cell.length, parts=parts,
+                )
+            )  # fmt: skip
+        self._measurements += figures.beside_dense(made)
 
 
 def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int) -> Gate:
@@ -247,7 +243,7 @@ def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dty
     except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    return Gate(combo, cell.shape.name, str(dtype).removeprefix("torch."), not wrong, named.name, seconds, wrong)
+    return Gate(combo, cell.shape.name, dtype_name(dtype), not wrong, named.name, seconds, wrong)
 
 
 def slot_key(combo: str, slot: str) -> str:
@@ -262,28 +258,10 @@ def _parts(
     for slot in SLOTS:
         outcome = outcomes.get(slot_key(combo, slot)) or outcomes.get(part_key(slot, plan))
         if outcome is not None:
-            cost, found = costs[slot], outcome.performance
-            share = peaks.floor_ms(cost) / found.median_ms if found else None
-            parts[slot] = Part(plan.choices[slot].backend, found, outcome.reason, cost.flops, cost.bytes, share)
+            parts[slot] = figures.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
     return parts
-
-
-def _measurement(
-    cell: Cell, dtype: str, subject: str, kind: str, outcome: Outcome, costs: dict[str, Cost], peaks: Peaks,
-    parts: dict[str, Part],
-) -> Measurement:  # fmt: skip
-    cost, found = costs["dense" if kind == "dense" else "total"], outcome.performance
-    floor = peaks.floor_ms(cost)
-    return Measurement(
-        kind=kind, subject=subject, shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode",
-        batch=cell.batch, length=cell.length, performance=found, reason=outcome.reason,
-        peak_memory_bytes=outcome.peak_bytes if found else None, flops=cost.flops, bytes=cost.bytes, floor_ms=floor,
-        floor_fraction=floor / found.median_ms if found and kind != "layer" else None, ratio_to_dense=None, parts=parts,
-    )  # fmt: skip
 
 
 def shape_named(text: str) -> Shape:
     """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere in the bench."""
-    from nsa_core.bench.shapes import parse_shape
-
     return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_core.bench.cells import part_key
 from nsa_core.bench.roofline import Cost
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import MAX_ROUNDS, Performance, Work, summarise
@@ -128,11 +129,6 @@ def fused_step(plan: Plan, x: State) -> Any:
     return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
 
 
-def part_key(slot: str, plan: Plan) -> str:
-    """The key of a slot's kernel: combinations that share it share its time."""
-    return f"{slot} {plan.choices[slot].backend}"
-
-
 def part_works(plan: Plan, x: State) -> list[Work]:
     """Each slot alone, on what it receives in a step."""
     s = x.stores
@@ -177,12 +173,7 @@ def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Calla
 
 def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSAConfig:
     """A layer of the shape with the default options: mlp compression, three key/value pairs."""
-    size, stride, select, n, window = blocks
-    return NSAConfig(
-        dim=shape.n_heads * shape.head_dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, compress_block_size=size, compress_stride=stride,
-        select_block_size=select, num_selected_blocks=n, window_size=window, rope=shape.head_dim % 2 == 0,
-    )  # fmt: skip
+    return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
 
 
 def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]]:

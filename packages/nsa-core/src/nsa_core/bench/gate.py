@@ -12,11 +12,13 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan import Plan
-from nsa_core.text import describe_error
+from nsa_core.text import describe_error, dtype_name
 from nsa_core.verify.cases import Case
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import SlotRun, masked_do, run_slot, slot_inputs
+
+NOT_CORRECT = "not correct: its gate failed"  # why there is no figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,7 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
     length = (n + 2) * block + 1
     # Not fewer: a key that one judged query alone sees carries that query's error whole into dv's bias.
     rows = {*range(0, length, max(3, length // 96)), geometry.compress_block_size - 1, length - 1}
-    shape = Shape(heads, kv, config.qk_dim, config.v_dim).name
-    name = f"{shape} S={length} n={n} w={window}, {len(rows)} rows"
+    name = f"{Shape.of(small).name} S={length} n={n} w={window}, {len(rows)} rows"
     return Case(name, small, (length,), rows=tuple(sorted(rows)), seed=seed)
 
 
@@ -85,5 +86,5 @@ def pass_gate(combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: st
     except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return Gate(combo, shape, name, not wrong, case.name, seconds, wrong)

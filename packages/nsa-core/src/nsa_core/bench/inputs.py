@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.bench.bytemodel import ByteModel, load, shape_of, tokens_of, untrained
+from nsa_core.bench.bytemodel import ByteModel, load, tokens_of, untrained
 from nsa_core.bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
@@ -96,7 +96,7 @@ def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Seq
     found: dict[str, Checkpoint] = {}
     for path in checkpoints:
         model, facts = load(path)
-        name = shape_of(model.config).name
+        name = Shape.of(model.config).name
         if name in found:
             raise InvalidInput(f"{path} is a second checkpoint of shape {name}")
         found[name] = Checkpoint(model, {"file": path.name, **facts})

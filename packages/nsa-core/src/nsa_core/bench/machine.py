@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import torch
 
 from nsa_core import tuned
-from nsa_core.bench.source import source
+from nsa_core.bench.source import printed, source
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -32,15 +31,6 @@ def machine(device: str) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "driver": _said("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"),
+            "driver": printed("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv") or None,
         }
     return found
-
-
-def _said(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or takes longer than 10 s."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None

@@ -35,20 +35,20 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One subject (a combination, a dense kernel, or somebody else's NSA) on one problem in one phase.
+    """One subject (a combination, a dense kernel, a whole layer, or somebody else's NSA) on one problem in one phase.
 
     ``performance`` is null where ``reason`` says why: the gate failed, out of memory, time limit, refused.
     ``ratio_to_dense`` is the fastest dense kernel's time over this one's: above 1 this is faster.
     """
 
-    kind: str  # combo, dense or rival
+    kind: str  # combo, dense, layer or rival
     subject: str
     shape: str
     dtype: str
-    inputs: str  # random or real
-    phase: str  # forward, backward or both
+    inputs: str  # random or real; of decode, how the cache lies: "random, pages of 128"
+    phase: str  # forward, backward, both or decode
     batch: int
-    length: int
+    length: int  # tokens; of decode, those in the cache
     performance: Performance | None
     reason: str
     peak_memory_bytes: int | None

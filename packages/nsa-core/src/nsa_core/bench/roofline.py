@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 
-PARTS = ("compress", "cmp", "select", "sel", "win", "combine")
+PARTS = ("compress", *SLOTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,7 @@ def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
-    def seconds(work: object, repeats: int) -> float:
-        assert callable(work)
+    def seconds(work: Callable[[], object], repeats: int) -> float:
         best = float("inf")
         for _ in range(repeats):
             if cuda:

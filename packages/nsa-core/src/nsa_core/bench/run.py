@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench import cells, roofline
+from nsa_core.bench import cells, figures, roofline
 from nsa_core.bench.baselines import Dense, dense_baselines
 from nsa_core.bench.cells import Problem
 from nsa_core.bench.combos import Combo, ready_combos
-from nsa_core.bench.crossover import crossovers, fastest_dense
-from nsa_core.bench.gate import Gate, gate_case, pass_gate
+from nsa_core.bench.crossover import crossovers
+from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import load_models, make_inputs
 from nsa_core.bench.machine import machine
 from nsa_core.bench.result import Measurement, Part, Result
@@ -32,8 +32,6 @@ from nsa_core.errors import InvalidInput
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error
-
-NOT_CORRECT = "not correct: its gate failed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +72,9 @@ class Bench:
 
     def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
         if "decode" in settings.phases:
-            raise InvalidInput("decode is measured by nsa_core.bench.decode, apart from other phases")
-        unknown = [phase for phase in settings.phases if phase not in (*cells.PHASES, "decode")]
+            given = ", ".join(settings.phases)
+            raise InvalidInput(f"phase decode is measured by itself, apart from other phases, got {given}")
+        unknown = [phase for phase in settings.phases if phase not in cells.PHASES]
         if unknown:
             raise InvalidInput(f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}")
         check_rivals(settings.rivals or ())
@@ -142,9 +141,7 @@ class Bench:
         for combo in combos:
             plan, small = self._plan(config, dtype, combo), self._plan(case.config, dtype, combo)
             plans[combo.name] = plan
-            who = {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()}
-            elsewhere = self._combos.setdefault(combo.name, who) != who  # auto may differ between shapes
-            self._combos |= {f"{combo.name}, {shape.name} {dtype_name}": who} if elsewhere else {}
+            figures.note_combo(self._combos, combo.name, plan, f"{shape.name} {dtype_name}")
             gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
             self._gates.append(gate)
 
@@ -231,15 +228,13 @@ class Bench:
             time_ms = outcome.performance.median_ms if outcome.performance else None
             if time_ms is not None:
                 self._known_ms.setdefault(_curve(problem, name), []).append((problem.length, time_ms))
-            made.append(_measurement(problem, name, kind, outcome, cost, peaks.floor_ms(cost), parts))
-        best = next(iter(fastest_dense(made).values()), None)
-        if best is not None and best.performance is not None:
-            dense = best.performance.median_ms
-            made = [
-                dataclasses.replace(m, ratio_to_dense=dense / m.performance.median_ms) if m.performance else m
-                for m in made
-            ]
-        self._measurements += made
+            made.append(
+                figures.measurement(
+                    kind, outcome, cost, peaks, subject=name, shape=problem.shape, dtype=problem.dtype,
+                    inputs=problem.inputs, phase=problem.phase, batch=problem.batch, length=problem.length, parts=parts,
+                )
+            )  # fmt: skip
+        self._measurements += figures.beside_dense(made)
 
     def _parts(
         self, problem: Problem, combo: str, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
@@ -251,37 +246,9 @@ class Bench:
         for name in roofline.PARTS:
             backend, key = keys[name]
             if key in outcomes:
-                outcome, cost = outcomes[key], costs[name]
-                time_ms = outcome.performance.median_ms if outcome.performance else None
-                share = peaks.floor_ms(cost) / time_ms if time_ms else None
-                parts[name] = Part(backend, outcome.performance, outcome.reason, cost.flops, cost.bytes, share)
+                parts[name] = figures.part(backend, outcomes[key], costs[name], peaks)
         return parts
 
 
 def _curve(problem: Problem, subject: str) -> tuple[str, ...]:
     return (subject, problem.shape, problem.dtype, problem.inputs, problem.phase)
-
-
-def _measurement(
-    problem: Problem, name: str, kind: str, outcome: Outcome, cost: Cost, floor_ms: float, parts: dict[str, Part]
-) -> Measurement:
-    found = outcome.performance
-    return Measurement(
-        kind=kind,
-        subject=name,
-        shape=problem.shape,
-        dtype=problem.dtype,
-        inputs=problem.inputs,
-        phase=problem.phase,
-        batch=problem.batch,
-        length=problem.length,
-        performance=found,
-        reason=outcome.reason,
-        peak_memory_bytes=outcome.peak_bytes if found else None,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        floor_ms=floor_ms,
-        floor_fraction=floor_ms / found.median_ms if found else None,
-        ratio_to_dense=None,
-        parts=parts,
-    )

@@ -22,6 +22,11 @@ class Shape:
     head_dim: int
     v_head_dim: int
 
+    @classmethod
+    def of(cls, config: NSAConfig) -> Shape:
+        """The heads of a layer."""
+        return cls(config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim)
+
     @property
     def name(self) -> str:
         """ "12/2/64", with Dv only where it differs from Dk."""
@@ -49,7 +54,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that "12/2/64", "64/4/192/128" or a name ("reports", "paper") stands for.
+    """The shape that "12/2/64", "64/4/192/128" or a name ("reports", "paper", "tiny") stands for.
 
     Raises:
         InvalidInput: it is neither, or the heads do not divide.

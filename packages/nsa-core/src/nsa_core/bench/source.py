@@ -99,11 +99,15 @@ def _commit(root: Path) -> str | None:
 
 
 def _said(root: Path, *words: str) -> str | None:
-    """What git prints about the checkout, or None where it is missing, fails or takes longer than 10 s.
+    """What git prints about the checkout, as :func:`printed`.
 
     The checkout is named outright: a GIT_DIR of whoever started this process means another one.
     """
-    command = (*_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words)
+    return printed(*_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words)
+
+
+def printed(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or takes longer than 10 s."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True

@@ -10,9 +10,10 @@ import torch
 
 from nsa_core import tuned
 from nsa_core.bench.cells import part_work
-from nsa_core.bench.gate import Gate, gate_case, pass_gate
+from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import make_inputs
 from nsa_core.bench.machine import device_name
+from nsa_core.bench.shapes import Shape
 from nsa_core.bench.timing import clock_for, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
@@ -78,11 +79,11 @@ def tune(
                 case.config, device=device, dtype=dtype, backends={slot: backend}, needs_grad=training,
                 registry=registry,
             )  # fmt: skip
-            gate = pass_gate(f"{slot}={backend}", small, case, dtype, device, training, config_name(config))
+            gate = pass_gate(f"{slot}={backend}", small, case, dtype, device, training, Shape.of(config).name)
             gates.append(gate)
             named = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
             if any(said in line for line in gate.failures for said in named):
-                wrong[slot, backend] = "not correct: its gate failed"
+                wrong[slot, backend] = NOT_CORRECT
             advance(f"gate {slot}={backend}, {use}")
         x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed)
         works = [
@@ -99,11 +100,6 @@ def tune(
         records += _records([t for t in times if t.use == use], plans, name, length)
         advance(f"timed {use}")
     return Tuning(name, times, gates, records)
-
-
-def config_name(config: NSAConfig) -> str:
-    """Hq/G/Dk/Dv."""
-    return f"{config.n_heads}/{config.n_kv_heads}/{config.qk_dim}/{config.v_dim}"
 
 
 def _plans(

@@ -8,6 +8,7 @@ import torch
 
 from nsa_core.cache.state import NSACache
 from nsa_core.errors import InvalidInput
+from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.module import NSAttention
@@ -74,7 +75,7 @@ def check_plan(cache: NSACache, plan: Plan) -> None:
     Raises:
         InvalidInput: what the plan is for, and what the cache is.
     """
-    asked, dtype = plan.requests["cmp"], str(cache.dtype).removeprefix("torch.")
+    asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
     named = {"phase": "decode", "dtype": dtype, "device": cache.device.type, "page_size": cache.page_size}
     wrong = [f"{n} is {got!r}, not {due!r}" for n, due in named.items() if (got := getattr(asked, n)) != due]
     if plan.config != cache.config:

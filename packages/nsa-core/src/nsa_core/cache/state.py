@@ -14,6 +14,7 @@ from nsa_core.cache.stores import Stores
 from nsa_core.cache.table import BlockTable
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
+from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.cache.setup import CacheSizes
@@ -50,12 +51,7 @@ class NSACache:
     """
 
     def __init__(
-        self,
-        attn: NSAttention,
-        plan: Plan,
-        sizes: CacheSizes,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, attn: NSAttention, plan: Plan, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.attn, self.config, self.plan, self.dtype, self.device = attn, attn.config, plan, dtype, device
         self.batch, self.max_len, self.page_size, num_pages, self.max_rollback, self.max_step = sizes
@@ -79,7 +75,7 @@ class NSACache:
     def __repr__(self) -> str:
         pages = "" if self.pages is None else f", page_size={self.page_size}, {self.pages.free} free pages"
         size = f"batch={self.batch}, max_len={self.max_len}{pages}"
-        return f"NSACache({size}, {str(self.dtype).removeprefix('torch.')} on {self.device}, {self.nbytes} bytes)"
+        return f"NSACache({size}, {dtype_name(self.dtype)} on {self.device}, {self.nbytes} bytes)"
 
     @property
     def pages(self) -> Pages | None:
@@ -259,14 +255,20 @@ class NSACache:
         self.table.own({b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(wanted)}, self.stores)
 
     def reserve_workspace(self, rows: int = 1) -> None:
-        """Run a step of ``rows`` tokens that writes nothing, as long as any step can be.
+        """Run a step of ``rows`` tokens a sequence that writes nothing, over as many tokens as any step can have.
 
         What steps take beside the cache comes from torch's allocator; after this one it has all that they need, and
-        kernels that compile have compiled. Tokens and results are as without it.
+        kernels that compile have compiled. Tokens and results are as without it. More than ``max_step`` rows are that
+        many, since a longer step goes in pieces.
+
+        Raises:
+            InvalidInput: there is less than one row.
         """
         from nsa_core.cache.step import rehearse
 
-        rehearse(self, rows)
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise InvalidInput(f"reserve_workspace: rows must be an integer >= 1, got {rows!r}")
+        rehearse(self, min(rows, self.max_step))
 
     def _per_sequence(self, name: str, given: int | Sequence[int] | torch.Tensor) -> list[int]:
         values = given.tolist() if isinstance(given, torch.Tensor) else given

@@ -6,16 +6,14 @@ Never a pickle; written whole or not at all.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.files import write_bytes_atomic
+from nsa_core import tensorfile
+from nsa_core.errors import InvalidInput
 from nsa_core.lm.config import LMConfig
 from nsa_core.lm.model import LanguageModel
 from nsa_core.lm.parallel import load_whole, share_of, whole
@@ -97,10 +95,10 @@ def write(
         BackendUnavailable: safetensors is not installed.
         OSError: the system refuses; the old file is as it was.
     """
-    header = {"format": FORMAT, "config": json.dumps(config.to_dict()), "facts": json.dumps(dict(facts))}
+    header = {"config": config.to_dict(), "facts": dict(facts)}
     if tokenizer is not None:
-        header["tokenizer"] = json.dumps(tokenizer.to_dict())
-    write_bytes_atomic(path, safetensors("safetensors.torch").save(dict(tensors), header), force=True)
+        header["tokenizer"] = tokenizer.to_dict()
+    tensorfile.write(path, FORMAT, tensors, header, force=True)
 
 
 def read(path: str | Path) -> Checkpoint:
@@ -112,20 +110,9 @@ def read(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
-    library = safetensors("safetensors")
-    try:
-        with library.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise InvalidInput(f"{path} is no {FORMAT!r}: its header says {header.get('format')!r}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        config = LMConfig.from_dict(json.loads(header["config"]))
-        tokenizer = json.loads(header["tokenizer"]) if "tokenizer" in header else None
-        return Checkpoint(path, config, dict(json.loads(header["facts"])), tokenizer, tensors)
-    except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"{path} cannot be read as a checkpoint: {describe_error(error)}") from error
+    with tensorfile.reading(path, FORMAT) as (header, tensors):
+        config = LMConfig.from_dict(header["config"])
+        return Checkpoint(path, config, dict(header["facts"]), header.get("tokenizer"), tensors)
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -141,17 +128,3 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def safetensors(name: str) -> Any:
-    """A module of the library.
-
-    Raises:
-        BackendUnavailable: it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise BackendUnavailable(
-            "checkpoints need safetensors, which is not installed; pip install 'nsa-core[checkpoint]'"
-        ) from error

@@ -6,7 +6,6 @@ two integers.
 
 from __future__ import annotations
 
-import importlib
 import json
 import mmap
 from array import array
@@ -16,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.errors import InvalidInput
+from nsa_core.extras import needed
 from nsa_core.text import describe_error
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
@@ -88,7 +88,7 @@ class HubCorpus:
 
     def __init__(self, name: str, field: str = "text") -> None:
         self.name, self.field = name, field
-        library = _library("datasets", "Hugging Face data sets")
+        library = needed("datasets", "Hugging Face data sets need", "train")
         path, _, part = name.partition(":")
         try:
             self._stream: Any = library.load_dataset(path, part or None, split="train", streaming=True)
@@ -203,8 +203,8 @@ class _Table:
     """A parquet file, a group of rows at a time."""
 
     def __init__(self, path: Path, field: str) -> None:
-        library = _library("pyarrow.parquet", "parquet files")
-        errors = (OSError, ValueError, _library("pyarrow", "parquet files").ArrowException)
+        library = _arrow("pyarrow.parquet")
+        errors = (OSError, ValueError, _arrow("pyarrow").ArrowException)
         self._field, self._path = field, path
         try:
             self._file: Any = library.ParquetFile(path)
@@ -229,7 +229,9 @@ class _Table:
 
 def _field_of(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        has = type(row).__name__
+        if isinstance(row, dict):
+            has = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise InvalidInput(f"{where} has no text under {field!r} (--text-field); it has {has}")
     return str(row[field])
 
@@ -244,11 +246,5 @@ def _is_text(path: Path) -> bool:
     return b"\0" not in head
 
 
-def _library(name: str, purpose: str) -> Any:
-    package = name.split(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"{purpose} need {package}, which is not installed; pip install 'nsa-core[train]'"
-        ) from error
+def _arrow(name: str) -> Any:
+    return needed(name, "parquet files need", "train")

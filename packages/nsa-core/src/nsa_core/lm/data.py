@@ -98,7 +98,8 @@ class TextRows:
     With a number the stream ends, and what is left of its last row has IGNORED targets.
 
     Raises:
-        InvalidInput: a whole epoch has no document for this side of the split.
+        InvalidInput: ``length`` is below 2; when rows are taken, a whole epoch has no document for this side of the
+            split.
     """
 
     packed = True
@@ -176,7 +177,7 @@ class TextRows:
                 self._document += 1
             if not self._found:
                 side = f"held out at a share of {self._share:g}" if self._held_out else "left to train on"
-                raise InvalidInput(f"{self.corpus.name} has no document {side}")
+                raise InvalidInput(f"{self.corpus.name} has no document {side}; give more documents, or another share")
             self._epoch, self._document = self._epoch + 1, 0
             if self._epochs is not None and self._epoch >= self._epochs:
                 return

@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
         if tokens.dim() != (2 if cu_seqlens is None else 1):
             raise InvalidInput(f"tokens must be [B, S], or [T] with cu_seqlens; got {list(tokens.shape)}")
         if targets is not None and targets.shape != tokens.shape:
-            raise InvalidInput(f"targets must have the shape of tokens, got {list(targets.shape)}")
+            raise InvalidInput(f"targets must be {list(tokens.shape)}, as tokens are, got {list(targets.shape)}")
         x = self.hidden(tokens, cu_seqlens, max_seqlen)
         return F.linear(x, self.embed.weight) if targets is None else self._loss(x, targets)
 

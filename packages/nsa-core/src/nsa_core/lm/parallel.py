@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.errors import InvalidInput
 from nsa_core.lm.model import LanguageModel
+from nsa_core.survey import known_device
 
 KINDS = ("ddp", "fsdp")
 
@@ -43,12 +44,17 @@ class World:
 
 
 def join(device: str) -> World:
-    """The world that torchrun started, or a world of one; on GPUs each process has the one of its local rank."""
+    """The world that torchrun started, or a world of one; on GPUs each process has the one of its local rank.
+
+    Raises:
+        InvalidInput: there are fewer GPUs than processes on this host.
+        BackendUnavailable: there is none.
+    """
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         return World(torch.device(device))
     place = torch.device(device)
     if place.type == "cuda":
-        place = torch.device("cuda", dist.get_node_local_rank())
+        place = known_device(torch.device("cuda", dist.get_node_local_rank()))
         torch.cuda.set_device(place)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")

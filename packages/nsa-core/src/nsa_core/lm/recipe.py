@@ -50,9 +50,11 @@ class Recipe:
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 wrong.append(f"{name} must be finite and > 0, got {getattr(self, name)}")
-        for name in ("final_rate", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                wrong.append(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if not 0 <= self.final_rate <= 1:
+            wrong.append(f"final_rate must lie in [0, 1], got {self.final_rate}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                wrong.append(f"{name} must be >= 0 and < 1, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 wrong.append(f"{name} must be finite and >= 0, got {getattr(self, name)}")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from nsa_core import tensorfile
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.checkpoint import FORMAT, read, safetensors
+from nsa_core.lm.checkpoint import FORMAT, read
 from nsa_core.lm.config import LMConfig
 from nsa_core.lm.model import LanguageModel
-from nsa_core.text import describe_error
 
 # Names that Hugging Face gives the layers of Llama and its kin, whose rotary pairs are halves as ours are.
 _LLAMA = {
@@ -78,25 +78,12 @@ def read_dense(path: str | Path) -> dict[str, torch.Tensor]:
         BackendUnavailable: safetensors is not installed.
     """
     path = Path(path)
-    if path.is_dir() or _is_ours(path):
+    if path.is_dir() or tensorfile.kind_of(path) == FORMAT:
         kept = read(path)
         if kept.config.attention != "dense":
             raise InvalidInput(f"{kept.path} is no dense model; its attention is {kept.config.attention}")
         return dict(kept.model().state_dict())
-    try:
-        tensors: dict[str, torch.Tensor] = safetensors("safetensors.torch").load_file(path)
-    except (OSError, ValueError, safetensors("safetensors").SafetensorError) as error:
-        raise InvalidInput(f"{path} cannot be read as safetensors: {describe_error(error)}") from error
-    return tensors
-
-
-def _is_ours(path: Path) -> bool:
-    library = safetensors("safetensors")
-    try:
-        with library.safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format") == FORMAT
-    except (OSError, library.SafetensorError):
-        return False
+    return tensorfile.read_tensors(path)
 
 
 def _ours(state: Mapping[str, torch.Tensor], config: LMConfig) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ Row i of a task is a function of the seed and i alone, so a position is one inte
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from nsa_core.lm.data import Row
 from nsa_core.lm.model import IGNORED
 
 
-class SyntheticRows:
+class SyntheticRows(abc.ABC):
     """Rows made of a counter; ``held_out`` ones come from a seed of their own."""
 
     packed = False
@@ -39,9 +40,9 @@ class SyntheticRows:
         """Go on from a row."""
         self._row = int(state["row"])
 
+    @abc.abstractmethod
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets, int64 [length] both."""
-        raise NotImplementedError
 
 
 class UniformRows(SyntheticRows):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.errors import InvalidInput
+from nsa_core.extras import needed
 from nsa_core.text import describe_error
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
@@ -58,12 +58,7 @@ class FileTokenizer:
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
-        try:
-            library = importlib.import_module("tokenizers")
-        except ImportError as error:
-            raise BackendUnavailable(
-                "a tokenizer.json needs tokenizers, which is not installed; pip install 'nsa-core[train]'"
-            ) from error
+        library = needed("tokenizers", "a tokenizer.json needs", "train")
         self._content = content
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content)

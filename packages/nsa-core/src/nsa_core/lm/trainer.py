@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nsa_core.default_plan import default_plan
-from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.errors import InvalidInput
 from nsa_core.lm import checkpoint
 from nsa_core.lm.checkpoint import Checkpoint
 from nsa_core.lm.data import Batch, batch_of
@@ -23,6 +23,7 @@ from nsa_core.lm.recipe import Recipe
 from nsa_core.lm.task import Data
 from nsa_core.module import NSAttention
 from nsa_core.plan import Plan
+from nsa_core.survey import known_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Trainer:
     ) -> None:
         recipe.rows_of(world.rank, 0, world.size)
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
-            raise InvalidInput("graph: a CUDA graph needs one process on one GPU")
-        if world.device.type == "cuda" and not torch.cuda.is_available():
-            raise BackendUnavailable("cuda is not available here; use --device cpu")
+            what = f"{world.size} process(es) on {world.device.type}"
+            raise InvalidInput(f"graph=True needs one process on one GPU, got {what}; leave it out")
+        known_device(world.device)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
         self.model.recompute = recipe.recompute
@@ -121,7 +122,7 @@ class Trainer:
         for first in range(0, len(rows), size):
             batch = batch_of(rows[first : first + size], self.data.rows.packed).to(self.world.device)
             with self._autocast():
-                loss += float(self.model(*batch[:1], batch.cu_seqlens, batch.max_seqlen, batch.targets))
+                loss += float(self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets))
             counted += batch.counted
         self.replica.rest()
         return loss / counted if counted else math.nan

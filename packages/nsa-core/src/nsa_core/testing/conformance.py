@@ -17,6 +17,7 @@ from nsa_core.survey import ask
 from nsa_core.testing import checks
 from nsa_core.testing.candidate import SlotUnderTest
 from nsa_core.testing.grid import Point, StepPoint, grid, step_grid
+from nsa_core.text import dtype_name
 from nsa_core.verify import suite
 from nsa_core.verify.subject import Subject
 
@@ -56,7 +57,7 @@ class BackendConformance:
             option = metafunc.config.option
             dtypes = _taken(entry, offered, _device(option))
             todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes, text=None)
-            labels = [f"{job.name}-{job.case.name}-{str(job.dtype).removeprefix('torch.')}" for job in todo]
+            labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
         if "slot" in metafunc.fixturenames:
             metafunc.parametrize("slot", offered or ["no slot"])

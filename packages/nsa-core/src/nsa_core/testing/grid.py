@@ -8,14 +8,15 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES, Request
+from nsa_core.survey import request_of
 from nsa_core.verify.cases import Case
 from nsa_core.verify.decode import Step
 
 BASE = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=4, window_size=24, rope=False,
+    num_selected_blocks=3, init_blocks=1, local_blocks=1, window_size=24, rope=False,
 )  # fmt: skip
-LENGTH = 61
+LENGTH = 61  # the last 13 tokens choose one of two blocks, what else they have being forced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +31,13 @@ class Point:
 
     def request(self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool) -> Request:
         """What a plan would ask about ``slot``."""
-        config, case = self.case.config, self.case
+        case = self.case
         batch = 1 if case.packed else case.batch
-        return Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=self.dtype,
-            device=device,
-            capability=capability,
-            needs_grad=needs_grad,
-            deterministic=self.deterministic,
-            varlen=case.packed,
-            batch=batch if self.sized else None,
+        return request_of(
+            case.config, slot, dtype=self.dtype, device=device, capability=capability, needs_grad=needs_grad,
+            deterministic=self.deterministic, varlen=case.packed, batch=batch if self.sized else None,
             seq_len=case.tokens if self.sized else None,
-        )
+        )  # fmt: skip
 
 
 def _point(
@@ -66,7 +56,7 @@ def _shapes() -> Iterator[Point]:
         yield _point(f"S={length}", (length,))
     yield _point("B=0", batch=0)
     yield _point("B=3", batch=3)
-    yield _point("packed", (0, 5, 40, 1, 17, 0), packed=True)
+    yield _point("packed", (0, 5, 57, 1, 17, 0), packed=True)
     yield _point("packed, one document", (LENGTH,), packed=True)
     yield _point("packed, no token", (0, 0), packed=True)
     yield _point("w=1", window_size=1)
@@ -76,7 +66,7 @@ def _shapes() -> Iterator[Point]:
     yield _point("nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _point("n*l'>S", num_selected_blocks=8)
     yield _point("real block sizes", (130,), compress_block_size=32, compress_stride=16, select_block_size=64,
-                 num_selected_blocks=16, window_size=512)  # fmt: skip
+                 num_selected_blocks=16, local_blocks=2, window_size=512)  # fmt: skip
 
 
 def grid() -> tuple[Point, ...]:
@@ -100,23 +90,12 @@ class StepPoint:
 
     def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
         """What a plan would ask about ``slot``."""
-        config, lengths = self.step.case.config, self.step.lengths
-        return Request(
-            slot=slot,
-            geometry=config.geometry,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.qk_dim,
-            v_head_dim=config.v_dim,
-            dtype=self.dtype,
-            device=device,
-            capability=capability,
-            phase="decode",
-            deterministic=self.deterministic,
-            batch=len(lengths) if self.sized else None,
-            seq_len=max(lengths) if self.sized else None,
-            page_size=self.step.page_size,
-        )
+        lengths = self.step.lengths
+        return request_of(
+            self.step.case.config, slot, dtype=self.dtype, device=device, capability=capability, phase="decode",
+            deterministic=self.deterministic, batch=len(lengths) if self.sized else None,
+            seq_len=max(lengths) if self.sized else None, page_size=self.step.page_size,
+        )  # fmt: skip
 
 
 _RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
@@ -144,7 +123,8 @@ def _step_shapes() -> Iterator[StepPoint]:
     yield _step("step, w>S", window_size=100)
     yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
-                compress_stride=16, select_block_size=64, num_selected_blocks=16, window_size=512)  # fmt: skip
+                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2,
+                window_size=512)  # fmt: skip
 
 
 def step_grid() -> tuple[StepPoint, ...]:

@@ -10,10 +10,11 @@ import torch
 from nsa_core import oracle
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import Finding, SlotRun, Subject, judged, name_of, run_slot, run_slots, same_bits
+from nsa_core.verify.subject import Finding, SlotRun, Subject, judged, run_slot, run_slots, same_bits
 
 
 def parity(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
@@ -40,7 +41,9 @@ def _judge_run(
         detail = (
             verdict.why or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of the sets differ from the oracle's"
         )
-        yield Finding(check, slot, case.name, name_of(dtype), "blocks", verdict.ok, verdict.regret / 8, detail=detail)
+        yield Finding(
+            check, slot, case.name, dtype_name(dtype), "blocks", verdict.ok, verdict.regret / 8, detail=detail
+        )
         return
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do, rows=case.rows

@@ -14,10 +14,11 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.plan import Plan
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
+from nsa_core.verify.subject import Finding, Subject, judged, same_bits
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
@@ -148,7 +149,7 @@ def judge_step(
             verdict = judge_selection(*given, **common)
             said = verdict.why + p.said(verdict.where[:1]) if verdict.why else f"regret {verdict.regret:.2g}"
             share = verdict.regret / 8
-            yield Finding("decode", slot, step.case.name, name_of(dtype), "blocks", verdict.ok, share, detail=said)
+            yield Finding("decode", slot, step.case.name, dtype_name(dtype), "blocks", verdict.ok, share, detail=said)
             continue
         o, lse = results[slot]
         got = {"o": p.placed(o), "lse": p.placed(lse.transpose(1, 2)).T.contiguous()}
@@ -234,8 +235,8 @@ def quick_steps() -> tuple[Step, ...]:
         Step(Case("one token, pages", tiny, ()), ragged, (1,) * 11, page_size=16),
         Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 40, 0, 66), (5, 0, 3, 5, 0, 1), 5, page_size=32),
         Step(Case("reports 12/2/64", small, ()), (150, 133, 149, 164, 96, 127), (5,) * 6, rows=5, page_size=64),
-        Step(Case("a chunk", tiny, ()), (21, 10, 45), (10, 10, 10), rows=10, page_size=16),
-        Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (100, 48, 64, 97), (3, 3, 3, 3), 3, page_size=48),
+        Step(Case("a chunk", tiny, ()), (21, 10, 75), (10, 10, 10), rows=10, page_size=16),
+        Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (196, 48, 64, 97), (3, 3, 3, 3), 3, page_size=48),
         Step(Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()), (70, 20, 33, 9), (2, 2, 2, 2), rows=2),
         Step(Case("nothing forced", free, ()), (70, 33, 90, 65, 49, 81, 17, 96), (1,) * 8),
         Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (90, 33, 64, 21, 48, 12, 80, 35), (1,) * 8),
@@ -251,7 +252,7 @@ def full_steps() -> tuple[Step, ...]:
         Step(Case("real blocks", reports, ()), edges, (1, *(4,) * 11), rows=4, page_size=128),
         Step(Case("real blocks, eight tokens", reports, ()), (1100, 40, 515, 700), (8, 8, 3, 8), 8, page_size=64),
         Step(Case("long cache", reports, ()), (4096, 4033, 3000, 2049), (8, 8, 8, 8), rows=8, page_size=128),
-        Step(Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), ()), (700, 513, 640, 597), (8,) * 4, 8, 64),
+        Step(Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), ()), (1100, 513, 640, 597), (8,) * 4, 8, 64),
         Step(Case("MQA h=64", config_of(64, 1, 16, 16, TINY), ()), (65, 30, 48, 17), (2, 1, 2, 2), 2, page_size=16),
         Step(Case("h=7, Dv > Dk", config_of(7, 1, 16, 24, TINY), ()), (64, 17, 33, 80, 49, 25), (1,) * 6, page_size=32),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from nsa_core.contract import BackendSpec
 from nsa_core.ops import record_dispatch
 from nsa_core.plan import Plan
 from nsa_core.registry import default_registry
+from nsa_core.text import dtype_name
 from nsa_core.verify.decode import (
     DECODE_SLOTS,
     Results,
@@ -25,7 +26,7 @@ from nsa_core.verify.decode import (
     run_step,
     step_data,
 )
-from nsa_core.verify.subject import Finding, Subject, name_of, same_bits
+from nsa_core.verify.subject import Finding, Subject, same_bits
 
 _NAMES = {"select": ("blocks",)}
 
@@ -55,7 +56,9 @@ def run_to_run(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fin
         declared = tuple(s for s in DECODE_SLOTS if demanded or spec_of(subject, plan, s).slots[s].deterministic)
         for slot in (s for s in DECODE_SLOTS if s not in declared):
             said = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
-            yield Finding("decode run to run", slot, step.case.name, name_of(dtype), "as declared", None, detail=said)
+            yield Finding(
+                "decode run to run", slot, step.case.name, dtype_name(dtype), "as declared", None, detail=said
+            )
         first, *others = [run_step(plan, data) for _ in range(3)]
         for other in others:
             yield from _same("decode run to run", step, dtype, other, first, declared)
@@ -108,7 +111,7 @@ def dispatch(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Findi
         said = ", ".join(f"{backend} ({direction})" for backend, direction in sorted(ran)) or "nothing"
         detail = f"asked {asked} (decode), ran {said}"
         ok = ran == {(asked, "decode")}
-        yield Finding("decode dispatch", slot, step.case.name, name_of(dtype), "record", ok, detail=detail)
+        yield Finding("decode dispatch", slot, step.case.name, dtype_name(dtype), "record", ok, detail=detail)
         yield _profiled(subject, plan, slot, step, dtype, data, results)
 
 
@@ -116,7 +119,7 @@ def _profiled(
     subject: Subject, plan: Plan, slot: str, step: Step, dtype: torch.dtype, data: StepData, results: Results
 ) -> Finding:
     evidence = spec_of(subject, plan, slot).slots[slot].evidence
-    common = ("decode dispatch", slot, step.case.name, name_of(dtype), "profile")
+    common = ("decode dispatch", slot, step.case.name, dtype_name(dtype), "profile")
     if not evidence:
         return Finding(*common, None, detail="no evidence declared")
     with torch.profiler.profile() as profile:

@@ -11,11 +11,12 @@ from nsa_core import oracle
 from nsa_core.ops import stats_dtype
 from nsa_core.plan import Plan
 from nsa_core.rope import RopeTable, rope_table, rotate
+from nsa_core.text import dtype_name
 from nsa_core.verify import dense
 from nsa_core.verify.decode import Step, StepData, decode_plan, packed, step_data
 from nsa_core.verify.judge import Verdict, heads_first, judge
 from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import Finding, Subject, judged, name_of, same_bits
+from nsa_core.verify.subject import Finding, Subject, judged, same_bits
 
 
 def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
@@ -41,7 +42,7 @@ def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[F
 def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
     backends = {choice.backend for choice in plan.choices.values()}
     why = f"{backends.pop()} has no fused {name}" if len(backends) == 1 else "the slots are of several backends"
-    return Finding(f"decode fused {name}", "", step.case.name, name_of(dtype), name, None, detail=why)
+    return Finding(f"decode fused {name}", "", step.case.name, dtype_name(dtype), name, None, detail=why)
 
 
 def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
@@ -75,7 +76,7 @@ def _judge_composed(
     truth = oracle.cmp(*of_cmp, **at)
     assert truth.lse is not None  # cmp has one
     picked = judge_selection(w["q"], w["k_cmp"], truth.lse.to(stats_dtype(dtype)), chosen, *where, **at)
-    common = ("decode fused step", "", step.case.name, name_of(dtype), "blocks", picked.ok, picked.regret / 8)
+    common = ("decode fused step", "", step.case.name, dtype_name(dtype), "blocks", picked.ok, picked.regret / 8)
     said = picked.why + p.said(picked.where[:1]) if picked.why else f"regret {picked.regret:.2g}"
     yield Finding(*common, detail=said)
     golden = oracle.combine(w["gates"], truth.o, oracle.sel(*of_sel, **at).o, oracle.win(*of_win, **at).o).o

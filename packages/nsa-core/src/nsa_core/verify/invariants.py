@@ -13,6 +13,7 @@ from nsa_core.contract import SLOTS, BackendSpec
 from nsa_core.ops import record_dispatch
 from nsa_core.plan import Plan
 from nsa_core.registry import default_registry
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.parity import judge_slot
 from nsa_core.verify.subject import (
@@ -21,7 +22,6 @@ from nsa_core.verify.subject import (
     Subject,
     judged,
     masked_do,
-    name_of,
     run_slot,
     run_slots,
     same_bits,
@@ -184,7 +184,7 @@ def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
         for slot in SLOTS:
             if not (demanded or _spec(subject, plan, slot).slots[slot].deterministic):
                 detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
-                yield Finding("run to run", slot, case.name, name_of(dtype), "as declared", None, detail=detail)
+                yield Finding("run to run", slot, case.name, dtype_name(dtype), "as declared", None, detail=detail)
                 continue
             for other, quantity in itertools.product(others, first[slot].outputs):
                 got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
@@ -225,7 +225,7 @@ def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
         nothing = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
         ok = nothing or (ran == [asked] and directions == expected)
         detail = "no compressed token: no call" if nothing else f"asked {asked}, ran {', '.join(ran) or 'nothing'}"
-        yield Finding("dispatch", slot, case.name, name_of(dtype), "record", ok, detail=detail)
+        yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
         if not nothing:
             yield _profiled(subject, plan, slot, case, dtype, data, runs[slot])
 
@@ -235,10 +235,10 @@ def _profiled(
 ) -> Finding:
     evidence = _spec(subject, plan, slot).slots[slot].evidence
     if not evidence:
-        return Finding("dispatch", slot, case.name, name_of(dtype), "profile", None, detail="no evidence declared")
+        return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", None, detail="no evidence declared")
     with torch.profiler.profile() as profile:
         run_slot(plan, slot, run.inputs, run.do, data)
     names = {event.key for event in profile.key_averages()}
     found = sorted({n for n in names for e in evidence if e in n})
     detail = f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
-    return Finding("dispatch", slot, case.name, name_of(dtype), "profile", bool(found), detail=detail)
+    return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", bool(found), detail=detail)

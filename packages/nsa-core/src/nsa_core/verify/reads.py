@@ -15,9 +15,10 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.plan import Plan
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import PAPER, Case, config_of
 from nsa_core.verify.decode import Results, Step, StepData, decode_plan, run_step, step_data
-from nsa_core.verify.subject import Finding, Subject, name_of
+from nsa_core.verify.subject import Finding, Subject
 
 PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies of one call
@@ -93,7 +94,7 @@ def reads(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]
         for entry in count_reads(subject, step.case.config, length, dtype):
             where = f"kv head {entry.kv_head}, {length} tokens"
             said = entry.detail or f"{entry.predicted} predicted and counted"
-            common = ("decode reads", entry.branch, step.case.name, name_of(dtype), where, entry.ok)
+            common = ("decode reads", entry.branch, step.case.name, dtype_name(dtype), where, entry.ok)
             yield Finding(*common, detail=said)
 
 

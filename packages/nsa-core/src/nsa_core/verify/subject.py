@@ -12,6 +12,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.ops import Kernel
 from nsa_core.plan import Plan, resolve
+from nsa_core.text import dtype_name
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.judge import LIMITS, LSE_LIMIT, Verdict
 
@@ -144,7 +145,7 @@ def judged(check: str, slot: str, case: Case, dtype: torch.dtype, verdicts: Mapp
     for quantity, v in verdicts.items():
         most = LSE_LIMIT if quantity == "lse" else limits.elem
         parts = (v.row / limits.row, v.elem / most, v.bias)
-        yield Finding(check, slot, case.name, name_of(dtype), quantity, v.ok, *parts, detail=v.why)
+        yield Finding(check, slot, case.name, dtype_name(dtype), quantity, v.ok, *parts, detail=v.why)
 
 
 def same_bits(
@@ -159,7 +160,7 @@ def same_bits(
         detail = f"{int(differ.sum())} of {differ.numel()} elements differ, first at {first}"
     elif not equal:
         detail = f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    return Finding(check, slot, case.name, name_of(dtype), quantity, equal, detail=detail)
+    return Finding(check, slot, case.name, dtype_name(dtype), quantity, equal, detail=detail)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,8 +169,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     kinds: dict[int, Any] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return (tensor + 0.0).contiguous().view(kinds[tensor.element_size()])
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.text import dtype_name
 from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
 from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering
-from nsa_core.verify.subject import Finding, Subject, name_of
+from nsa_core.verify.subject import Finding, Subject
 
 Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
 
@@ -31,19 +32,19 @@ class Job:
         try:
             return list(self.check(subject, self.case, self.dtype))
         except Unsupported as refusal:
-            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "plan", None, detail=str(refusal))]
+            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "plan", None, detail=str(refusal))]
         except (BackendUnavailable, InvalidInput):
             raise
         except NSAError as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
-            return [Finding(self.name, "", self.case.name, name_of(self.dtype), "run", False, detail=str(fault))]
+            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "run", False, detail=str(fault))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worth:
-    """The largest case, in tokens x query heads, on which a check is worth its time, per preset."""
+    """The largest case on which a check is worth its time, in tokens (of a step: cached) x query heads, per preset."""
 
     name: str
-    check: Check
+    check: Callable[..., Iterator[Finding]]  # a Check, or a StepCheck
     quick: int
     full: int
     interpreter: int = 1 << 6
@@ -82,28 +83,17 @@ class OnStep:
         return self.check(subject, self.step, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StepWorth:
-    """As _Worth, for a check of steps, in cached tokens x query heads."""
-
-    name: str
-    check: StepCheck
-    quick: int
-    full: int
-    interpreter: int = 1 << 9
-
-
 _STEP_CHECKS = (
-    _StepWorth("decode", decode_parity, 1 << 20, 1 << 20),
-    _StepWorth("decode ties", decode_checks.ties, 1 << 10, 1 << 13),
-    _StepWorth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20),
-    _StepWorth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13),
-    _StepWorth("decode run to run", decode_checks.run_to_run, 1 << 11, 1 << 16, 0),
-    _StepWorth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16, 1 << 8),
-    _StepWorth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16, 1 << 8),
-    _StepWorth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12, 1 << 8),
-    _StepWorth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
-    _StepWorth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10, 1 << 8),
+    _Worth("decode", decode_parity, 1 << 20, 1 << 20, 1 << 9),
+    _Worth("decode ties", decode_checks.ties, 1 << 10, 1 << 13, 1 << 9),
+    _Worth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20, 1 << 9),
+    _Worth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13, 1 << 9),
+    _Worth("decode run to run", decode_checks.run_to_run, 1 << 11, 1 << 16, 0),
+    _Worth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16, 1 << 8),
+    _Worth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16, 1 << 8),
+    _Worth("decode inputs untouched", decode_checks.inputs_untouched, 1 << 10, 1 << 12, 1 << 8),
+    _Worth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
+    _Worth("decode dispatch", decode_checks.dispatch, 1 << 10, 1 << 10, 1 << 8),
 )
 PHASES = ("prefill", "decode", "both")
 
@@ -122,48 +112,37 @@ def jobs(
     Raises:
         InvalidInput: the text is empty.
     """
-    of_prefill = _prefill_jobs(preset, dtypes, text, seed) if phase != "decode" else []
-    return of_prefill + (_decode_jobs(preset, dtypes, seed) if phase != "prefill" else [])
+    made: list[Job] = []
+    if phase != "decode":
+        cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
+        if text is not None:
+            cases.append(dataclasses.replace(text_case(text), seed=seed))
+        made += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
+        made += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
+    if phase != "prefill":
+        steps = [dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed)) for s in STEPS[preset]()]
+        made += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
+    return made
 
 
-def _decode_jobs(preset: str, dtypes: Sequence[torch.dtype], seed: int) -> list[Job]:
-    steps = [dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed)) for s in STEPS[preset]()]
+def _jobs(
+    preset: str,
+    dtypes: Sequence[torch.dtype],
+    checks: Sequence[_Worth],
+    problems: Sequence[tuple[int, Case, Step | None]],  # tokens, the case, and its step
+) -> list[Job]:
+    sized = [(tokens * case.config.n_heads, case, step) for tokens, case, step in problems]
     return [
-        Job(worth.name, OnStep(worth.check, step), step.case, dtype)
+        Job(worth.name, worth.check if step is None else OnStep(worth.check, step), case, dtype)
         for against_oracle in (True, False)
-        for step in sorted(steps, key=_cached)
+        for size, case, step in sorted(sized, key=lambda problem: problem[0])
         for dtype in dtypes
-        for worth in _STEP_CHECKS
-        if _cached(step) <= getattr(worth, preset)
-        and (worth.name in _FIRST) == against_oracle
-        and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
-    ]
-
-
-def _cached(step: Step) -> int:
-    return sum(step.lengths) * step.case.config.n_heads
-
-
-def _prefill_jobs(preset: str, dtypes: Sequence[torch.dtype], text: bytes | None, seed: int) -> list[Job]:
-    cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
-    if text is not None:
-        cases.append(dataclasses.replace(text_case(text), seed=seed))
-    made = [
-        Job(worth.name, worth.check, case, dtype)
-        for against_oracle in (True, False)
-        for case in sorted(cases, key=_size)
-        for dtype in dtypes
-        for worth in _CHECKS
-        if _size(case) <= getattr(worth, preset)
+        for worth in checks
+        if size <= getattr(worth, preset)
         and (worth.name in _FIRST) == against_oracle
         # Where time is short, bits that must be equal are compared in the first dtype only.
         and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
     ]
-    return made if preset == "interpreter" else [*layer.jobs_for(preset, seed, Job), *made]
-
-
-def _size(case: Case) -> int:
-    return case.batch * case.tokens * case.config.n_heads
 
 
 def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -> Iterator[tuple[Job, list[Finding]]]:

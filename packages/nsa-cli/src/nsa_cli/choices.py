@@ -1,0 +1,89 @@
+"""What options that several commands share stand for: devices, dtypes, block sizes, combinations. Torch comes last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nsa_core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import typer
+
+
+def options_said(context: typer.Context) -> set[str]:
+    """Parameters that stand on the command line, and are no defaults."""
+    return {n for n in context.params if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+
+
+def spelt(names: Sequence[str]) -> str:
+    """Parameters as they are typed: "--page-size, --batch"."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def words(text: str) -> list[str]:
+    """The words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def dtype_names(text: str) -> list[str]:
+    """The dtypes of --dtype, each once.
+
+    Raises:
+        InvalidInput: one is none of the contract's, or there is none.
+    """
+    from nsa_core.contract import DTYPES
+
+    names = list(dict.fromkeys(words(text)))
+    wrong = [name for name in names if name not in DTYPES]
+    if wrong or not names:
+        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}")
+    return names
+
+
+def block_sizes(text: str) -> tuple[int, ...]:
+    """The integers of --blocks.
+
+    Raises:
+        InvalidInput: they are no integers; how many there must be is the shape's to say.
+    """
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {text!r}") from None
+
+
+def named_backends(text: str) -> dict[str, str] | None:
+    """What :class:`nsa_core.NSAttention` takes for the words of --backends.
+
+    Raises:
+        InvalidInput: they name no slot, or one twice.
+    """
+    from nsa_core.bench.combos import parse_combo
+
+    return dict(parse_combo(text).backends) or None
+
+
+def quiet_profiler() -> None:
+    """Call it before torch loads: some builds of its profiler write to stderr at every start and stop."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def pick_device(text: str, threads: int | None = None) -> str:
+    """The device of --device, "auto" being cuda where there is one; torch uses ``threads`` CPU threads from here on.
+
+    Raises:
+        InvalidInput: torch knows no such device.
+        BackendUnavailable: it is not there.
+    """
+    quiet_profiler()
+    import torch
+
+    from nsa_core.survey import known_device
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if text == "auto" else text
+    known_device(device)
+    return device

@@ -1,0 +1,40 @@
+"""cos and sin of rotary angles, which torch.compile sees as one operator."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _table(positions: torch.Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    exponents = torch.arange(0, dim, 2, device=positions.device).to(dtype) / dim
+    angles = positions.to(dtype)[:, None, None] * torch.pow(base, -exponents)
+    return angles.cos(), angles.sin()
+
+
+def _table_fake(
+    positions: torch.Tensor, dim: int, base: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (positions.shape[0], 1, (dim + 1) // 2)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
+
+
+# An operator of its own under torch.compile, which would fuse the table into every product with it and so compute
+# powers, sines and cosines once per element of q: 2 x 220 us a layer for 16k tokens of 12 heads on an H200, not 12.
+_lib = torch.library.Library("nsa_core", "DEF")
+_lib.define(
+    "rope_table(Tensor positions, int dim, float base, ScalarType dtype) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.impl("rope_table", _table, "CompositeExplicitAutograd")
+torch.library.register_fake("nsa_core::rope_table", _table_fake, lib=_lib)
+
+
+def cos_sin(
+    positions: torch.Tensor,  # integer [R]
+    dim: int,
+    base: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [R, 1, dim / 2] of position * base^(-2i/dim), in ``dtype``."""
+    make = torch.ops.nsa_core.rope_table.default if torch.compiler.is_compiling() else _table
+    return make(positions, dim, base, dtype)

@@ -1,0 +1,98 @@
+"""Files of tensors: safetensors, the header of which holds what they are and JSON. Never a pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.extras import needed
+from nsa_core.files import write_bytes_atomic
+from nsa_core.text import describe_error
+
+_FORMAT = "format"  # the header's entry that tells one kind of file from another
+
+
+def write(
+    path: Path, kind: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], force: bool = False
+) -> None:
+    """Write tensors (on the CPU, contiguous) and ``facts`` (JSON) as a file of ``kind``, whole or not at all.
+
+    Raises:
+        BackendUnavailable: safetensors is not installed.
+        InvalidInput: the file exists and ``force`` is False.
+        OSError: the system refuses; an old file is as it was.
+    """
+    header = {_FORMAT: kind, **{name: json.dumps(value) for name, value in facts.items()}}
+    write_bytes_atomic(path, _library("safetensors.torch").save(dict(tensors), header), force)
+
+
+@contextlib.contextmanager
+def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Facts and tensors of a file that :func:`write` made; what the body finds wrong with them is the file's fault.
+
+    Raises:
+        BackendUnavailable: safetensors is not installed.
+        InvalidInput: the file cannot be read, is of another kind, or the body failed over what it holds.
+    """
+    library = _library("safetensors")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get(_FORMAT) != kind:
+                raise InvalidInput(f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}")
+            facts = {name: json.loads(value) for name, value in header.items() if name != _FORMAT}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        yield facts, tensors
+    except NSAError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, library.SafetensorError) as error:
+        raise InvalidInput(f"{path} cannot be read as a checkpoint: {describe_error(error)}") from error
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of a file that :func:`write` made; None where it is somebody else's, or no such file.
+
+    Raises:
+        BackendUnavailable: safetensors is not installed.
+    """
+    library = _library("safetensors")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            kind: str | None = (file.metadata() or {}).get(_FORMAT)
+            return kind
+    except (OSError, library.SafetensorError):
+        return None
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of anybody's safetensors file.
+
+    Raises:
+        BackendUnavailable: safetensors is not installed.
+        InvalidInput: the file cannot be read.
+    """
+    library = _library("safetensors")
+    try:
+        tensors: dict[str, torch.Tensor] = _library("safetensors.torch").load_file(path)
+    except (OSError, ValueError, library.SafetensorError) as error:
+        raise InvalidInput(f"{path} cannot be read as safetensors: {describe_error(error)}") from error
+    return tensors
+
+
+def need_safetensors() -> None:
+    """Refuse, before any work is done, where there is no safetensors.
+
+    Raises:
+        BackendUnavailable: with what to type.
+    """
+    _library("safetensors")
+
+
+def _library(name: str) -> Any:
+    return needed(name, "checkpoints need", "checkpoint")
