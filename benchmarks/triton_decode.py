@@ -4,7 +4,8 @@
 
 A line per shape and configuration: the step in a CUDA graph (L2 flushed by the caches themselves, which are larger; the
 small shape is timed warm) and eager, host included; bytes that the step must read over the graph's time, and the share
-of that time that they need at 4.3 TB/s. --parts: each branch alone, and the append. What fails prints its error.
+of that time that they need at 4.3 TB/s. --parts: each kernel of each configuration by the profiler, then, of the best,
+each branch alone, and the append. What fails prints its error.
 """
 
 from __future__ import annotations
@@ -73,21 +74,21 @@ ANCHORS = [
 # (of decode_span, of decode_sel), over what ships
 CHANGES: list[tuple[Change, Change]] = [
     ({}, {}),
-    ({"PROGRAMS": 4}, {"PROGRAMS": 2}),
-    ({"PROGRAMS": 12}, {"PROGRAMS": 6}),
-    ({"PROGRAMS": 16, "LEAST": 1}, {"PROGRAMS": 8, "LEAST": 1}),
-    ({"num_stages": 4}, {"num_stages": 4}),
-    ({"num_stages": 5}, {"num_stages": 5}),
-    ({"num_stages": 2}, {"num_stages": 2}),
-    ({"KEYS": 128}, {"KEYS": 128}),
-    ({"KEYS": 128, "num_warps": 8}, {"KEYS": 128, "num_warps": 8}),
-    ({"KEYS": 32, "num_stages": 5}, {"KEYS": 32, "num_stages": 5}),
-    ({"num_warps": 8}, {"num_warps": 8}),
-    ({"TAIL": 0}, {}),
-    ({"SCORES": 8192}, {"PROGRAMS": 8}),
-    ({"STAGES": 1}, {"num_stages": 6}),
+    ({"PROGRAMS": 3}, {}),
+    ({"PROGRAMS": 6, "RING": 2}, {"PROGRAMS": 3}),
+    ({"PROGRAMS": 8, "RING": 2}, {"PROGRAMS": 4}),
+    ({"RING": 2}, {"PROGRAMS": 1}),
     ({"LEAST": 4}, {"LEAST": 4}),
-    ({"PDL": 1}, {"PDL": 1}),
+    ({"KEYS": 32, "maxnreg": 128}, {}),  # four programs a multiprocessor
+    ({"KEYS": 32, "maxnreg": 128, "num_stages": 4, "PROGRAMS": 8, "RING": 2}, {"PROGRAMS": 4}),
+    ({"num_stages": 2, "maxnreg": 128}, {}),
+    ({"num_stages": 4, "maxnreg": 0, "PROGRAMS": 2}, {}),  # two, and two tiles of each in flight
+    ({"BLOCKS": 1024}, {}),
+    ({"BLOCKS": 256, "SUMS": 1024}, {}),
+    ({"MERGE": 0}, {}),
+    ({"MERGE": 0, "PDL": 1}, {"PDL": 1}),
+    ({"MERGE": 0, "PDL": 1, "PROGRAMS": 3}, {"PDL": 1}),
+    ({"MERGE": 0, "PDL": 1, "PROGRAMS": 8, "RING": 2, "SUMS": 4096}, {"PDL": 1}),
     ({"ROWS": 32}, {}),  # of several tokens a step
     ({"ROWS": 16}, {}),
 ]
@@ -185,6 +186,17 @@ def eager_ms(run: Callable[[], Any], repeats: int = 50) -> float:
     return (time.perf_counter() - began) / repeats * 1e3
 
 
+def kernel_us(run: Callable[[], Any], repeats: int = 20) -> list[tuple[float, str]]:
+    """(microseconds a run, name) of each kernel, the longest first."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return sorted(((e.device_time_total / repeats, e.key[:60]) for e in seen.key_averages()), reverse=True)
+
+
 def parts(data: Data, settings: tuple[Change, Change]) -> Iterator[tuple[str, str | None, Callable[[], Any]]]:
     """(name, branch whose bytes it reads, call) of each form alone."""
     s, call, (span, sel) = data.stores, data.call, settings
@@ -214,6 +226,9 @@ def measure(shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool
             print(
                 f"{shape} {line(ms, sum(need.values()))}, eager {slow:.3f} ms, off by {off:.1e}, {change}", flush=True
             )
+            if with_parts:
+                for us, name in kernel_us(lambda s=settings: data.step(s)):
+                    print(f"{shape}     {us:8.1f} us {name}", flush=True)
         except Exception as error:  # noqa: BLE001  the other configurations still tell something
             print(f"{shape} {change}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if not results:

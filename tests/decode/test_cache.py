@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from caches import EDGES, OPTIONS, assert_equal, layer_of, one_by_one, poisoned_cache, tokens, truth, whole
+from nsa_core.cache import step
+from nsa_core.ops import record_dispatch
 
 LENGTH = 53
 
@@ -48,6 +50,17 @@ def test_options(option):
     assert_equal(torch.cat([attn(part, cache=cache) for part in parts], 1), *truth(attn, x))
 
 
+@pytest.fixture
+def memory_of_nan():
+    """Memory that torch hands out is full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize("max_step", [3, 64])
 def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem, max_step):
     """Right-padded rows: the first new[b] of each sequence are its next tokens, NaN in the others harms nobody."""
@@ -67,6 +80,34 @@ def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem, max_s
                 assert_equal(y[b : b + 1, :n], golden[b : b + 1, part], magnitude[b : b + 1, part])
             have[b] += n
     assert cache.host_lengths() == cache.lengths.tolist() == have
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+def test_a_long_step_beside_a_full_sequence(problem):
+    """Rows of the full one would be tokens far past the end, where no table reaches."""
+    attn, x, golden = problem
+    cache = poisoned_cache(attn, 2, LENGTH, page_size=16, max_step=1)
+    attn(x[:, :-1], cache=cache, new=[0, LENGTH - 1])
+    y = attn(torch.stack([x[0], x[1].roll(1, 0)]), cache=cache, new=[LENGTH, 1])
+    assert_equal(y[:1], *(t[:1] for t in golden))
+    assert_equal(y[1:, :1], *(t[1:, -1:] for t in golden))
+    assert cache.host_lengths() == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("most", [7, 8192])
+def test_long_steps_are_few(problem, most, monkeypatch):
+    """A chunk over a filled cache goes to the decode forms at once, or in pieces of MOST_ROWS; the rings follow."""
+    attn, x, golden = problem
+    monkeypatch.setattr(step, "MOST_ROWS", most)
+    cache = poisoned_cache(attn, 2, LENGTH, max_step=2, max_rollback=3)
+    attn(x[:, :40], cache=cache, new=[9, 40])
+    with record_dispatch() as trace:
+        y = attn(x[:, 9:40], cache=cache, new=[31, 0])
+    assert sum(call.slot == "win" for call in trace) == -(-31 // most)
+    assert_equal(y[:1], *(t[:1, 9:40] for t in golden))
+    cache.crop(37)
+    y = torch.cat([attn(x[:, 37:38], cache=cache), attn(x[:, 38:], cache=cache)], 1)
+    assert_equal(y, *(t[:, 37:] for t in golden))
 
 
 def test_new_in_every_form(problem):

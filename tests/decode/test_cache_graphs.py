@@ -68,6 +68,17 @@ def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
     cache.check()  # forgotten with its sequence
 
 
+def test_a_captured_step_at_the_end_of_the_last_page(captured):
+    """With l = d the next block of a full sequence would begin in a page that no table has."""
+    attn = layer_of(compress_block_size=4)
+    x, cache = tokens(attn, 1, 32), poisoned_cache(attn, 1, 32, page_size=16)
+    cache.reserve(32)
+    one_by_one(attn, x, cache)
+    kept = content(cache)
+    attn(x[:, :1], cache=cache)
+    assert_unchanged(cache, kept)
+
+
 def test_a_captured_step_without_pages_writes_nothing(attn, captured):
     """Not reserved, or shared with a snapshot."""
     x = tokens(attn, 2, ROOM)
@@ -159,12 +170,13 @@ def test_reserving_workspace_changes_no_bit(attn, page_size):
             caches[0].reserve_workspace(rows)
 
 
+@pytest.mark.parametrize("max_step", [3, 64])
 @pytest.mark.parametrize("changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str)
-def test_fused_forms(changes):
+def test_fused_forms(changes, max_step):
     """A plan's own "append" and "step", here as loops over the contract's words, give what the slots give."""
     attn = layer_of(**changes)
     x = tokens(attn, 2, ROOM)
-    caches = [poisoned_cache(attn, 2, ROOM, page_size=16) for _ in range(2)]
+    caches = [poisoned_cache(attn, 2, ROOM, page_size=16, max_step=max_step) for _ in range(2)]
     plan, called = caches[0].plan, []
 
     def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call):
@@ -217,11 +229,14 @@ VIEWS = {
     "slice",
     "unsqueeze",
     "transpose",
+    "unbind",
+    "split",
+    "empty_like",
 }
 
 
 class Counted(TorchDispatchMode):
-    """The operators that ran, views left out."""
+    """The operators that ran, views and mere allocations left out."""
 
     def __init__(self):
         super().__init__()
@@ -233,20 +248,33 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_token_costs_few_operators():
-    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; phi when a block ends."""
-    attn = layer_of(torch.float32).requires_grad_(False)
-    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
+def bare(cache):
+    """The plan of a cache whose fused forms do nothing: what is left is the layer's."""
     o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
     made = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
     kernels = {n: dataclasses.replace(cache.plan.cmp, slot=n, function=function) for n, function in made.items()}
-    plan = dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+    return dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
+
+
+@pytest.mark.parametrize(("compress", "phi"), [("mean", 18), ("mlp", 24)])
+def test_a_token_costs_few_operators(compress, phi, monkeypatch):
+    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; ``phi`` when a block ends.
+
+    A captured step has phi always, four more for the lengths, and one for the page.
+    """
+    attn = layer_of(torch.float32, compress=compress).requires_grad_(False)
+    cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
     attn(x[:, :20], cache=cache)
-    costs = []
+    plan, costs = bare(cache), []
     for t in range(20, 28):
         row = x[:, t : t + 1].contiguous()
         with Counted() as counted:
             attn(row, cache=cache, plan=plan)
         costs.append(len(counted.names))
-    assert costs[:3] == costs[4:7] == [6] * 3, counted.names
-    assert 20 < costs[3] == costs[7] <= 52, counted.names
+    assert costs == [6, 6, 6, 6 + phi] * 2, counted.names
+    monkeypatch.setattr(step, "_is_capturing", lambda device: True)
+    cache = attn.new_cache(2, ROOM, page_size=16)
+    plan = bare(cache)
+    with Counted() as counted:
+        attn(row, cache=cache, plan=plan)
+    assert len(counted.names) == 6 + 4 + phi + 1, counted.names

@@ -79,6 +79,8 @@ def judge_projections(attn, x, held, first, dtype):
     for name, (rounded, golden) in wanted.items():
         for got, r, g in zip(held[name], rounded, golden):
             got, r, g = (t.transpose(1, 2) for t in (got, r, g))
+            if name == "cmp":  # a step's one block is one product, and 8 elements rounded apart are a matter of luck
+                got, r, g = (t.flatten(2).unsqueeze(2) for t in (got, r, g))
             verdict = judge(got, g, r, g.abs(), dtype)
             assert verdict, (name, verdict.why)
 

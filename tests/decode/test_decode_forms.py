@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from nsa_backend_sdpa import engine
+from nsa_backend_sdpa import decode, engine
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import InvalidInput
 from nsa_core.verify.decode import decode_parity, quick_steps, step_data
@@ -29,6 +31,28 @@ def test_decode_forms_in_many_runs(step, monkeypatch):
     """A budget so small that cmp, win and select take a key, and sel a query, at a time."""
     monkeypatch.setattr(engine, "SCORE_BYTES", {"cpu": 1, "cuda": 1})
     assert not [f for f in decode_parity(SDPA, step, torch.float64) if not f.ok]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("step", [s for s in quick_steps() if s.rows > 2], ids=lambda step: step.case.name)
+def test_decode_forms_some_rows_at_a_time(step, rows, monkeypatch):
+    """As long steps are taken, from a ring that holds far more than some rows see."""
+    monkeypatch.setattr(engine, "SCORE_BYTES", {"cpu": 1, "cuda": 1})
+    for least in ("_LEAST_ROWS", "_LEAST_CHOOSING"):
+        monkeypatch.setattr(decode, least, rows)
+    small = {**vars(step.case), "config": dataclasses.replace(step.case.config, window_size=7)}
+    step = dataclasses.replace(step, case=type(step.case)(**small))
+    assert not [f for f in decode_parity(SDPA, step, torch.float64) if not f.ok]
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_store_in_one_tensor_with_another(head):
+    """Keys and values that lie beside each other: rows that are no view of a matrix."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(3, 8, 2, 10, generator=generator)
+    keys = both[..., 5 * head : 5 * head + 5]
+    index = torch.randint(3 * 8 * 2, (4, 6), generator=generator)
+    assert torch.equal(decode._picked(keys, index), keys.reshape(-1, 5)[index])
 
 
 def test_a_step_that_replays_with_other_numbers_in_its_tensors():

@@ -220,3 +220,25 @@ def test_between_replays_the_cache_can_be_changed(attn: NSAttention, page_size: 
     assert_right(y[1:], golden[:1, 40:45], rounded[:1, 40:45])
     assert_right(y[:1], golden[1:, :5], rounded[1:, :5])
     cache.check()
+
+
+@PAGES
+def test_long_steps_over_a_filled_cache(attn: NSAttention, page_size: int | None) -> None:
+    """Chunks of far more rows than the rings are made for, ragged, and nothing asked of the device on the way."""
+    x, cache = tokens(2, ROOM), new_cache(attn, page_size, max_step=2)
+    golden, rounded = truth(attn, x)
+    attn(x[:, :60], cache=cache)
+    counts = torch.tensor([160, 90], device=DEVICE, dtype=torch.int32)
+    cache.reserve(ROOM)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = attn(x[:, 60:220], cache=cache, new=counts)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_right(y[:1], golden[:1, 60:220], rounded[:1, 60:220])
+    assert_right(y[1:, :90], golden[1:, 60:150], rounded[1:, 60:150])
+    assert (y[1, 90:] == 0).all()
+    y = attn(torch.stack([x[0, 220:300], x[1, 150:230]]), cache=cache)
+    assert_right(y[:1], golden[:1, 220:300], rounded[:1, 220:300])
+    assert_right(y[1:], golden[1:, 150:230], rounded[1:, 150:230])

@@ -25,14 +25,14 @@ DECODE_MUTANTS = (
     ),
     _mutant(
         "ring modulo the window",
-        ".stop, device=q.device)) % ring",
-        ".stop, device=q.device)) % call.geometry.window_size",
+        "torch.arange(ring, device=q.device)) % ring",
+        "torch.arange(ring, device=q.device)) % call.geometry.window_size",
     ),
     _mutant("newest token one too far", "newest = call.lengths.long()[:, None] - 1", "newest = call.lengths[:, None]"),
     _mutant(
         "every group reads the first",
-        "device=q.device)[:, None]\n            owned",
-        "device=q.device)[:, None] * 0\n            owned",
+        "* groups + group)",
+        "* groups + group * 0)",
     ),
     # what is seen
     _mutant("window one token long", "(token <= last - call.geometry", "(token < last - call.geometry"),
@@ -40,7 +40,7 @@ DECODE_MUTANTS = (
     _mutant(
         "window sees the step's later tokens",
         "(token > last) | (token <=",
-        "(token > newest[..., None, None, None]) | (token <=",
+        "(token >= call.lengths[:, None, None, None, None]) | (token <=",
     ),
     _mutant("cmp sees a block one token early", "ends > last + 1", "ends > last + 2"),
     _mutant("cmp sees a block one token late", "ends > last + 1", "ends > last"),
@@ -51,13 +51,13 @@ DECODE_MUTANTS = (
     ),
     _mutant("select scores a block that is not visible", "(ends > last[..., None])", "(ends > last[..., None] + 4)"),
     _mutant("sel forgets the last block", 'rounding_mode="floor"))', 'rounding_mode="floor") - 1)'),
-    _mutant("sel not cut at its token", "(token > here) |", "(token >= call.lengths[:, None, None, None]) |"),
+    _mutant("sel not cut at its token", "(here - number * size).clamp_", "(here - number * size + 1).clamp_"),
     # the step
     _mutant("padding is a token", "position >= call.lengths[:, None]", "position >= call.max_len"),
     _mutant(
         "every row of the step is new",
-        "call.starts.long()[:, None] + torch.arange",
-        "call.lengths.long()[:, None] - q.shape[1] + torch.arange",
+        "position = call.starts.long()[:, None] + torch.arange",
+        "position = call.lengths.long()[:, None] - q.shape[1] + torch.arange",
     ),
     _mutant(
         "lengths of the first step that used these tensors",

@@ -58,6 +58,7 @@ def test_row_57_every_fault_of_a_spec_is_named(tamed):
     for fault in ("slot rope", "priority must be", "backward must be", "forward must be", "int is not a SlotSpec"):
         assert fault in said
     assert "deterministic must be" in said
+    assert "reads_boundaries must be" in said
 
 
 def test_row_57_command_lists_the_same(tamed, zoo, listed, nsa):

@@ -70,7 +70,7 @@ SOURCES = {
     "toy-bad-spec": (
         "toy-bad-spec",
         HOOK + "def nsa_register_backends():\n"
-        f"    slot = SlotSpec(forward='no colon', backward=3, deterministic=1)\n"
+        f"    slot = SlotSpec(forward='no colon', backward=3, deterministic=1, reads_boundaries=None)\n"
         f"    return BackendSpec('toy-bad-spec', {API_VERSION}, {{'rope': slot, 'cmp': slot, 'win': 4}}, 'x:y', '9')",
     ),
 }

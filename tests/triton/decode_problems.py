@@ -18,6 +18,7 @@ Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (6, 2, 8, 7, 9)  # l, d, l', n, w
+WIDE = (6, 2, 8, 11, 9)  # more blocks than a choice ranks at once
 TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
 
 
@@ -30,7 +31,9 @@ def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: t
 STEPS = {
     "ragged": _step("ragged", SMALL, (67, 1, 0, 20), (1, 1, 0, 0), heads=6, groups=2, init_blocks=0, local_blocks=1),
     "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
-    "many blocks": _step("many blocks", MANY, (150, 93, 121), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
+    "many blocks": _step("many blocks", MANY, (150, 134, 133), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
+    "six initial": _step("six initial", WIDE, (150, 101), (1, 1), page=8, init_blocks=6, local_blocks=1),
+    "nine initial": _step("nine initial", WIDE, (150, 133), (1, 1), page=8, init_blocks=9, local_blocks=0),
     "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
     "two tokens": _step("two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
@@ -43,11 +46,17 @@ STEPS = {
 }
 
 
-def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The step, all branches and gates."""
+def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: int = 1) -> Outputs:
+    """The step, all branches and gates; ``merge`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
-    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call)
+    span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
+    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call, settings=(span, None))
     return {"o": o, "blocks": blocks}
+
+
+def parted(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The step of one token as one of several is done."""
+    return fused(data, apart, 0)
 
 
 def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -59,20 +68,16 @@ def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outp
 
 
 def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice given an lse, by the last program and by a launch of its own."""
+    """The choice given an lse."""
     q, k = apart(data.q), apart(data.stores["k_cmp"])
     numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
     lse = numbers.view(q.shape[0], q.shape[2], -1)
-    settings = dict(configs.pick("decode_span", 0)) | {"TAIL": 0}
-    return {
-        "tail": decode.select(q, k, lse, call=data.call),
-        "launch": decode.select(q, k, lse, call=data.call, settings=settings),
-    }
+    return {"blocks": decode.select(q, k, lse, call=data.call)}
 
 
 def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """The choice where every other page holds a compressed key of NaN."""
-    data.stores["k_cmp"][::2, 1] = torch.nan
+    data.stores["k_cmp"][::2, 3] = torch.nan
     return choice(data, apart)
 
 
@@ -118,21 +123,36 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
 
 @dataclasses.dataclass(frozen=True)
 class TinyStep:
-    """One form on one step, in fp64, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
+    """One form on one step, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
 
     form: Form
     step: str
     multiprocessors: int
+    dtype: torch.dtype = torch.float64
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
 
     def calls(self) -> None:
         """Run it."""
-        data = step_data(STEPS[self.step], torch.float64)
-        with mock.patch.object(decode_launch, "multiprocessors", return_value=self.multiprocessors):
+        data = step_data(STEPS[self.step], self.dtype)
+        with (
+            mock.patch.object(decode_launch, "multiprocessors", return_value=self.multiprocessors),
+            mock.patch.object(decode, "allocate", _used),
+        ):
             self.form(data, apart)
 
 
+def _used(*asked: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Scratch with numbers of someone else in it, where zeros were not asked for."""
+    floats, ints = decode_launch.allocate(*asked)  # type: ignore[arg-type]
+    for x in floats:
+        x.fill_(7.0)
+    return floats, ints
+
+
 CASES = {
+    "choice, fp32": TinyStep(choice, "nine initial", 3, torch.float32),
+    "choice with nan, fp32": TinyStep(choice_with_nan, "six initial", 3, torch.float32),
+} | {
     f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
     for form, step, count in (
         (append, "three tokens", 3),
@@ -143,6 +163,7 @@ CASES = {
         (choice, "ragged", 3),
         (choice, "many blocks", 1000),
         (choice_with_nan, "many blocks", 3),
+        (choice, "six initial", 3),
         (choice, "two of many", 3),
         (choice, "odd", 1000),
         (choice, "one key", 3),
@@ -156,5 +177,7 @@ CASES = {
         (fused, "ragged", 1000),
         (fused, "three tokens", 3),
         (fused, "odd", 3),
+        (fused, "many blocks", 1000),
+        (parted, "ragged", 1000),
     )
 }

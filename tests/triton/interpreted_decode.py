@@ -110,20 +110,36 @@ def test_splits_are_used_where_they_are_counted_on():
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 
-def test_a_choice_in_a_launch_of_its_own_is_the_same():
+def test_a_step_in_three_launches_is_the_same():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
     with strict():
-        expected, got = run_step(data), run_step(data, settings=(span | {"TAIL": 0}, None))
+        expected, got = run_step(data), run_step(data, settings=(span | {"MERGE": 0}, None))
     assert same(got[0], expected[0])
     assert same(got[1], expected[1])
+
+
+def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
+    """Blocks of equal keys in front of and behind one with larger logits: the same score, bit for bit."""
+    config = dataclasses.replace(config_of(4, 1, 16, 16, (6, 2, 8, 8, 9)), init_blocks=0, local_blocks=0)
+    data = step_data(Step(Case("ties", config, ()), (400,), (1,), page_size=8), FP32)
+    equal = [*range(8, 25, 2), *range(32, 49, 2)]
+    page = torch.zeros(50, 4, 1, 16)
+    page[equal] = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(5))
+    page[27] = data.q[0, 0, :2].sum(0) * 2.1  # and part of its weight is the next block's
+    data.stores["k_cmp"][data.call.block_table[0].long()] = page
+    with strict():
+        lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+        blocks = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call)
+        together = run_step(data)[1]
+    assert blocks.flatten().tolist() == together.flatten().tolist() == [8, 10, 12, 14, 16, 18, 27, 28]
 
 
 def test_runs_of_a_few_tokens_at_a_time(monkeypatch):
     data = step_data(CHUNK, FP64)
     with strict():
         o, blocks = run_step(data)
-        monkeypatch.setattr(decode, "SCORE_BYTES", 1)
+        monkeypatch.setattr(decode, "SUM_BYTES", 1)
         got, chosen = run_step(data)
         lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
         alone = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call)
@@ -241,13 +257,15 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
         monkeypatch.setattr(bench, "make", lambda shape, _, dtype: make(shape, "cpu", dtype))
         for name, value in times.items():
             monkeypatch.setattr(bench, name, value)
+        monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"LANES": 3}, {})], True, FP32)
+        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32)
     said = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
     assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}
     assert len(found) == 2
     assert sum("off by" in text for text in said) == 2
+    assert sum("2.0 us decode_step" in text for text in said) == 2
     assert sum("Error" in text for text in said) == 1
     assert said[-1].endswith("append and step: 0.0020 ms")
 

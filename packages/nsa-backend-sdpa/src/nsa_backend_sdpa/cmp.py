@@ -4,8 +4,8 @@ Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 toke
 of d that see the same keys: run r sees compressed tokens 0..r. Folding the run into the head axis gives as many rows
 as keys, and an ordinary causal mask:  [S - (l-1) padded to I*d, G, h, D] -> [G, h*d heads, I rows, D].
 
-Packed documents are called one by one, which needs their lengths on the host: one synchronisation per call on CUDA,
-which CUDA refuses while a graph is captured.
+Packed documents are called one by one, which needs their lengths on the host: one synchronisation on CUDA for each
+cu_seqlens, whatever the number of layers, and none while a graph is captured, which is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 from nsa_backend_sdpa import aten, cudnn
 from nsa_backend_sdpa.engine import ieee_products, stats_dtype
 from nsa_core.contract import SlotCall
+from nsa_core.packing import host_boundaries
 
 
 def _documents(x: Tensor, call: SlotCall) -> Iterator[tuple[slice, slice]]:
     """Token rows and compressed rows of every document that has a compressed token."""
     assert call.cu_seqlens is not None
     first_cmp = 0
-    for start, end in itertools.pairwise(call.cu_seqlens.tolist()):
+    for start, end in itertools.pairwise(host_boundaries(call.cu_seqlens)):
         count = call.geometry.num_compressed(end - start)
         if count:
             yield slice(start, end), slice(first_cmp, first_cmp + count)

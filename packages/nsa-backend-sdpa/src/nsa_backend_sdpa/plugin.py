@@ -15,6 +15,7 @@ def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool 
         evidence=evidence,
         workspace=f"{_HOME}.workspace:{name}",
         deterministic=deterministic,
+        reads_boundaries=name == "cmp",
     )
 
 

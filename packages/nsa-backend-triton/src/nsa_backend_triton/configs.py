@@ -33,7 +33,7 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
-# A fused step has the same two kernels, and one more before it.
+# A fused step takes the settings of the first two, and has one more kernel before it.
 DECODE: Mapping[str, tuple[str, ...]] = {
     "cmp": ("decode_span",),
     "select": ("decode_span",),

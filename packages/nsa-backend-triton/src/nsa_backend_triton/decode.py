@@ -1,7 +1,7 @@
-"""Decode forms: cmp, select, sel and win alone, and a whole step in two launches.
+"""Decode forms: cmp, select, sel and win alone, and a whole step.
 
-step   decode_span (compressed tokens and window; the last program of a token chooses its blocks), decode_sel (the
-       chosen blocks, and the gates). Several tokens a step: decode_choose between the two.
+step   One token: decode_step does it all. Several tokens, and where the table says so: decode_span (compressed tokens
+       and window), decode_choose (their blocks), decode_sel (the chosen blocks, and the gates).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.decode_launch import Pair, Sel, Span, allocate
+from nsa_backend_triton.decode_launch import Pair, Sel, Span, Step, allocate
 from nsa_core.contract import DecodeCall
 
-SCORE_BYTES = 2**28  # of logits that the choice of blocks reads again: tokens are done in runs that need no more
+SUM_BYTES = 2**28  # of what the choice of blocks reads again: tokens are done in runs that need no more
 
 Settings = configs.Settings | None
 
@@ -25,9 +25,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _runs(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
-    """Runs (first, count) of a step's tokens whose logits fit SCORE_BYTES."""
-    each = q.shape[0] * q.shape[2] * max(1, call.geometry.num_compressed(call.max_len)) * max(4, q.itemsize)
-    most = max(1, SCORE_BYTES // each)
+    """Runs (first, count) of a step's tokens whose sums over blocks fit SUM_BYTES."""
+    each = q.shape[0] * q.shape[2] * max(1, call.geometry.num_select_blocks(call.max_len)) * 2 * max(4, q.itemsize)
+    most = max(1, SUM_BYTES // each)
     for first in range(0, q.shape[1], most):
         yield first, min(most, q.shape[1] - first)
 
@@ -132,16 +132,22 @@ def step(
         part = slice(first, first + count)
         of = q[:, part]
         span = Span(of, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
-        chosen = Sel(of, count, k_sel, v_sel, call, settings[1])
-        (floats, ints), (more_floats, more_ints) = span.sizes(), chosen.sizes()
+        chosen = Sel(of, count, k_sel, v_sel, call, settings[1], span.keys if span.merge else None)
+        whole = Step(span, chosen)
+        sizes = [whole.sizes()] if span.merge else [span.sizes(), chosen.sizes()]
         lead = (q.shape[0], count, q.shape[2])
         size = lead[0] * lead[1] * lead[2]
-        outer = [size * o.shape[3]] * 2 + [size] * 2
-        scratch, counters = allocate(q, floats + more_floats + outer, ints + more_ints, span.split or chosen.split)
-        o_cmp, o_win = (x[: outer[0]].view(*lead, o.shape[3]) for x in scratch[-4:-2])
-        lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[-2:])
-        span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[:4], counters[:2])
-        chosen.launch(
-            of, first, blocks[:, part], o[:, part], lse, scratch[4:6], counters[2:], gates[:, part], (o_cmp, o_win)
-        )
+        floats = [size * o.shape[3]] * 2 + [size] * 2 + [n for f, _ in sizes for n in f]
+        zeros = span.merge or span.split or chosen.split
+        scratch, counters = allocate(q, floats, [n for _, i in sizes for n in i], zeros)
+        o_cmp, o_win = (x[: floats[0]].view(*lead, o.shape[3]) for x in scratch[:2])
+        lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[2:4])
+        if span.merge:
+            outputs = (o[:, part], o_cmp, o_win, lse, lse_win)
+            whole.launch(of, gates[:, part], first, outputs, blocks[:, part], scratch[4:], counters)
+        else:
+            span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[4:8], counters[:1])
+            chosen.launch(
+                of, first, blocks[:, part], o[:, part], lse, scratch[8:], counters[1:], gates[:, part], (o_cmp, o_win)
+            )
     return o, blocks

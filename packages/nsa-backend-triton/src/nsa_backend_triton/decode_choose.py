@@ -1,9 +1,13 @@
-"""The choice of blocks for one token of one kv head, from the logits of its heads that a walk has left in memory.
+"""The choice of blocks for one token of one kv head, from the sums over blocks that a walk has left in memory.
 
     p[h, i] = exp(s[h, i] - lse[h]),  score[j] = sum over h and i of weight(i, j) p[h, i]               (Eqs. 8 to 10)
 
-A turn reads heads x BLOCKS x l'/d logits, 4 bytes each and one exp2, from L2, where the walk has just put them: 256 KiB
-for 16 heads and 64k tokens, some 5 us for one program; ranking 1024 blocks (select_rank) takes another 2 to 3.
+A walk's sums are relative to what its softmax had seen by then: 2^(m - lse), a number for each head and tile of keys,
+makes them absolute. A pass takes BLOCKS blocks: 8 bytes a head and block from L2, where the walk has just put them
+(128 KiB for 16 heads and 64k tokens), PIECES times as many loads as registers hold at once. Their scores stay in
+registers. The best are found one by one, a maximum of the bit patterns (scores are >= 0, so bits are ordered as they
+are) and the lowest index that has it: two reductions over a few numbers a thread for each block chosen, and for later
+passes only where a block is better than the worst of those kept. Latency binds: few numbers, one after the other.
 """
 
 from __future__ import annotations
@@ -12,104 +16,144 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.decode_walk import tokens_of
-from nsa_backend_triton.select_rank import rank_rows
 from nsa_backend_triton.tile import LOG2E, num_compressed
 
 
 @triton.jit
 def _group_scores(
-    SCORES, LSE, PAIRS, visible, score_row, lse_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, TAPS: tl.constexpr,
-    RATIO: tl.constexpr, OVER: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    SUMS, REFERENCES, LSE, first, tiles, before, sum_row, reference_row, lse_head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, OF_TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """A pair of numbers for each block, whose sum is its score: from its own compressed tokens, from those before it.
+    """(score [BLOCKS] of the blocks of tiles ``first`` on, what the last of them adds to the next block's).
 
-    Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER, RATIO - c) and the next block by the
-    rest of OVER = l/d. Heads are taken HEADS at a time.
+    ``before``: what the block in front of them adds to the first. Taps are added within a head, then heads.
     """
-    tap, of_tile = tl.arange(0, TAPS), tl.arange(0, BLOCKS)
-    own = tl.minimum(RATIO - tap, OVER)[None, :]
-    carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)[None, :]
-    turns = tl.cdiv(visible, BLOCKS * RATIO)
-    aligned = tl.cdiv(visible, 16) * 16  # of the row: so that 16 bytes at a time have one mask
-    lse = ()
+    tile = tl.arange(0, BLOCKS // OF_TILE) + first
+    number = tl.arange(0, OF_TILE * 2)
+    pairs = tl.zeros([BLOCKS // OF_TILE, OF_TILE * 2], ACC)
     for piece in tl.static_range(PIECES):
         head = piece * HEADS + tl.arange(0, HEADS)
-        sums = tl.load(LSE + head * lse_head, mask=head < GROUP, other=float("inf"), cache_modifier=".cg")
-        lse = lse + (sums * LOG2E,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
-    for turn in tl.range(turns, num_stages=STAGES):
-        block = turn * BLOCKS + of_tile
-        key = block[:, None] * RATIO + tap[None, :]
-        here = (key < visible) & (tap < RATIO)[None, :]
-        total = tl.zeros([BLOCKS, TAPS], ACC)
-        for piece in tl.static_range(PIECES):
-            head = piece * HEADS + tl.arange(0, HEADS)
-            at = SCORES + head[:, None, None] * score_row + key[None, :, :]
-            wanted = (key < aligned)[None, :, :] & (head < GROUP)[:, None, None]
-            s = tl.load(at, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-            # Not exp2 alone: past the visible ones s is anything, and of -inf less an lse of -inf it would be NaN.
-            p = tl.where(here[None, :, :], tl.exp2(s - lse[piece][:, None, None]), 0.0)
-            total += tl.sum(p, 0)
-        # Not 0 x total: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
-        mine = tl.sum(tl.where(own > 0, total * own.to(ACC), 0.0), 1)
-        after = tl.sum(tl.where(carry > 0, total * carry.to(ACC), 0.0), 1)
-        tl.store(PAIRS + (SLOTS + block) * 2 + 1, mine)
-        tl.store(PAIRS + (SLOTS + block + 1) * 2, after)
-    # The current block may have no visible compressed token of its own, but part of one before it.
-    tl.store(PAIRS + (SLOTS + turns * BLOCKS) * 2 + 1, 0.0)
-    tl.store(PAIRS + SLOTS * 2, 0.0)
+        exists = head < GROUP
+        here = exists[:, None] & (tile < tiles)[None, :]
+        lse = tl.load(LSE + head * lse_head, mask=exists, other=0.0, cache_modifier=".cg") * LOG2E
+        whole = tl.floor(lse)
+        reference = tl.load(
+            REFERENCES + head[:, None] * reference_row + tile[None, :], mask=here, other=0.0, cache_modifier=".cg"
+        )
+        # A power of two apart from the first factor: equal sums give equal scores, whatever they are relative to.
+        scale = tl.exp2(whole - lse)[:, None] * tl.exp2(tl.minimum(reference - whole[:, None], 126.0))
+        at = head[:, None, None] * sum_row + (tile[:, None] * (OF_TILE * 2) + number[None, :])[None, :, :]
+        some = tl.load(SUMS + at, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+        pairs += tl.sum(some * scale[:, :, None], 0)
+    own, carry = tl.split(tl.reshape(pairs, [BLOCKS, 2]))
+    at = tl.arange(0, BLOCKS)
+    after = tl.sum(tl.where(at == BLOCKS - 1, carry, 0.0), 0)
+    carry = tl.where(at == 0, before, tl.gather(carry, tl.maximum(at - 1, 0), 0))
+    return own + carry, after
+
+
+@triton.jit
+def _insert(bits, kept_bits, kept, count, first, begin, end, free, slot, GONE: tl.constexpr):
+    """(bits, blocks, number) of the best ``free`` of those kept [SLOTS] and of bits [BLOCKS], blocks ``first`` on.
+
+    Of the latter only blocks begin .. end count.
+
+    Blocks come in ascending order, so one kept goes before an equal one that comes. Of equal ones kept the last goes.
+    """
+    MOST: tl.constexpr = 2**31 - 1
+    block = tl.arange(0, bits.shape[0]) + first
+    bits = tl.where((block >= begin) & (block < end), bits, GONE)
+    there = tl.minimum(end, first + bits.shape[0]) - tl.maximum(begin, first)
+    room = tl.minimum(free - count, tl.maximum(there, 0))
+    for _ in tl.range(room, num_stages=1):
+        best = tl.max(bits, 0)
+        at = tl.min(tl.where(bits == best, block, MOST), 0)
+        kept_bits = tl.where(slot == count, best, kept_bits)
+        kept = tl.where(slot == count, at, kept)
+        bits = tl.where(block == at, GONE, bits)
+        count += 1
+    best = tl.max(bits, 0)
+    worst = tl.min(kept_bits, 0)
+    while best > worst:
+        at = tl.min(tl.where(bits == best, block, MOST), 0)
+        last = tl.max(tl.where(kept_bits == worst, kept, -1), 0)
+        goes = (kept_bits == worst) & (kept == last)
+        kept_bits = tl.where(goes, best, kept_bits)
+        kept = tl.where(goes, at, kept)
+        bits = tl.where(block == at, GONE, bits)
+        best = tl.max(bits, 0)
+        worst = tl.min(kept_bits, 0)
+    return kept_bits, kept, count
 
 
 @triton.jit
 def choose(
-    token, number, SCORES, LSE, PAIRS, PLACES, OUT, score_row, lse_head, pair_row,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, TAPS: tl.constexpr,
+    token, SUMS, REFERENCES, LSE, OUT, sum_row, reference_row, lse_head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, OF_TILE: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
-    ACC: tl.constexpr,
+    INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of ``token``, negative: padding, all -1. SCORES, LSE, OUT point at it.
-
-    ``number`` tells its scratch from that of others: PAIRS [tokens, pair_row], PLACES [tokens, 2, SLOTS].
-    """
+    """Write the blocks of ``token``, negative: padding, all -1. SUMS, REFERENCES, LSE and OUT point at it."""
+    WIDE: tl.constexpr = tl.float64 == ACC
+    BITS: tl.constexpr = tl.int64 if WIDE else tl.int32
+    GONE: tl.constexpr = -(2**52) - 1 if WIDE else -(2**23) - 1  # less than the bits of -inf
+    MOST: tl.constexpr = 2**63 - 1 if WIDE else 2**31 - 1
+    candidates = tl.where(token < 0, 0, token // SELECT + 1)
+    init = tl.minimum(candidates, INIT)
+    first_local = tl.maximum(candidates - LOCAL, init)
+    total = tl.minimum(candidates, N)
+    free = total - init - (candidates - first_local)
+    sum_row, reference_row = sum_row // 16 * 16, reference_row // 16 * 16  # the compiler sees that rows are aligned
+    tiles = tl.cdiv(num_compressed(token + 1, SIZE, STRIDE), OF_TILE * (SELECT // STRIDE))
     slot = tl.arange(0, SLOTS)
-    if token < 0:
-        tl.store(OUT + slot, tl.full([SLOTS], -1, tl.int32), mask=slot < N)
-    else:
-        pair_row = pair_row // 16 * 16  # the compiler sees that rows are aligned
-        PAIRS += number * pair_row
-        PLACES += number * (2 * SLOTS)
-        _group_scores(
-            SCORES, LSE, PAIRS, num_compressed(token + 1, SIZE, STRIDE), score_row // 16 * 16, lse_head,
-            GROUP, HEADS, PIECES, BLOCKS, TAPS, SELECT // STRIDE, SIZE // STRIDE, SLOTS, STAGES, ACC,
+    kept_bits = tl.full([SLOTS], MOST, BITS)
+    kept = slot
+    count = 0
+    before = tl.full([], 0.0, ACC)
+    for window in tl.range(tl.where(free > 0, tl.cdiv(first_local, BLOCKS), 0), num_stages=1):
+        score, before = _group_scores(
+            SUMS, REFERENCES, LSE, window * (BLOCKS // OF_TILE), tiles, before, sum_row, reference_row, lse_head,
+            GROUP, HEADS, PIECES, BLOCKS, OF_TILE, ACC,
         )  # fmt: skip
-        tl.debug_barrier()  # scores written by other threads of the program
-        one = token + tl.arange(0, 1)
-        rank_rows(PAIRS, PLACES, PLACES + SLOTS, OUT, one, one >= 0, N, pair_row,
-                  N, SLOTS, INIT, LOCAL, SELECT, 1, CHUNKS, LANES)  # fmt: skip
+        score = tl.where(score == score, score, float("-inf"))  # a NaN ranks last
+        kept_bits, kept, count = _insert(
+            score.to(BITS, bitcast=True), kept_bits, kept, count, window * BLOCKS, init, first_local, free, slot, GONE,
+        )  # fmt: skip
+    ranked = slot < free
+    lower = (kept[None, :] < kept[:, None]) & ranked[None, :]
+    place = tl.where(ranked, init + tl.sum(lower.to(tl.int32), 1), slot + init)
+    block = tl.where(ranked, kept, first_local - free + slot)
+    block = tl.where(place < total, block, -1)
+    tl.store(OUT + place, block, mask=place < N)
+    tl.store(OUT + slot, slot, mask=slot < init)
 
 
 @triton.jit(
-    do_not_specialize=["first", "rows", "max_len", "score_row", "pair_row", "lse_head"],
+    do_not_specialize=["first", "rows", "max_len", "sum_row", "reference_row", "lse_head"],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "OUT", "LSE"],
 )
 def decode_choose(
-    SCORES, LSE, PAIRS, PLACES, OUT, STARTS, LENGTHS, lse_seq: tl.int64, lse_head, out_seq: tl.int64,
-    first, rows, max_len, score_row, pair_row,
+    SUMS, REFERENCES, LSE, OUT, STARTS, LENGTHS, lse_seq: tl.int64, lse_head, out_seq: tl.int64,
+    first, rows, max_len, sum_row, reference_row,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr,
-    TAPS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr,
-    SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    STAGES: tl.constexpr, ACC: tl.constexpr,
+    OF_TILE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr,
+    SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and kv head, where a walk's tile holds several tokens; logits [B, rows, Hq, score_row]."""
+    """One program a token and kv head; sums [B, rows, Hq, sum_row], references [B, rows, Hq, reference_row].
+
+    PDL: between two kernels of which each is launched before the one in front has ended.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     number = tl.program_id(0)
     group, row, seq = number % GROUPS, number // GROUPS % rows, number // GROUPS // rows
     begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)
-    token = tl.where(begin < end, begin, -1)
-    number = tl.cast(number, tl.int64)
+    number = tl.cast(number, tl.int64) * GROUP
     choose(
-        token, number, SCORES + number * GROUP * (score_row // 16 * 16),
-        LSE + seq * lse_seq + group * GROUP * lse_head + row, PAIRS, PLACES,
-        OUT + seq * out_seq + (row * GROUPS + group) * N, score_row, lse_head, pair_row,
-        GROUP, HEADS, PIECES, BLOCKS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, CHUNKS, LANES, STAGES, ACC,
+        tl.where(begin < end, begin, -1), SUMS + number * (sum_row // 16 * 16),
+        REFERENCES + number * (reference_row // 16 * 16), LSE + seq * lse_seq + group * GROUP * lse_head + row,
+        OUT + seq * out_seq + (row * GROUPS + group) * N, sum_row, reference_row, lse_head,
+        GROUP, HEADS, PIECES, BLOCKS, OF_TILE, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, ACC,
     )  # fmt: skip

@@ -13,8 +13,8 @@ from nsa_backend_triton import configs
 from nsa_backend_triton.decode_choose import decode_choose
 from nsa_backend_triton.decode_sel import decode_sel
 from nsa_backend_triton.decode_span import decode_span
+from nsa_backend_triton.decode_step import decode_step
 from nsa_backend_triton.launch import accumulator, architecture, multiprocessors
-from nsa_backend_triton.select import scratch_row
 from nsa_backend_triton.span_forward import launch_options
 from nsa_backend_triton.tile import LOG2E
 from nsa_core.contract import DecodeCall
@@ -39,9 +39,9 @@ def _padded(width: int) -> int:
     return max(16, power(width))
 
 
-def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.device) -> int:
-    """How many programs share the ``tiles`` of each of ``units``, so that together they fill the GPU."""
-    wanted = chosen["PROGRAMS"] * multiprocessors(device) // max(1, units)
+def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.device, name: str = "PROGRAMS") -> int:
+    """How many programs share the ``tiles`` of each of ``units``: together ``name`` a multiprocessor, or fewer."""
+    wanted = chosen[name] * multiprocessors(device) // max(1, units)
     return max(1, min(wanted, tiles // chosen["LEAST"]))
 
 
@@ -66,11 +66,13 @@ def _page(rows: int) -> int:
 
 
 class Span:
-    """One launch of decode_span over ``rows`` tokens of a step: the branches given, and the choice where it is asked.
+    """One launch of decode_span over ``rows`` tokens of a step: the branches given; the choice in a launch of its own.
 
-    The table's KEYS, ROWS (queries a program), PROGRAMS (a multiprocessor), LEAST (tiles a split), TAIL (1: the last
-    program of a token chooses, 0: a launch of its own), SCORES (logits a turn), STAGES (of their loads), CHUNKS and
-    LANES (of the ranking), PDL (1, from sm_90 on: decode_sel is launched before this one has ended).
+    The table's KEYS, ROWS (queries a program), PROGRAMS (of the compressed tokens, a multiprocessor), RING (of the
+    window), LEAST (tiles a split), MERGE (1: a step of one token is one launch), BLOCKS (that a choice ranks at once),
+    SUMS (pairs of numbers that it reads at once), maxnreg (registers a thread where all is one launch), PDL (1, from
+    sm_90 on: of several launches each begins before the one in front has ended). A tile holds whole blocks: KEYS grow
+    to l'/d where that is more, and are then not fetched ahead.
     """
 
     def __init__(
@@ -84,97 +86,115 @@ class Span:
         group = self.heads // self.groups
         traits = {"head_dim": self.dk, "v_head_dim": self.dv, "itemsize": q.itemsize, "heads": group}
         self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
-        self.keys = self.chosen["KEYS"]
+        self.taps = power(geometry.select_block_size // geometry.compress_stride)
+        self.keys = max(self.chosen["KEYS"], self.taps)
         most = max(1, self.chosen["ROWS"] // group)
         self.tokens = min(power(rows), 1 << (most.bit_length() - 1))
-        self.tail = choose and self.tokens == 1 and bool(self.chosen["TAIL"])
+        self.merge = self.tokens == 1 and bool(self.chosen["MERGE"])
         self.max_len = call.max_len
         if cmp is not None:
             self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride)
         units = self.batch * cdiv(rows, self.tokens) * self.groups
-        compressed = geometry.num_compressed(self.max_len)
+        of_tile = self.keys // self.taps  # blocks
+        tiles = cdiv(
+            geometry.num_compressed(self.max_len) * geometry.compress_stride, of_tile * geometry.select_block_size
+        )
         window = min(geometry.window_size, self.max_len) + self.tokens - 1
-        self.splits = _splits(units, cdiv(compressed, self.keys), self.chosen, q.device)
-        self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device)
+        self.splits = _splits(units, tiles, self.chosen, q.device)
+        self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device, "RING")
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
-        self.slots = _padded(geometry.num_selected_blocks)
-        taps = power(geometry.select_block_size // geometry.compress_stride)
-        heads = min(power(group), max(1, self.chosen["SCORES"] // taps))
-        turn = max(1, self.chosen["SCORES"] // (taps * heads))
-        self.chunks = max(self.chosen["CHUNKS"], cdiv(2 * self.slots, self.chosen["LANES"]))
-        self.score_row = max(1, cdiv(compressed, 64)) * 64
-        self.pair_row = scratch_row(
-            geometry.num_select_blocks(self.max_len), turn, self.slots, self.chunks * self.chosen["LANES"]
-        )
-        self.shape = {"HEADS": heads, "PIECES": cdiv(group, heads), "TAPS": taps}
-        self.turn = turn
+        self.blocks = max(of_tile, self.chosen["BLOCKS"])
+        self.at_once = min(power(group), max(1, self.chosen["SUMS"] // self.blocks))
+        self.sum_row, self.reference_row = cdiv(tiles * of_tile * 2, 16) * 16, cdiv(tiles, 16) * 16
 
     @property
     def split(self) -> bool:
         """Whether counters are needed."""
-        return self.programs > 0 and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
+        return self.attend and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Scratch: (stats, partial outputs, logits, pairs of scores), (counters, places)."""
-        parts = self.programs * self.m if self.split and self.attend else 0
-        tokens = self.batch * self.rows if self.choose else 0
-        floats = [2 * parts, parts * self.block_dv, tokens * self.heads * self.score_row]
-        floats.append(tokens * self.groups * self.pair_row)
-        return floats, [self.programs if self.split else 0, tokens * self.groups * 2 * self.slots]
+        """Scratch: (stats, partial outputs, sums over blocks, what they are relative to), (counters)."""
+        parts = self.programs * self.m if self.split else 0
+        rows = self.batch * self.rows * self.heads if self.choose else 0
+        floats = [2 * parts, parts * self.block_dv, rows * self.sum_row, rows * self.reference_row]
+        return floats, [self.programs if self.split else 0]
 
     def launch(
         self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None, scratch: list[Tensor],
-        places: list[Tensor],
+        counters: list[Tensor],
     ) -> None:  # fmt: skip
         """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` of the step on; ``outputs`` (o, o_win, lse, lse_win)."""
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
-        stats, parts, scores, pairs = scratch
+        stats, parts, sums, references = scratch
         k, *k_at = _store(self.cmp and self.cmp[0], q)
         v, *v_at = _store(self.cmp and self.cmp[1], q)
         k_win, *kw_at = _store(self.win and self.win[0], q)
         v_win, *vw_at = _store(self.win and self.win[1], q)
-        out = lse if blocks is None else blocks
-        choice = {
-            "SIZE": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
-            "SELECT": geometry.select_block_size, "N": geometry.num_selected_blocks, "SLOTS": self.slots,
-            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "CHUNKS": self.chunks,
-            "LANES": self.chosen["LANES"], "GROUPS": self.groups, "GROUP": self.heads // self.groups,
-            "STAGES": self.chosen["STAGES"], "ACC": accumulator(q.dtype), **self.shape,
-        }  # fmt: skip
         decode_span[(self.programs,)](
-            q, k, v, k_win, v_win, o, o_win, lse, lse_win, scores, stats, parts, places[0], pairs, places[1], out,
-            call.starts, call.lengths, call.block_table,
+            q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, references, stats, parts, *counters, call.starts,
+            call.lengths, call.block_table,
             *q.stride()[:3], *k_at, *v_at, *kw_at, *vw_at, o.stride(0), o.stride(1), lse.stride(0), lse.stride(1),
-            out.stride(0), call.block_table.stride(0), call.scale * LOG2E.value, first, self.rows, self.max_len,
-            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.score_row,
-            self.pair_row,
+            call.block_table.stride(0), call.scale * LOG2E.value, first, self.rows, self.max_len,
+            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs, self.sum_row,
+            self.reference_row,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]), TOKENS=self.tokens,
-            M=self.m, KEYS=self.keys, DK=self.dk, DV=self.dv, BLOCK_DK=_padded(self.dk), BLOCK_DV=self.block_dv,
-            WINDOW=geometry.window_size, ATTEND=self.attend, KEEP=self.choose, CHOOSE=self.tail,
-            BLOCKS_PER_TURN=self.turn, PDL=bool(self.chosen.get("PDL")), **choice, **launch_options(self.chosen),
+            ATTEND=self.attend, KEEP=self.choose, PDL=self.early, **self.constants(q),
+            **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
-        if self.choose and not self.tail:
-            assert blocks is not None
+        if blocks is not None:
             decode_choose[(self.batch * self.rows * self.groups,)](
-                scores, lse, pairs, places[1], blocks, call.starts, call.lengths, lse.stride(0), lse.stride(1),
-                blocks.stride(0), first, self.rows, self.max_len, self.score_row, self.pair_row,
-                BLOCKS=self.turn, **choice, num_warps=self.chosen["num_warps"],
+                sums, references, lse, blocks, call.starts, call.lengths, lse.stride(0), lse.stride(1),
+                blocks.stride(0), first, self.rows, self.max_len, self.sum_row, self.reference_row,
+                GROUPS=self.groups, GROUP=self.heads // self.groups, SIZE=geometry.compress_block_size,
+                STRIDE=geometry.compress_stride, SELECT=geometry.select_block_size, ACC=accumulator(q.dtype),
+                BLOCKS=self.blocks, OF_TILE=self.keys // self.taps, PDL=self.early, **self.choice(),
+                num_warps=self.chosen["num_warps"], **({"launch_pdl": True} if self.early else {}),
             )  # fmt: skip
+
+    @property
+    def early(self) -> bool:
+        """Whether the launch after this one may come before its end."""
+        return bool(self.chosen.get("PDL"))
+
+    def options(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Of a launch: those of ``names`` that the table gives."""
+        given = dict(self.chosen) if self.keys == self.chosen["KEYS"] else {**self.chosen, "num_stages": 2}
+        return {name: given[name] for name in names if name in given}
+
+    def constants(self, q: Tensor) -> dict[str, object]:
+        """Constants of a walk over either branch."""
+        geometry = self.call.geometry
+        return {
+            "GROUPS": self.groups, "GROUP": self.heads // self.groups, "M": self.m, "KEYS": self.keys, "DK": self.dk,
+            "DV": self.dv, "BLOCK_DK": _padded(self.dk), "BLOCK_DV": self.block_dv, "TAPS": self.taps,
+            "SIZE": geometry.compress_block_size, "STRIDE": geometry.compress_stride, "WINDOW": geometry.window_size,
+            "SELECT": geometry.select_block_size, "ACC": accumulator(q.dtype),
+        }  # fmt: skip
+
+    def choice(self) -> dict[str, int]:
+        """Constants of the choice."""
+        geometry = self.call.geometry
+        return {
+            "N": geometry.num_selected_blocks, "SLOTS": _padded(geometry.num_selected_blocks),
+            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "HEADS": self.at_once,
+            "PIECES": cdiv(self.heads // self.groups, self.at_once),
+        }  # fmt: skip
 
 
 class Sel:
     """One launch of decode_sel over ``rows`` tokens. The table's KEYS, PROGRAMS, LEAST and PDL are as Span's."""
 
     def __init__(
-        self, q: Tensor, rows: int, k: Tensor, v: Tensor, call: DecodeCall, chosen: configs.Settings | None = None
-    ) -> None:
+        self, q: Tensor, rows: int, k: Tensor, v: Tensor, call: DecodeCall, chosen: configs.Settings | None = None,
+        keys: int | None = None,
+    ) -> None:  # fmt: skip
         self.call, self.k, self.v, self.rows = call, k, v, rows
         geometry, self.groups, self.group = call.geometry, k.shape[2], q.shape[2] // k.shape[2]
         traits = {"head_dim": q.shape[3], "v_head_dim": v.shape[3], "itemsize": q.itemsize, "heads": self.group}
         self.chosen = chosen or configs.pick("decode_sel", architecture(q.device), **traits)
-        self.keys = self.chosen["KEYS"]
+        self.keys = keys or self.chosen["KEYS"]
         units = q.shape[0] * rows * self.groups
         tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.keys)
         self.splits = _splits(units, tiles, self.chosen, q.device)
@@ -210,4 +230,43 @@ class Sel:
             SELECT=call.geometry.select_block_size, N=n, SLOTS=_padded(n), DISTINCT=gates is not None,
             GATED=gates is not None, ACC=accumulator(q.dtype), PDL=early, **launch_options(self.chosen),
             **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+
+
+class Step:
+    """One launch of decode_step: all that ``span`` and ``sel``, of its tile of keys, would do, and the choice."""
+
+    def __init__(self, span: Span, sel: Sel) -> None:
+        self.span, self.sel = span, sel
+        self.programs = span.programs + sel.programs
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Scratch: (stats, partial outputs, sums over blocks, what they are relative to), (counters, flags, ticket)."""
+        span = self.span
+        parts = self.programs * span.m if span.split or self.sel.split else 0
+        flags = span.batch * span.rows * span.groups * 2
+        return [2 * parts, parts * span.block_dv, *span.sizes()[0][2:]], [self.programs, flags, 1]
+
+    def launch(
+        self, q: Tensor, gates: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor, scratch: list[Tensor],
+        zeros: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` on; ``outputs`` (o, o_cmp, o_win, lse, lse_win)."""
+        span, sel, call, (o, o_cmp, _, lse, _) = self.span, self.sel, self.span.call, outputs
+        stats, parts, sums, references = scratch
+        k, *k_at = _store(span.cmp and span.cmp[0], q)
+        v, *v_at = _store(span.cmp and span.cmp[1], q)
+        k_win, *kw_at = _store(span.win and span.win[0], q)
+        v_win, *vw_at = _store(span.win and span.win[1], q)
+        decode_step[(self.programs,)](
+            q, gates, k, v, sel.k, sel.v, k_win, v_win, *outputs, sums, references, stats, parts, *zeros, blocks,
+            call.starts, call.lengths, call.block_table,
+            *q.stride()[:3], *gates.stride()[:3], *k_at, *v_at, *sel.k.stride()[:3], *sel.v.stride()[:3], *kw_at,
+            *vw_at, *blocks.stride()[:3], o.stride(0), o.stride(1), o_cmp.stride(0), o_cmp.stride(1), lse.stride(0),
+            lse.stride(1), call.block_table.stride(0), call.scale * LOG2E.value, first, span.rows,
+            min(span.max_len, sel.max_len),
+            k.shape[1], sel.k.shape[1], k_win.shape[1], span.splits, span.win_splits, sel.splits, span.cmp_programs,
+            span.programs - span.cmp_programs, span.sum_row, span.reference_row,
+            CMP_PAGE=_page(k.shape[1]), PAGE=_page(sel.k.shape[1]), AT_ONCE=span.blocks, **span.constants(q),
+            **span.choice(), **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip

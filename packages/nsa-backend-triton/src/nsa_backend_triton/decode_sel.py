@@ -4,7 +4,7 @@
 
 A program owns the heads of a group of one token (M >= 16 rows) and a share of its n l' keys, KEYS at a time:
 (Dk + Dv) * KEYS * itemsize bytes from HBM a tile, 16 operations a byte in bf16 at M = 16. HBM binds. The last program
-of a unit adds its splits and, GATED, the gated outputs of the other branches, which decode_span left in fp32, and
+of a unit adds its splits and, GATED, the gated outputs of the other branches, which were left in fp32, and
 rounds once.
 """
 
@@ -13,8 +13,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.decode_walk import SEL, hand_in, tokens_of, walk
+from nsa_backend_triton.decode_walk import SEL, hand_in, tokens_of, wait, walk
 from nsa_backend_triton.tile import finish
+
+
+@triton.jit
+def sel_program(
+    index, program, Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS, READY, STARTS, LENGTHS, TABLE,
+    q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page, v_row, v_head, c_seq, c_row, c_head,
+    o_seq, o_row, lse_seq, lse_head, table_row, factor, first, rows, max_len, page_rows, splits,
+    PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, SELECT: tl.constexpr,
+    N: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr, GATED: tl.constexpr, WAIT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Program ``index``; ``program`` numbers its scratch. WAIT: for its token's blocks and other branches, by READY.
+
+    DISTINCT: blocks are as decode_choose leaves them; else in any order, with duplicates and strays.
+    """
+    group, split, unit = index % GROUPS, index // GROUPS % splits, index // GROUPS // splits
+    seq, row = unit // rows, unit % rows
+    begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)
+    inside = begin < end
+    at = tl.arange(0, M)
+    head = group * GROUP + at % GROUP
+    exists = at < GROUP
+    column = tl.arange(0, BLOCK_DK)
+    q_at = Q + seq * q_seq + row * q_row + (head * q_head)[:, None] + column[None, :]
+    q = tl.load(q_at, mask=(exists & inside)[:, None] & (column < DK)[None, :], other=0.0)
+    place = unit * GROUPS + group
+    if WAIT:
+        wait(READY + place * 2)
+    slots = N
+    if DISTINCT:
+        slots = tl.minimum(begin // SELECT + 1, N)
+    tiles = tl.where(inside, tl.cdiv(slots * SELECT, KEYS), 0)
+    share = tl.cdiv(tiles, splits)
+    from_tile = tl.minimum(split * share, tiles)
+    right = tl.where(exists & inside, end, 0)
+    m = tl.full([M], float("-inf"), ACC)
+    l = tl.zeros([M], ACC)
+    acc = tl.zeros([M, BLOCK_DV], ACC)
+    m, l, acc = walk(
+        q, m, l, acc, K + group * k_head, V + group * v_head, STATS, STATS, TABLE + seq * table_row,
+        CHOSEN + seq * c_seq + row * c_row + group * c_head, seq, 0, end, from_tile,
+        tl.minimum(from_tile + share, tiles), right, right, begin // SELECT, right, right, page_rows, factor, k_page,
+        k_row, v_page, v_row, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT, DISTINCT, 1, 1, 1, True,
+        False, ACC,
+    )  # fmt: skip
+    is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV)
+    if is_last:
+        o, lse = finish(m, l, acc)
+        wide = tl.arange(0, BLOCK_DV)
+        mask = exists[:, None] & (wide < DV)[None, :]
+        if GATED:
+            if WAIT:
+                wait(READY + place * 2 + 1)
+            other = ((tl.cast(seq, tl.int64) * rows + row) * (GROUPS * GROUP) + head)[:, None] * DV + wide[None, :]
+            gate = GATES + seq * g_seq + row * g_row + head * g_head
+            o *= tl.load(gate + 1, mask=exists, other=0.0)[:, None]
+            o_cmp = tl.load(O_CMP + other, mask=mask, other=0.0, cache_modifier=".cg")
+            o_win = tl.load(O_WIN + other, mask=mask, other=0.0, cache_modifier=".cg")
+            o = tl.load(gate, mask=exists, other=0.0)[:, None] * o_cmp + o
+            o += tl.load(gate + 2, mask=exists, other=0.0)[:, None] * o_win
+            o = tl.where(inside, o, 0.0)  # a gate of padding may be NaN
+        else:
+            tl.store(LSE + seq * lse_seq + head * lse_head + row, lse, mask=exists)
+        o_at = O + seq * o_seq + row * o_row + (head * DV)[:, None] + wide[None, :]
+        tl.store(o_at, o.to(O.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -31,52 +97,13 @@ def decode_sel(
     N: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr, GATED: tl.constexpr, ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module. DISTINCT: blocks are as decode_span chose them; else in any order, with duplicates and strays.
-
-    PDL: launched before the kernel in front has ended; its writes are there after the wait.
-    """
-    program = tl.program_id(0)
+    """See the module. PDL: launched before the kernel in front has ended; its writes are there after the wait."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    group, split, unit = program % GROUPS, program // GROUPS % splits, program // GROUPS // splits
-    seq, row = unit // rows, unit % rows
-    begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)
-    inside = begin < end
-    at = tl.arange(0, M)
-    head = group * GROUP + at % GROUP
-    exists = at < GROUP
-    column = tl.arange(0, BLOCK_DK)
-    q_at = Q + seq * q_seq + row * q_row + (head * q_head)[:, None] + column[None, :]
-    q = tl.load(q_at, mask=(exists & inside)[:, None] & (column < DK)[None, :], other=0.0)
-    slots = N
-    if DISTINCT:
-        slots = tl.minimum(begin // SELECT + 1, N)
-    tiles = tl.where(inside, tl.cdiv(slots * SELECT, KEYS), 0)
-    share = tl.cdiv(tiles, splits)
-    from_tile = tl.minimum(split * share, tiles)
-    right = tl.where(exists & inside, end, 0)
-    m = tl.full([M], float("-inf"), ACC)
-    l = tl.zeros([M], ACC)
-    acc = tl.zeros([M, BLOCK_DV], ACC)
-    m, l, acc = walk(
-        q, m, l, acc, K + group * k_head, V + group * v_head, STATS, TABLE + seq * table_row,
-        CHOSEN + seq * c_seq + row * c_row + group * c_head, seq, 0, end, from_tile,
-        tl.minimum(from_tile + share, tiles), right, right, begin // SELECT, right, page_rows, factor, k_page, k_row,
-        v_page, v_row, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT, DISTINCT, True, False, ACC,
+    program = tl.program_id(0)
+    sel_program(
+        program, program, Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS, COUNTERS, STARTS,
+        LENGTHS, TABLE, q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page, v_row, v_head, c_seq,
+        c_row, c_head, o_seq, o_row, lse_seq, lse_head, table_row, factor, first, rows, max_len, page_rows, splits,
+        PAGE, GROUPS, GROUP, M, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, SELECT, N, SLOTS, DISTINCT, GATED, False, ACC,
     )  # fmt: skip
-    is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV, True)
-    if is_last:
-        o, lse = finish(m, l, acc)
-        wide = tl.arange(0, BLOCK_DV)
-        mask = exists[:, None] & (wide < DV)[None, :]
-        if GATED:
-            other = ((tl.cast(seq, tl.int64) * rows + row) * (GROUPS * GROUP) + head)[:, None] * DV + wide[None, :]
-            gate = GATES + seq * g_seq + row * g_row + head * g_head
-            o *= tl.load(gate + 1, mask=exists, other=0.0)[:, None]
-            o = tl.load(gate, mask=exists, other=0.0)[:, None] * tl.load(O_CMP + other, mask=mask, other=0.0) + o
-            o += tl.load(gate + 2, mask=exists, other=0.0)[:, None] * tl.load(O_WIN + other, mask=mask, other=0.0)
-            o = tl.where(inside, o, 0.0)  # a gate of padding may be NaN
-        else:
-            tl.store(LSE + seq * lse_seq + head * lse_head + row, lse, mask=exists)
-        o_at = O + seq * o_seq + row * o_row + (head * DV)[:, None] + wide[None, :]
-        tl.store(o_at, o.to(O.dtype.element_ty), mask=mask)

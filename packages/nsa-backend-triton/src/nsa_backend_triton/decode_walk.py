@@ -25,15 +25,18 @@ def tokens_of(STARTS, LENGTHS, seq, first, count, max_len):
 @triton.jit
 def key_range(
     begin, end, split, splits,
-    KIND: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    KIND: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys that tokens begin .. end see: (the first, one past the last, first and last tile of this split)."""
+    """Of the keys that tokens begin .. end see: (the first, one past the last, first and last tile of this split).
+
+    A tile has STEP keys.
+    """
     low = 0
     high = tl.where(begin < end, num_compressed(end, SIZE, STRIDE), 0)
     if KIND == WIN:
         low = tl.maximum(begin - WINDOW + 1, 0)
         high = tl.where(begin < end, end, 0)
-    tiles = tl.cdiv(tl.maximum(high - low, 0), KEYS)
+    tiles = tl.cdiv(tl.maximum(high - low, 0), STEP)
     share = tl.cdiv(tiles, splits)
     from_tile = tl.minimum(split * share, tiles)
     return low, high, from_tile, tl.minimum(from_tile + share, tiles)
@@ -43,13 +46,16 @@ def key_range(
 def _locate(
     tile, low, high, TABLE, CHOSEN, seq, page_rows, current,
     KEYS: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, SELECT: tl.constexpr,
-    DISTINCT: tl.constexpr,
+    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """(key, page) of the keys of a tile, [KEYS] each; a key that is not there is >= high."""
+    """(key, page) of the keys of a tile, [KEYS] each; a key that is not there is >= high.
+
+    CMP: whole blocks of RATIO keys, each padded to TAPS.
+    """
     flat = tile * KEYS + tl.arange(0, KEYS)
     if KIND == SEL:
         slot = flat // SELECT
-        block = tl.load(CHOSEN + slot, mask=slot < N, other=-1)
+        block = tl.load(CHOSEN + slot, mask=slot < N, other=-1, cache_modifier=".cg")
         there = (block >= 0) & (block <= current)
         if not DISTINCT:
             other = tl.arange(0, SLOTS)
@@ -57,6 +63,8 @@ def _locate(
             same = (before[None, :] == block[:, None]) & (other[None, :] < slot[:, None])
             there = there & (tl.max(same.to(tl.int32), 1) == 0)
         key = tl.where(there, block.to(tl.int32) * SELECT + flat % SELECT, high)
+    elif RATIO < TAPS:
+        key = tl.where(flat % TAPS < RATIO, flat // TAPS * RATIO + flat % TAPS, high)
     else:
         key = low + flat
     page = tl.zeros([KEYS], tl.int32) + seq
@@ -74,25 +82,53 @@ def _rows(X, page, row, there, x_page, x_row, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def _keep(
+    p, m, SUMS, REFERENCES, sums, references, tile, here,
+    RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
+    """Leave a tile's sums of p [M, KEYS] over blocks, and what p is relative to, m [M]; rows that are ``here``.
+
+    A pair for each block: what its compressed tokens add to its own score, and what they add to the next block's.
+    Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER, RATIO - c) and the next block by the
+    rest of OVER = l/d.
+    """
+    M: tl.constexpr = p.shape[0]
+    BLOCKS: tl.constexpr = p.shape[1] // TAPS
+    tap = tl.arange(0, TAPS)[None, None, :]
+    own = tl.minimum(RATIO - tap, OVER)
+    carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)
+    p = tl.reshape(p, [M, BLOCKS, TAPS])
+    # Not 0 x p: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
+    mine = tl.sum(tl.where(own > 0, p * own.to(p.dtype), 0.0), 2)
+    after = tl.sum(tl.where(carry > 0, p * carry.to(p.dtype), 0.0), 2)
+    at = sums[:, None] + (tl.arange(0, BLOCKS * 2) + tile * (BLOCKS * 2))[None, :]
+    tl.store(SUMS + at, tl.reshape(tl.join(mine, after), [M, BLOCKS * 2]), mask=here[:, None])
+    tl.store(REFERENCES + references + tile, m, mask=here)
+
+
+@triton.jit
 def walk(
-    q, m, l, acc, K, V, SCORES, TABLE, CHOSEN, seq, low, high, from_tile, to_tile, left, right, current, scores,
-    page_rows, factor, k_page, k_row, v_page, v_row,
+    q, m, l, acc, K, V, SUMS, REFERENCES, TABLE, CHOSEN, seq, low, high, from_tile, to_tile, left, right, current,
+    sums, references, page_rows, factor, k_page, k_row, v_page, v_row,
     KIND: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, SELECT: tl.constexpr,
-    DISTINCT: tl.constexpr, ATTEND: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
+    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr, ATTEND: tl.constexpr,
+    KEEP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over tiles from_tile .. to_tile; m, l [M] in base 2, acc [M, Dv].
 
-    Row r sees keys left[r] .. right[r]. KEEP: its logits (base 2) go to SCORES + scores[r] too, where right[r] > 0.
+    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS + sums[r], the m that
+    they are relative to to REFERENCES + references[r], where right[r] > 0. Then m is an integer and p the product of
+    exp2(s - floor(s)) and a power of two: so it is the same number whatever m was, and equal logits have equal sums.
     PAGE is page_rows where that is a power of two, else 0.
     """
     rows = PAGE if PAGE > 0 else page_rows
     # Pages are read a turn before their keys: an address that waits for a load is not fetched ahead.
     key, page = _locate(from_tile, low, high, TABLE, CHOSEN, seq, rows, current, KEYS, KIND, N, SLOTS, SELECT,
-                        DISTINCT)  # fmt: skip
+                        DISTINCT, RATIO, TAPS)  # fmt: skip
     for tile in tl.range(from_tile, to_tile):
         next_key, next_page = _locate(tl.minimum(tile + 1, to_tile - 1), low, high, TABLE, CHOSEN, seq, rows, current,
-                                      KEYS, KIND, N, SLOTS, SELECT, DISTINCT)  # fmt: skip
+                                      KEYS, KIND, N, SLOTS, SELECT, DISTINCT, RATIO, TAPS)  # fmt: skip
         there = key < high
         row = key % rows
         k = _rows(K, page, row, there, k_page, k_row, DK, BLOCK_DK)
@@ -100,18 +136,24 @@ def walk(
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if KIND == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
+        m_new = tl.max(s, 1)
         if KEEP:
-            at = SCORES + scores[:, None] + key[None, :]
-            tl.store(at, s, mask=there[None, :] & (right > 0)[:, None])
-        if ATTEND:
-            m_new = tl.maximum(m, tl.max(s, 1))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+            m_new = tl.ceil(m_new)
+        m_new = tl.maximum(m, m_new)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+        if KEEP:
+            whole = tl.floor(s)
+            p = tl.exp2(s - whole) * tl.exp2(whole - shift[:, None])
+            p = tl.where(s == float("-inf"), 0.0, p)
+            _keep(p, shift, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER)
+        else:
             p = tl.exp2(s - shift[:, None])
+        if ATTEND:
             alpha = tl.exp2(m - shift)
             l = l * alpha + tl.sum(p, 1)
             v = _rows(V, page, row, there, v_page, v_row, DV, BLOCK_DV)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
-            m = m_new
+        m = m_new
         key = next_key
         page = next_page
     return m, l, acc
@@ -120,7 +162,7 @@ def walk(
 @triton.jit
 def hand_in(
     m, l, acc, STATS, PARTS, COUNTERS, program, split, splits,
-    STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr, ATTEND: tl.constexpr,
+    STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """(whether this is the last of ``splits`` programs to come here, m, l, acc of all of them, then).
 
@@ -136,14 +178,13 @@ def hand_in(
         first = tl.cast(program - split * STEP, tl.int64)
         row, column = tl.arange(0, M), tl.arange(0, BLOCK_DV)
         within = row[:, None] * BLOCK_DV + column[None, :]
-        if ATTEND:
-            mine = first + split * STEP
-            tl.store(STATS + mine * (2 * M) + row, m)
-            tl.store(STATS + mine * (2 * M) + M + row, l)
-            tl.store(PARTS + mine * (M * BLOCK_DV) + within, acc)
+        mine = first + split * STEP
+        tl.store(STATS + mine * (2 * M) + row, m)
+        tl.store(STATS + mine * (2 * M) + M + row, l)
+        tl.store(PARTS + mine * (M * BLOCK_DV) + within, acc)
         tl.debug_barrier()
         done = tl.atomic_add(COUNTERS + first, 1, sem="acq_rel", scope="gpu")
-        if ATTEND and done == splits - 1:
+        if done == splits - 1:
             m = tl.full(m.shape, float("-inf"), m.dtype)
             l = tl.zeros(l.shape, l.dtype)
             acc = tl.zeros(acc.shape, acc.dtype)
@@ -159,3 +200,22 @@ def hand_in(
                 acc = acc * old[:, None] + part * new[:, None]
                 m = m_new
     return done == splits - 1, m, l, acc
+
+
+@triton.jit
+def signal(FLAG):
+    """Tell programs that :func:`wait` for FLAG that what this one has written is there.
+
+    Each thread's stores come before the barrier, the barrier before thread 0's exchange, which releases all of them.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(FLAG, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(FLAG):
+    """Until a program that has begun before this one has signalled; then read through L2 (.cg) what it wrote."""
+    there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    while there == 0:
+        there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()

@@ -100,6 +100,7 @@ def _slot_row(entry: BackendEntry, slot: str, answer: Candidate | None) -> dict[
         "decode": offered is not None and (offered.decode is not None or slot == "combine"),  # whose forward serves
         "accepted": answer is not None and answer.accepted,
         "deterministic": offered.deterministic if offered else None,
+        "reads_boundaries": offered.reads_boundaries if offered else None,
         "workspace": offered is not None and offered.workspace is not None,
         "priority": entry.spec.priority_of(slot) if entry.spec and offered else None,
         "rank": answer.rank if answer else None,
@@ -159,7 +160,7 @@ def print_details(document: dict[str, Any]) -> None:
         for line in row["details"]:
             console.print(f"{'detail':13} {line}")
         console.print(f"{'contract':13} {'.'.join(map(str, row['api_version']))}")
-        columns = ("deterministic", "workspace", "priority", *(["rank"] if _ranks(row) else []))
+        columns = ("deterministic", "workspace", "priority", *(["rank"] if _ranks(row) else []), "reads_boundaries")
         made = output.plain_table("slot", "offers", *columns, "refuses, because")
         for name, slot in row["slots"].items():
             said = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])

@@ -74,6 +74,8 @@ class _Chunks:
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
     rows, blocks = x.shape[1] // stride, (x.shape[1] - size) // stride + 1
+    if blocks == 1:
+        return x[:, :size].mean(1, keepdim=True)
     whole = x if rows * stride == x.shape[1] else x[:, : rows * stride]
     chunks = whole.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
     total = chunks if blocks == rows else chunks[:, :blocks]
@@ -147,8 +149,11 @@ def _block_linear(
     """``layer`` on flatten(block + position), [..., n_c, G, out].
 
     The rows of W [out, l*D], token outermost, cut into r parts of d*D columns: W (x + e) + b is the sum over the r
-    chunks of W_j x_j, plus W e + b, which is one vector for all blocks.
+    chunks of W_j x_j, plus W e + b, which is one vector for all blocks. One block alone is one product.
     """
+    if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
+        alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, layer(position.flatten()))
+        return alone.unsqueeze(-3)
     chunks = _Chunks(x, geometry, packed)
     parts = F.linear(chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1))
     total: torch.Tensor = layer(position.flatten()) + chunks.total(parts.unflatten(-1, (-1, chunks.places)))

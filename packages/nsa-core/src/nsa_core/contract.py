@@ -37,7 +37,7 @@ Beside them a slot may have a decode form, forward only: the newest queries of B
 
     ``call`` is a DecodeCall with ``starts`` and ``lengths``, the tokens of each sequence before and after this step
     q      [B,m,Hq,Dk]  row r of sequence b is its token starts[b] + r; a row at or past lengths[b] is padding:
-           its o is 0, its lse -inf, its blocks -1
+           its o is 0, its lse -inf, its blocks -1; m is 1, a few, or thousands: a chunk of a long prompt
     k, v   [P,page,G,D]  sel: token t of sequence b is row t % page of page block_table[b, t // page]
     k_cmp  [P,page/d,G,D]  compressed token i likewise, with page / d for page; page is a multiple of l'
     k, v   [B,R,G,D]  win: a ring, token t of sequence b at row t % R; R >= w + m - 1
@@ -169,6 +169,7 @@ class SlotSpec:
     )
     decode_workspace: str | None = None  # the same of the decode form
     deterministic: bool = True  # the same input gives the same bits, forward and backward, without being asked
+    reads_boundaries: bool = False  # packed: the host reads cu_seqlens, by packing.host_boundaries; not in a CUDA graph
     warmup_tokens: int = 128  # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
 
 

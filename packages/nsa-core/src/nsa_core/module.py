@@ -158,8 +158,8 @@ class NSAttention(nn.Module):
 
         ``page_size``: a multiple of l'; None: a sequence lies in one piece. ``num_pages`` of it are shared by all
         sequences (default: as many as all can need). ``max_rollback``: tokens that ``crop`` may take back.
-        ``max_step``: rows that go through the decode kernels at once; longer steps are cut. ``plan``: a plan for
-        decode, by default that of ``backends``.
+        ``max_step``: rows that a captured step may have; a longer eager one takes more memory while it runs.
+        ``plan``: a plan for decode, by default that of ``backends``.
 
         Raises:
             InvalidInput: a size is out of range, or the plan does not fit.

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
 
 
@@ -37,6 +38,33 @@ def compressed_cu_seqlens(cu_seqlens: torch.Tensor, geometry: BlockGeometry) -> 
     lengths = cu_seqlens.diff()
     counts = ((lengths - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what it held)
+
+
+def host_boundaries(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """``cu_seqlens`` on the host, for a backend that says ``reads_boundaries``; on CUDA the read synchronises.
+
+    A tensor is read once, by the first of all layers and passes that ask, and again after torch changed it in place;
+    one made under inference_mode, whose changes nobody counts, every time.
+
+    Raises:
+        Unsupported: a CUDA graph is being captured: its replays would go by what the boundaries are now.
+    """
+    if _on_gpu(cu_seqlens) and torch.cuda.is_current_stream_capturing():
+        why = "packed documents whose boundaries the host reads cannot be captured in a CUDA graph"
+        raise Unsupported(f"{why}: take a backend that leaves them on the device for slot 'cmp', as triton")
+    if not _on_gpu(cu_seqlens) or cu_seqlens.is_inference():  # elsewhere reading is free, and numpy may write unseen
+        return tuple(cu_seqlens.tolist())
+    held: tuple[int, tuple[int, ...]] | None = _read.get(cu_seqlens)
+    if held is None or held[0] != cu_seqlens._version:
+        _read[cu_seqlens] = held = cu_seqlens._version, tuple(cu_seqlens.tolist())
+    return held[1]
+
+
+def _on_gpu(cu_seqlens: torch.Tensor) -> bool:
+    return cu_seqlens.device.type == "cuda"
 
 
 def unpad(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:

@@ -258,6 +258,7 @@ def _slot_faults(slot: Any) -> list[str]:
             faults.append(f"{field} must be None or 'module:function', got {value!r}")
     if not isinstance(slot.evidence, tuple) or not all(isinstance(text, str) for text in slot.evidence):
         faults.append(f"evidence must be a tuple of texts, got {slot.evidence!r}")
-    if type(slot.deterministic) is not bool:
-        faults.append(f"deterministic must be True or False, got {slot.deterministic!r}")
+    for field in ("deterministic", "reads_boundaries"):
+        if type(getattr(slot, field)) is not bool:
+            faults.append(f"{field} must be True or False, got {getattr(slot, field)!r}")
     return faults

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.cache.arrival import Arrival, New, arrival_of
+from nsa_core.cache.blocks import compress
+from nsa_core.cache.long_step import MOST_ROWS, keep_newest, lengthened
 from nsa_core.cache.prefill import prefill
 from nsa_core.cache.setup import check_plan
 from nsa_core.checked import checked_plan
@@ -27,6 +29,8 @@ from nsa_core.rope import RopeTable, rotate
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
+    from nsa_core.cache.stores import Stores
+    from nsa_core.config import NSAConfig
     from nsa_core.module import NSAttention
     from nsa_core.plan import Plan
 
@@ -67,9 +71,9 @@ def _run(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, 
     assert arrival.counts is not None
     if arrival.rows > 1 and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
         return prefill(attn, x, cache, arrival, plan)
+    most = max(cache.max_step, MOST_ROWS)
     pieces = [
-        _piece(attn, x[:, i : i + cache.max_step], cache, arrival.piece(i, cache.max_step), plan)
-        for i in range(0, arrival.rows, cache.max_step)
+        _piece(attn, x[:, i : i + most], cache, arrival.piece(i, most), plan) for i in range(0, arrival.rows, most)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
@@ -108,24 +112,27 @@ def rehearse(cache: NSACache, rows: int) -> None:
 
 
 def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
-    """At most max_step rows over what the cache holds."""
+    """At most MOST_ROWS rows over what the cache holds."""
     plan = _plan_of(attn, cache, plan, arrival.counts is None)
-    known = cache.bounds
+    known, is_long = cache.bounds, arrival.rows > cache.max_step
     with cache.unless_done() as undo:
         call = cache.advance(arrival.rows, arrival.counts, arrival.new, arrival.exact)
         positions, absent = _places(cache, arrival, "append" not in plan.fused)
+        stores = lengthened(cache, arrival.rows) if is_long else cache.stores
         if arrival.new is not None:
             assert absent is not None
             x = x.masked_fill(absent[..., None], 0)
         q, k, v = attn.heads(x)
         gates, pairs = attn.gate(x), (_three(k), _three(v))
         if "append" in plan.fused:
-            q = _fused_append(plan, cache, q, pairs, call)
+            q = _fused_append(plan, stores, q, pairs, call)
         else:
-            q = _append(cache, q, pairs, call, positions, absent)
+            q = _append(attn.config, stores, q, pairs, call, positions, absent)
         if arrival.counts is None or not cache.exact or _completes(cache, known):
-            _compress(attn, cache, call, arrival.rows)
-        o = _attend(plan, cache, q, gates, call)
+            compress(attn, stores, call, arrival.rows)
+        o = _attend(plan, stores, q, gates, call)
+        if is_long:
+            keep_newest(cache, stores, arrival.rows)
         undo.pop_all()
     result: torch.Tensor = attn.out(o.flatten(-2))
     return result
@@ -148,6 +155,8 @@ def _places(cache: NSACache, arrival: Arrival, wanted: bool) -> tuple[torch.Tens
     if not (some or wanted):
         return None, None
     positions = cache.starts[:, None] + cache.stores.count[: arrival.rows]
+    if arrival.rows > cache.max_step:
+        positions.clamp_(max=cache.max_len)  # what is absent, in a table of angles that ends soon after
     return positions, positions >= cache.lengths[:, None] if some or arrival.counts is None else None
 
 
@@ -162,19 +171,20 @@ def _three(parts: list[torch.Tensor]) -> Three:
 
 
 def _fused_append(
-    plan: Plan, cache: NSACache, q: torch.Tensor, pairs: tuple[Three, Three], call: DecodeCall
+    plan: Plan, stores: Stores, q: torch.Tensor, pairs: tuple[Three, Three], call: DecodeCall
 ) -> torch.Tensor:
     """:func:`_append` by the plan's own form."""
-    stores, rope = cache.stores, cache.stores.rope
+    rope = stores.rope
     targets = [(pair.k, pair.v) for pair in (stores.raw, stores.sel, stores.win)]
     tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
-    before = cache.config.rope_before_compress
+    before = plan.config.rope_before_compress
     rotated: torch.Tensor = plan.fused["append"](q, *pairs, *targets, rope=tables, rotate_raw=before, call=call)
     return rotated
 
 
 def _append(
-    cache: NSACache,
+    config: NSAConfig,
+    stores: Stores,
     q: torch.Tensor,  # [B, m, Hq, Dk]
     pairs: tuple[Three, Three],  # keys and values of (cmp, sel, win), [B, m, G, D]
     call: DecodeCall,
@@ -184,10 +194,10 @@ def _append(
     """q, rotated; keys, rotated, and values are in the stores."""
     (k_raw, k_sel, k_win), values = pairs
     assert positions is not None  # _places makes them where no fused form does it all
-    stores, rope = cache.stores, cache.stores.rope
+    rope = stores.rope
     if rope is not None:
         table = RopeTable(rope.cos[positions], rope.sin[positions])
-        rows = [q, k_sel, k_win, *([k_raw] if cache.config.rope_before_compress else [])]
+        rows = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
         q, k_sel, k_win, *rest = rotate(torch.cat(rows, -2), table).split([x.shape[-2] for x in rows], -2)
         k_raw = rest[0] if rest else k_raw
     stores.sel.write(stores.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
@@ -196,26 +206,9 @@ def _append(
     return q
 
 
-def _compress(attn: NSAttention, cache: NSACache, call: DecodeCall, rows: int) -> None:
-    """Compressed tokens of the blocks that this step may complete, by the layer's phi; ceil(m / d) of each sequence."""
-    geometry, stores = call.geometry, cache.stores
-    size, stride = geometry.compress_block_size, geometry.compress_stride
-    number = -(-rows // stride)
-    block = stores.compressed.index_select(0, call.starts)[:, None]
-    if number > 1:
-        block = block + stores.count[:number]
-    at = block * stride  # [B, number], first tokens
-    k, v = stores.raw.read(stores.raw.in_ring(at[:, :1] + stores.count[: size + (number - 1) * stride], None))
-    k_cmp, v_cmp = attn.phi_k(k), attn.phi_v(v)
-    if stores.rope is not None and not cache.config.rope_before_compress:
-        k_cmp = rotate(k_cmp, RopeTable(stores.rope.cos[at], stores.rope.sin[at]))
-    absent = at + size > call.lengths[:, None]
-    stores.cmp.write(stores.cmp.in_pages(block, call.block_table, absent), k_cmp, v_cmp)
-
-
-def _attend(plan: Plan, cache: NSACache, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall) -> torch.Tensor:
+def _attend(plan: Plan, stores: Stores, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall) -> torch.Tensor:
     """Eq. 5 over the stores, [B, m, Hq, Dv]."""
-    cmp, sel, win = cache.stores.cmp, cache.stores.sel, cache.stores.win
+    cmp, sel, win = stores.cmp, stores.sel, stores.win
     if "step" in plan.fused:
         o: torch.Tensor = plan.fused["step"](q, gates, cmp.k, cmp.v, sel.k, sel.v, win.k, win.v, call=call)[0]
         return o

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nsa_core.cache.blocks import block_places
 from nsa_core.config import NSAConfig
 from nsa_core.ops import stats_dtype
 from nsa_core.rope import RopeTable, rope_table
@@ -105,7 +106,8 @@ class Stores:
         win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
         rope: angles of every position that a step can name, padding's too; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
-        compressed: int64 [max_len + 1], num_compressed() of every length.
+        places: where the next block of each sequence lies.
+        compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that of max_len.
     """
 
     def __init__(
@@ -125,7 +127,10 @@ class Stores:
         self.cmp = Pair(number, page // config.compress_stride, heads, widths, dtype, device)
         self.win = Pair(batch, rings[0], heads, widths, dtype, device)
         self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
-        shared = _positions(config, max_len, max(max_len + max_step, *rings, batch), dtype, device)
+        longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
+        shared = _positions(config, max_len, longest, dtype, device)
+        self.places = block_places(config, batch, max_len, self.cmp.rows, rings[1], dtype, device)
+        self.most_compressed = config.geometry.num_compressed(max_len)
         self._shared, self.count, self.compressed, self.rope = shared, shared.count, shared.compressed, shared.rope
 
     def tensors(self) -> list[torch.Tensor]:
