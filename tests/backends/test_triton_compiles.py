@@ -36,7 +36,7 @@ def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("slot", [*SLOTS, "steps"])
 def test_every_width_and_dtype_fits(slot: str) -> None:
     assert check(compile_table.rows(slots=(slot,)))
 

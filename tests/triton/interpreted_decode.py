@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from nsa_backend_triton import configs, decode, decode_launch
+from nsa_backend_triton import configs, decode, decode_launch, decode_sel, decode_span
 from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
@@ -100,6 +102,34 @@ def test_the_order_of_programs_changes_no_bit():
         assert same(blocks, runs[0][1])
 
 
+@triton.jit
+def _count(FLAG):
+    tl.atomic_add(FLAG, 1)
+
+
+@pytest.mark.parametrize("name", ["one token, pages", "h=1"])
+def test_every_program_waits_for_its_own_token(name, monkeypatch):
+    """Where programs run one after the other every flag is set: so flags count who told them and who asked."""
+    made = []
+
+    def kept(*asked):
+        made.append(decode_launch.allocate(*asked))
+        return made[-1]
+
+    data = step_data(STEPS[name], FP32)
+    monkeypatch.setattr(decode_span, "signal", _count)
+    monkeypatch.setattr(decode_sel, "wait", _count)
+    monkeypatch.setattr(decode, "allocate", kept)
+    with strict(), many_splits():
+        run_step(data)
+        splits = decode_launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16).splits
+    ((_, (_, flags, ticket)),) = made
+    units = data.q.shape[0] * data.stores["k_sel"].shape[2]
+    assert splits > 1
+    assert flags[: units * 2].view(units, 2).tolist() == [[1 + splits, 2]] * units
+    assert ticket[0] > units * (splits + 2)
+
+
 def test_splits_are_used_where_they_are_counted_on():
     data = step_data(SHORT, FP32)
     with many_splits():
@@ -123,16 +153,21 @@ def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
     """Blocks of equal keys in front of and behind one with larger logits: the same score, bit for bit."""
     config = dataclasses.replace(config_of(4, 1, 16, 16, (6, 2, 8, 8, 9)), init_blocks=0, local_blocks=0)
     data = step_data(Step(Case("ties", config, ()), (400,), (1,), page_size=8), FP32)
-    equal = [*range(8, 25, 2), *range(32, 49, 2)]
-    page = torch.zeros(50, 4, 1, 16)
-    page[equal] = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(5))
-    page[27] = data.q[0, 0, :2].sum(0) * 2.1  # and part of its weight is the next block's
-    data.stores["k_cmp"][data.call.block_table[0].long()] = page
-    with strict():
-        lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-        blocks = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call)
-        together = run_step(data)[1]
-    assert blocks.flatten().tolist() == together.flatten().tolist() == [8, 10, 12, 14, 16, 18, 27, 28]
+    equal, generator = [*range(8, 25, 2), *range(32, 49, 2)], torch.Generator().manual_seed(6)
+    for _ in range(3):
+        page = torch.zeros(50, 4, 1, 16)
+        page[equal] = torch.randn(4, 1, 16, generator=generator)
+        page[27] = data.q[0, 0].sum(0) * 0.5
+        data.stores["k_cmp"][data.call.block_table[0].long()] = page
+        with strict():
+            lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+            blocks = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
+            together = run_step(data)[1].flatten().tolist()
+        same_kind = [b for b in blocks if b not in (27, 28)]
+        first = 8 + blocks[0] % 2  # of the equal ones, or of those behind them, which have a part of their weight
+        assert blocks == together
+        assert same_kind == [*range(first, 26, 2)][: len(same_kind)]
+        assert len(same_kind) >= 6
 
 
 def test_runs_of_a_few_tokens_at_a_time(monkeypatch):

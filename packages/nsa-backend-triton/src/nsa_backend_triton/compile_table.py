@@ -25,6 +25,7 @@ SHAPES = {
     "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     "float32": ((64, 64), (256, 256)),
 }
+STEPS = {"step": 1, "steps": 4}  # new tokens a sequence
 MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
 _BASE = Request(
     slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
@@ -36,7 +37,7 @@ Written by `nsa_backend_triton.compile_table`, with triton {version}, on a machi
 compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90 (H100, H200: {s90} KiB) with the tile shapes
 that ship, from the launches that a call of its slot makes: 64 query heads over 4 groups, 8192 tokens, l=32, d=16,
 l'=64, n=16, w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536 tokens, one new
-token each. A test compiles a part of this table again in every ordinary run, and all
+token each, `steps`: four each. A test compiles a part of this table again in every ordinary run, and all
 of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
 {wide} in float32 (which is there to verify the compiled logic, not to be fast), the figures as printed here where
 triton's version is the same.
@@ -88,7 +89,7 @@ class Row:
 
 
 def rows(
-    shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = (*SLOTS, "step")
+    shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = (*SLOTS, *STEPS)
 ) -> Iterator[Row]:
     """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a configuration."""
     for slot in slots:
@@ -96,19 +97,19 @@ def rows(
             for dtype, widths in shapes.items():
                 for dk, dv in widths:
                     asked = dataclasses.replace(_BASE, dtype=dtype, head_dim=dk, v_head_dim=dv)
-                    if slot == "step":
-                        yield from _step_rows(asked, architecture)
+                    if slot in STEPS:
+                        yield from _step_rows(asked, architecture, slot)
                     else:
                         yield from _rows_of(dataclasses.replace(asked, slot=slot), architecture)
 
 
-def _step_rows(asked: Request, architecture: int) -> Iterator[Row]:
+def _step_rows(asked: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
         asked, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
     )  # fmt: skip
-    for launch in step_launches(request, architecture):
+    for launch in step_launches(request, architecture, STEPS[slot]):
         width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-        yield Row(launch, f"{launch.name} | sm_{architecture} | step | {width}", asked.dtype)
+        yield Row(launch, f"{launch.name} | sm_{architecture} | {slot} | {width}", asked.dtype)
 
 
 def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
