@@ -189,6 +189,7 @@ TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
 TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
 OF_A_HEAD_OR_TWO = {**SHARED, "sel_block_backward": {"KEYS": 4, "ROWS": 2, "SEGMENT": 16}}
 OF_DESCRIPTORS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 16, "ROWS": 8}}
+IN_PARTS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 8, "ROWS": 8}}
 PAST = BlockGeometry(4, 2, 16, 4)
 SEL_CASES = {
     "sel described": Tiny(
@@ -196,6 +197,8 @@ SEL_CASES = {
     ),
     "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
     "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
+    "sel described parts": Tiny("sel", (70,), heads=1, dk=16, dv=16, geometry=PAST, tiles=IN_PARTS, deterministic=True),
+    "sel past": Tiny("sel", (19,), heads=3, tiles=FIVE, deterministic=True),
     "sel pieces": Tiny("sel", (14,), heads=3, geometry=EVEN, tiles=OF_A_HEAD_OR_TWO),
     "sel two tiles": Tiny("sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}),
     "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True),
