@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "phi without its position encoding",
         "nsa_core.compress",
-        "layer(position.flatten())",
-        "layer(position.flatten() * 0)",
+        "layer(position.flatten()) + chunks",
+        "layer(position.flatten() * 0) + chunks",
     ),
 )
