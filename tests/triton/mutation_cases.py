@@ -189,6 +189,9 @@ OF_DESCRIPTORS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 16, "ROWS": 
 OF_DESCRIPTORS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 16}
 IN_PARTS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 8, "ROWS": 8}}
 IN_PARTS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 8}
+# Buckets of more pairs than a block has tokens, in several programs.
+APART = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 8, "SHORT": 0}}
+APART["sel_bucket"] = {"ROWS": 2, "TILES": 5}
 PAST = BlockGeometry(4, 2, 16, 4)
 SEL_CASES = {
     "sel described": Tiny(
@@ -209,6 +212,8 @@ SEL_CASES = {
     "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
     "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
+    "sel far apart": Tiny("sel", (30,), heads=1, scale=400.0, geometry=PAST, tiles=APART),
+    "sel one token of its own": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=PIECES),
     "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
     "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
 }
