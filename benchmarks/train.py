@@ -178,6 +178,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    options.add_argument("--modes", help="comma-separated, of eager, compile, graph, compile+graph (default: the plan's)")
     options.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     options.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell begins")
     options.add_argument("--json", type=Path)
@@ -186,6 +187,10 @@ def main() -> None:
     if unknown := sorted(set(sections) - set(SECTIONS)):
         options.error(f"--only must be of {', '.join(SECTIONS)}; got {', '.join(unknown)}")
     plan = quick(given.device) if given.quick else Plan(size("m7c_125m"), given.device)
+    if given.modes:
+        plan = dataclasses.replace(plan, modes=tuple(given.modes.split(",")))
+    if unknown := sorted(set(plan.modes) - {"eager", "compile", "graph", "compile+graph"}):
+        options.error(f"--modes must be of eager, compile, graph, compile+graph; got {', '.join(unknown)}")
     bench = Bench(plan, given.json, given.time_limit)
     for section in sections:
         globals()[section](bench)

@@ -35,17 +35,19 @@ def _group_scores(
     for piece in tl.static_range(PIECES):
         head = piece * HEADS + tl.arange(0, HEADS)
         exists = head < GROUP
-        here = exists[:, None] & (tile < tiles)[None, :]
+        here = exists[None, :] & (tile < tiles)[:, None]
         lse = tl.load(LSE + head * lse_head, mask=exists, other=0.0, cache_modifier=".cg") * LOG2E
         whole = tl.floor(lse)
         reference = tl.load(
-            REFERENCES + head[:, None] * reference_row + tile[None, :], mask=here, other=0.0, cache_modifier=".cg"
+            REFERENCES + head[None, :] * reference_row + tile[:, None], mask=here, other=0.0, cache_modifier=".cg"
         )
         # A power of two apart from the first factor: equal sums give equal scores, whatever they are relative to.
-        scale = tl.exp2(whole - lse)[:, None] * tl.exp2(tl.minimum(reference - whole[:, None], 126.0))
-        at = head[:, None, None] * sum_row + (tile[:, None] * (OF_TILE * 2) + number[None, :])[None, :, :]
+        scale = tl.exp2(whole - lse)[None, :] * tl.exp2(tl.minimum(reference - whole[None, :], 126.0))
+        # Heads in the middle: then they are a thread's own, and each score is in one lane alone. Triton 3.6 reduces a
+        # vector of which several lanes hold the same wrongly where those lanes are not the highest.
+        at = (head * sum_row)[None, :, None] + (tile[:, None] * (OF_TILE * 2) + number[None, :])[:, None, :]
         some = tl.load(SUMS + at, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-        pairs += tl.sum(some * scale[:, :, None], 0)
+        pairs += tl.sum(some * scale[:, :, None], 1)
     own, carry = tl.split(tl.reshape(pairs, [BLOCKS, 2]))
     at = tl.arange(0, BLOCKS)
     after = tl.sum(tl.where(at == BLOCKS - 1, carry, 0.0), 0)

@@ -19,6 +19,8 @@ from nsa_backend_triton.span_forward import launch_options
 from nsa_backend_triton.tile import LOG2E
 from nsa_core.contract import DecodeCall
 
+_FEW_BLOCKS = 256
+_AT_MOST_OF_FEW = {"BLOCKS": _FEW_BLOCKS, "SUMS": 4 * _FEW_BLOCKS}  # what a choice among so few takes of these settings
 _STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant of the binary
 
 Pair = tuple[Tensor, Tensor]
@@ -105,8 +107,10 @@ class Span:
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
-        self.blocks = max(of_tile, self.chosen["BLOCKS"])
-        self.at_once = min(power(group), max(1, self.chosen["SUMS"] // self.blocks))
+        few = geometry.num_select_blocks(self.max_len) <= _FEW_BLOCKS  # a second binary, for short caches
+        at_once, sums = (min(self.chosen[n], most if few else self.chosen[n]) for n, most in _AT_MOST_OF_FEW.items())
+        self.blocks = max(of_tile, at_once)
+        self.at_once = min(power(group), max(1, sums // self.blocks))
         self.sum_row, self.reference_row = cdiv(tiles * of_tile * 2, 16) * 16, cdiv(tiles, 16) * 16
 
     @property
@@ -161,7 +165,7 @@ class Span:
     def options(self, names: tuple[str, ...]) -> dict[str, int]:
         """Of a launch: those of ``names`` that the table gives."""
         given = dict(self.chosen) if self.keys == self.chosen["KEYS"] else {**self.chosen, "num_stages": 2}
-        return {name: given[name] for name in names if name in given}
+        return {name: given[name] for name in names if given.get(name)}
 
     def constants(self, q: Tensor) -> dict[str, object]:
         """Constants of a walk over either branch."""
