@@ -178,7 +178,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
-    options.add_argument("--modes", help="comma-separated, of eager, compile, graph, compile+graph (default: the plan's)")
+    options.add_argument(
+        "--modes", help="comma-separated, of eager, compile, graph, compile+graph (default: the plan's)"
+    )
     options.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     options.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell begins")
     options.add_argument("--json", type=Path)
