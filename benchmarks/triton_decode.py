@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_shapes import ANCHORS, Data, Shape, make
 
-from nsa_backend_triton import configs, decode, decode_append, launch
-from nsa_core.contract import SLOTS, DecodeCall
-from nsa_core.layout import BlockGeometry
+from nsa_backend_triton import configs, decode, launch
+from nsa_core.contract import SLOTS
 from nsa_core.verify.decode import decode_parity, quick_steps
 from nsa_core.verify.decode_fused import append_parity, step_parity
 from nsa_core.verify.subject import Finding, Subject
@@ -35,42 +35,6 @@ FLOOR = 4.3e12  # bytes a second
 Change = dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """``batch`` sequences of ``length`` tokens, ``rows`` of them new, over pages of ``page`` tokens."""
-
-    batch: int
-    length: int
-    heads: int
-    groups: int
-    dk: int
-    dv: int
-    page: int = 128
-    rows: int = 1
-    geometry: BlockGeometry = dataclasses.field(default_factory=BlockGeometry)
-
-    def __str__(self) -> str:
-        more = f" m={self.rows}" if self.rows > 1 else ""
-        return f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{more}"
-
-    def bytes_read(self, itemsize: int) -> dict[str, int]:
-        """K and V that each branch must read once, for the last token."""
-        g = self.geometry
-        blocks = min(g.num_selected_blocks, g.num_select_blocks(self.length))
-        chosen = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
-        rows = {"cmp": g.num_compressed(self.length), "sel": chosen, "win": min(g.window_size, self.length)}
-        each = self.batch * self.groups * (self.dk + self.dv) * itemsize
-        return {name: count * each for name, count in rows.items()}
-
-
-ANCHORS = [
-    Shape(32, 65536, 64, 4, 128, 128),
-    Shape(256, 8192, 64, 4, 128, 128),
-    Shape(16, 131072, 64, 4, 128, 128),
-    Shape(1, 2048, 8, 2, 32, 32, page=2048),
-    Shape(1, 65536, 64, 4, 128, 128),
-    Shape(32, 65536, 64, 4, 128, 128, rows=4),
-]
 # (of decode_span, of decode_sel), over what ships
 CHANGES: list[tuple[Change, Change]] = [
     ({}, {}),
@@ -84,59 +48,6 @@ CHANGES: list[tuple[Change, Change]] = [
     ({"MERGE": 0}, {}),
     ({"ROWS": 32}, {}),  # of several tokens a step
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """A step's tensors, and the rows that an append would write."""
-
-    shape: Shape
-    q: torch.Tensor
-    gates: torch.Tensor
-    stores: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    rows: tuple[torch.Tensor, torch.Tensor]
-    rope: tuple[torch.Tensor, torch.Tensor]
-    call: DecodeCall
-
-    def step(self, settings: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fused step."""
-        s = self.stores
-        return decode.step(self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings)
-
-    def append(self) -> torch.Tensor:
-        """Once more at the same place: the same bytes."""
-        k, v = self.rows
-        s = self.stores
-        return decode_append.append(
-            self.q, (k, k, k), (v, v, v), s["raw"], s["sel"], s["win"], rope=self.rope, rotate_raw=False, call=self.call
-        )  # fmt: skip
-
-
-def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
-    """Random numbers in pages of a random order."""
-    generator = torch.Generator(device).manual_seed(shape.length)
-    g, groups, m = shape.geometry, shape.groups, shape.rows
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
-
-    pages = -(-shape.length // shape.page)
-    total, ring = shape.batch * pages, g.window_size + m - 1
-    sizes = {
-        "cmp": (total, shape.page // g.compress_stride), "sel": (total, shape.page), "win": (shape.batch, ring),
-        "raw": (shape.batch, g.compress_block_size + m),
-    }  # fmt: skip
-    stores = {n: (random(*size, groups, shape.dk), random(*size, groups, shape.dv)) for n, size in sizes.items()}
-    table = torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
-    lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
-    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, table, shape.length)
-    angles = torch.rand((shape.length + m, shape.dk // 2), generator=generator, device=device)
-    return Data(
-        shape, random(shape.batch, m, shape.heads, shape.dk),
-        torch.rand((shape.batch, m, shape.heads, 3), generator=generator, device=device), stores,
-        (random(shape.batch, m, groups, shape.dk), random(shape.batch, m, groups, shape.dv)),
-        (angles.cos(), angles.sin()), call,
-    )  # fmt: skip
 
 
 def settings_of(shape: Shape, change: tuple[Change, Change], dtype: torch.dtype) -> tuple[Change, Change]:

@@ -48,7 +48,7 @@ def tuned(
 
     merge: ROWS, UNROLL. Registers 0: as many as the compiler likes.
     """
-    f = {"KEYS": 64, "SHORT": 0}
+    f = {"KEYS": 64, "SHORT": 0, "TMA": int(torch.cuda.get_device_capability() >= (9, 0))}
     f |= zip(("ROWS", "LEAST", "num_warps", "num_stages", "maxnreg", "KEYS"), forward)
     b = dict(zip(("ROWS", "TILES", "num_warps", "num_stages", "maxnreg"), bucket))
     for row in (f, b):

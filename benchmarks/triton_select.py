@@ -60,8 +60,7 @@ FOR_WIDE_HEADS = (-1, 3)  # what fits
 
 @triton.jit
 def without_exp2(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
-    MASKED: tl.constexpr,
+    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """select._sum_heads, the logits instead of their probabilities."""
     for piece in tl.static_range(PIECES):

@@ -108,6 +108,23 @@ def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
     agrees(x, call, tuned(least))
 
 
+@pytest.mark.parametrize(
+    ("geometry", "packed", "width", "made"), [(WHOLE, False, 16, 2), (WHOLE, True, 16, 0), (ODD, False, 16, 0),
+                                              (WHOLE, False, 8, 0)],
+    ids=["whole steps", "packed", "steps that do not divide a block", "8 wide"],
+)  # fmt: skip
+def test_descriptors_read_whole_steps_of_dense_rows(
+    geometry: BlockGeometry, packed: bool, width: int, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, call = problem([23], packed, 2, 2, width, width, geometry)
+    settings = tuned(2)
+    found: list[object] = []
+    describe = sel_forward.key_descriptor
+    monkeypatch.setattr(sel_forward, "key_descriptor", lambda *a: found.append(describe(*a)) or found[-1])
+    agrees(x, call, {**settings, "sel_forward": {**settings["sel_forward"], "TMA": 1}})
+    assert len(found) == made
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)

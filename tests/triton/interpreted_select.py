@@ -149,19 +149,11 @@ def test_heads_are_summed_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
-@pytest.mark.parametrize(("dtype", "poly"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 2)], ids=str)
-def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, poly: int, kind: str) -> None:
-    """``poly``: half of the heads by a polynomial."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
     problem = Problem(_geometry(8, 4, 16, 3, 1, 1), (150,), 4, 1, kind, dtype=dtype)
     tensors = problem.tensors()
-    assert_right(problem, tensors, run(problem, tensors, SMALL | {"POLY": poly}), equal=kind == "periodic")
-
-
-def test_a_polynomial_of_nan_is_nan() -> None:
-    problem = Problem(FINE, (70,), 2, dtype=torch.float32)
-    q, k, lse = problem.tensors()
-    q[0, 50, 0, 3] = lse[0, 0, 50] = torch.nan  # the head that the polynomial serves
-    assert run(problem, (q, k, lse), SMALL | {"POLY": 2})[0, 50, 0].tolist() == [0, 1, 2, 11, 12]
+    assert_right(problem, tensors, run(problem, tensors), equal=kind == "periodic")
 
 
 def test_row_39_only_rounding_tells_blocks_of_mirrored_taps_apart() -> None:

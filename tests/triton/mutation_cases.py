@@ -125,7 +125,6 @@ SPANS = ("span_forward", "span_dq", "span_dkdv")
 SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4}}
 SMALL |= {"span_dq": SMALL["span_forward"]}
 DESCRIBED = {kernel: {**tile, "TMA": 1} for kernel, tile in SMALL.items()}
-ALL_DESCRIBED = {kernel: {**tile, "TMA": 2, "EARLY": 1} for kernel, tile in SMALL.items()}
 WIDE = dataclasses.replace(GEOMETRY, window_size=18)
 MALFORMED = {bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
              for bounds in ((0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30))}  # fmt: skip
@@ -136,13 +135,11 @@ SPAN_CASES = {
     "cmp l=d": Tiny("cmp", (31,), heads=3, geometry=BlockGeometry(3, 3, 6, 5), tiles=SMALL),
     "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
-    "cmp all described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=ALL_DESCRIBED),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
     "cmp documents": Tiny("starts", (5,) * 2048),
     "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),
     "win dense": Tiny("win", (19,), batch=2, heads=3, groups=2),
     "win described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED),
-    "win all described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=ALL_DESCRIBED),
     "win far": Tiny("win", (11,), scale=400.0, tiles=SMALL),
     "win w=1": Tiny("win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL),
 }
@@ -189,7 +186,12 @@ TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
 TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
 OF_A_HEAD_OR_TWO = {**SHARED, "sel_block_backward": {"KEYS": 4, "ROWS": 2, "SEGMENT": 16}}
 OF_DESCRIPTORS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 16, "ROWS": 8}}
+OF_DESCRIPTORS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 16}
 IN_PARTS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 8, "ROWS": 8}}
+IN_PARTS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 8}
+# Buckets of more pairs than a block has tokens, in several programs.
+APART = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 8, "SHORT": 0}}
+APART["sel_bucket"] = {"ROWS": 2, "TILES": 5}
 PAST = BlockGeometry(4, 2, 16, 4)
 SEL_CASES = {
     "sel described": Tiny(
@@ -210,6 +212,8 @@ SEL_CASES = {
     "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
     "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
+    "sel far apart": Tiny("sel", (30,), heads=1, scale=400.0, geometry=PAST, tiles=APART),
+    "sel one token of its own": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=PIECES),
     "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
     "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
 }

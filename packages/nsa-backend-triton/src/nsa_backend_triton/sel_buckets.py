@@ -27,7 +27,7 @@ def sel_bucket_kernel(
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
     ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr, LEAN: tl.constexpr, NEGATIVE: tl.constexpr,
+    TILES: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
 
@@ -66,16 +66,16 @@ def sel_bucket_kernel(
     slots = SLOTS + first_pair.to(tl.int64)
     tiles = tl.minimum(tl.cdiv(count - pair, T), TILES)
     cut = tiles
-    if LEAN and L == KEYS:  # tokens ascend: only a block's first L pairs can be of tokens inside it
+    if L == KEYS:  # tokens ascend: only a block's first L pairs can be of tokens inside it
         cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
     sel_attend_pairs(
         at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, cut, count, key, there,
-        sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, LEAN, NEGATIVE, True, ACC,
+        sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, True, ACC,
     )  # fmt: skip
-    if LEAN and L == KEYS:
+    if L == KEYS:
         sel_attend_pairs(
             at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, tiles - cut, count,
-            key, there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, LEAN, NEGATIVE, False, ACC,
+            key, there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, False, ACC,
         )  # fmt: skip
 
 
@@ -84,8 +84,7 @@ def sel_attend_pairs(
     at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, first, tiles, count, key, there, sq_t, sq_h,
     factor,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, LEAN: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr,
-    ACC: tl.constexpr,
+    T: tl.constexpr, M: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT: keys may lie behind."""
     rows = tl.arange(0, M)
@@ -101,9 +100,8 @@ def sel_attend_pairs(
         next_inside = (rows < T * H) & (at < count)
         next_t = tl.load(tokens + at, mask=next_inside, other=0)
         next_slot = tl.load(slots + at, mask=next_inside, other=0)
-        # LEAN: a row that is not there reads token 0's queries, and is not stored.
-        q_mask = None if LEAN else inside[:, None]
-        q = sel_read(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, q_mask)
+        # A row that is not there reads token 0's queries, and is not stored: no mask.
+        q = sel_read(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, None)
         dots = tl.dot(q, k, out_dtype=ACC, input_precision="ieee")
         scores = dots * factor
         m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
@@ -113,11 +111,8 @@ def sel_attend_pairs(
         p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
         o = tl.dot(p.to(v.dtype), v, out_dtype=ACC, input_precision="ieee")
         l = tl.sum(p, 1)
-        if LEAN:
-            _, lse = tile.finish(m, l, o)
-            o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
-        else:
-            o, lse = tile.finish(m, l, o)
+        _, lse = tile.finish(m, l, o)
+        o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         part = ((flat + t) * groups + group) * N + slot
         into = (part * H + head) * DV
         tl.store(

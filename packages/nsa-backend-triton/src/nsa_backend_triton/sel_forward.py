@@ -170,7 +170,7 @@ def _prepare_buckets(
         *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
         **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
         T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        LEAN=bool(chosen.get("LEAN")), NEGATIVE=call.scale < 0, **_options(chosen),
+        NEGATIVE=call.scale < 0, **_options(chosen),
     )  # fmt: skip
     chosen = tuned["sel_merge"]
     size = max(1, chosen["ROWS"] // heads)

@@ -39,33 +39,13 @@ from nsa_core.contract import SlotCall
 
 @triton.jit
 def _sum_heads(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
-    MASKED: tl.constexpr,
+    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """sum over heads of p, [KEYS, TOKENS]: k [KEYS, D], q PIECES of [HEADS * TOKENS, D], lse in base 2.
-
-    POLY: one of so many of the heads is raised by a polynomial, since exp2 binds (a power of two; 0: none).
-    """
+    """sum over heads of p, [KEYS, TOKENS]: k [KEYS, D], q PIECES of [HEADS * TOKENS, D], lse in base 2."""
     for piece in tl.static_range(PIECES):
         s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
         x = s * factor - lse[piece][None, :]
-        x = tl.reshape(x, [k.shape[0], HEADS, x.shape[1] // HEADS])
-        if POLY > 0 and HEADS >= POLY and tl.float32 == ACC:
-            # 2^x, to a relative error of 2e-7: the next integer is left in the low bits of ``shifted``, 1.5 x 2^23 up.
-            bounded = tl.maximum(x, -126.0, propagate_nan=tl.PropagateNan.ALL)
-            shifted = bounded + 12582912.0
-            f = bounded - (shifted - 12582912.0)  # in [-1/2, 1/2]
-            y = 0.00132647269 * f + 0.00967151266
-            y = y * f + 0.0555073374
-            y = y * f + 0.240222421
-            y = y * f + 0.693146978
-            y = y * f + 1.0
-            exponent = shifted.to(tl.int32, bitcast=True) << 23
-            y = (y.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
-            head = tl.arange(0, HEADS)[None, :, None] + tl.zeros_like(x).to(tl.int32)
-            part = tl.sum(tl.where(head % POLY == 0, y, tl.exp2(x)), 1)
-        else:
-            part = tl.sum(tl.exp2(x), 1)
+        part = tl.sum(tl.exp2(tl.reshape(x, [k.shape[0], HEADS, x.shape[1] // HEADS])), 1)
         total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821
     if MASKED:
         total = tl.where(seen, total, 0.0)
@@ -115,7 +95,7 @@ def _walk(
     q, lse, K, SCORES, begin, end, visible, token, factor, k_row, row_length,
     DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    WARPS: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores of tiles begin .. end of BLOCKS = KEYS // TAPS blocks each; token [TOKENS]; ``visible`` keys at most."""
     BLOCKS: tl.constexpr = KEYS // TAPS
@@ -141,7 +121,7 @@ def _walk(
         else:
             k = tl.load(k_at, mask=(column < DK)[None, :], other=0.0)
         seen = (key * STRIDE + SIZE - 1)[:, None] <= token[None, :]
-        total = _sum_heads(k, q, lse, factor, seen, HEADS, PIECES, POLY, ACC, MASKED)
+        total = _sum_heads(k, q, lse, factor, seen, HEADS, PIECES, ACC, MASKED)
         scores = _sum_taps(total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, RATIO, SIZE // STRIDE)
         tl.store(SCORES + tile * (BLOCKS * 2) + to, scores)
 
@@ -175,7 +155,7 @@ def _choose(
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    WARPS: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The blocks of tile ``index``; kv heads vary fastest, then tiles from the last to the first."""
     RATIO: tl.constexpr = SELECT // STRIDE
@@ -200,10 +180,10 @@ def _choose(
         end = tl.cdiv(visible, KEYS // TAPS * RATIO)
         token = row + tl.arange(0, TOKENS)
         _walk(q, lse, K, SCORES + SLOTS * 2, 0, whole, visible, token, factor, k_row, row_length, DK, BLOCK_D,
-              KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, POLY, ACC,
+              KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
               False)  # fmt: skip
         _walk(q, lse, K, SCORES + SLOTS * 2, whole, end, visible, token, factor, k_row, row_length, DK,
-              BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, POLY, ACC,
+              BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
               True)  # fmt: skip
         # The last token's current block may have no visible compressed token of its own, but part of one before it.
         tl.store(SCORES + (token - row) * row_length + (SLOTS + end * (KEYS // TAPS)) * 2 + 1, tl.zeros([TOKENS], ACC))
@@ -229,7 +209,7 @@ def select_forward(
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
     LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    WARPS: tl.constexpr, POLY: tl.constexpr, ACC: tl.constexpr,
+    WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """See the module. Scratch: SCORES [programs, TOKENS, row_length], PLACES, SURVIVORS [programs, TOKENS, SLOTS]."""
     programs, mine = tl.num_programs(0), tl.program_id(0)
@@ -244,7 +224,7 @@ def select_forward(
             _choose(index, Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
                     GROUPS, GROUP, DK, BLOCK_D, KEYS, HEADS, PIECES, TOKENS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS,
-                    INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, POLY, ACC)  # fmt: skip
+                    INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, ACC)  # fmt: skip
 
 
 def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
@@ -299,7 +279,7 @@ def _prepare(
         PIECES=pieces, TOKENS=tokens, TAPS=taps, SIZE=geometry.compress_block_size, STRIDE=geometry.compress_stride,
         SELECT=geometry.select_block_size, N=n, SLOTS=slots, INIT=geometry.init_blocks, LOCAL=geometry.local_blocks,
         ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"], VARLEN=seqs.packed,
-        WARPS=settings["num_warps"], POLY=settings.get("POLY", 0), ACC=accumulator(q.dtype),
+        WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
     return _Call(launch, (*q.shape[:-2], groups, n), (programs, tokens, row_length), (2, programs, tokens, slots))

@@ -50,7 +50,7 @@ def backward(
     [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
     """
     made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1])
-    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0], made.of_stats)
+    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0], bool(made.rows))
     return dq, *_dkdv(made, do, q, k, v, lse, stats, seqs)
 
 
@@ -96,7 +96,7 @@ def _dkdv(
     if made.parts:
         sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
     of_q, of_do = (key_descriptor(q, made.rows), key_descriptor(do, made.rows)) if made.rows else (None, None)
-    of_stats = stats_descriptor(stats, lse.shape[-1], made.rows) if made.of_stats else None
+    of_stats = stats_descriptor(stats, lse.shape[-1], made.rows) if made.rows else None
     made.dkdv(q, k, v, do, of_q, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
     for add, part, grad in zip(made.add, sums, grads):
         add(part, grad, seqs.cu_cmp)
@@ -154,7 +154,6 @@ class _Sums(NamedTuple):
     add: tuple[Launch, ...]
     parts: int  # 0: the first launch writes the gradients
     rows: int  # of a descriptor's tile; 0: none
-    of_stats: bool  # whether statistics have one
 
 
 @remembered
@@ -168,7 +167,7 @@ def _launch_dkdv(
     together = group if span[2] else 1
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
-    direct, tma = bool(span[2]), settings.get("TMA", 0)
+    direct, tma = bool(span[2]), bool(settings.get("TMA"))
     launch = Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
         *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
@@ -179,7 +178,7 @@ def _launch_dkdv(
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        EARLY=bool(settings.get("EARLY")), **launch_options(settings),
+        **launch_options(settings),
     )  # fmt: skip
     add = [
         Launch(
@@ -188,4 +187,4 @@ def _launch_dkdv(
         )
         for x in (k, v) if not direct
     ]  # fmt: skip
-    return _Sums(launch, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0, tma > 1)
+    return _Sums(launch, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0)

@@ -122,7 +122,7 @@ def _walk_queries(
     k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads,
     length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
 
@@ -130,27 +130,24 @@ def _walk_queries(
     seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
-    if TMA > 1:
+    if TMA:
         head, i = 0, tiles - 1  # counted on, not divided out of the step
     for step in tl.range(0, heads * tiles):
-        if TMA > 1:
+        if TMA:
             t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
+            q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
+            do = DO_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DV)
+            # A row that is not there: all of it 0, and so is what it adds.
+            delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
+            lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
         else:
             head = step // tiles
             i = tiles - 1 - step % tiles
             i += tl.where(i >= skip_from, skip_to - skip_from, 0)
             t = low + i * BLOCK_M
-        at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
-        if TMA:
-            q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
-            do = DO_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DV)
-        else:
+            at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
             q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
             do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
-        if TMA > 1:  # a row that is not there: all of it 0, and so is what it adds
-            delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
-            lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
-        else:
             LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
             if MASKED:
                 lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
@@ -159,18 +156,18 @@ def _walk_queries(
                 lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
-        if EARLY:
+        if TMA:  # while the units are busy, before p is made of the first product
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         s = s * factor - lse[None, :]
         if MASKED:
             s = hide(s, row, left - t, right - t, True, WINDOW > 0)
         p = tl.exp2(s)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
-        if not EARLY:
+        if not TMA:
             dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
-        if TMA > 1:
+        if TMA:
             head += tl.where(i == 0, 1, 0)
             i = tl.where(i == 0, tiles, i) - 1
     return dk, dv
@@ -187,14 +184,14 @@ def span_dkdv(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    TMA: tl.constexpr, EARLY: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
 
     k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
     through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
     that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. TMA = 2: both of span_dq's statistics by descriptor as well. Parts are sums in fp32, added
+    tiles at the same time. TMA: span_dq's statistics come by descriptor as well. Parts are sums in fp32, added
     by span_sum, or the result where there is one part.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
@@ -215,7 +212,7 @@ def span_dkdv(
     v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
 
     low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
-    if TMA > 1:
+    if TMA:
         low = low // 4 * 4  # statistics are fetched from 16-byte boundaries
     size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
     low += part % CHUNKS * size
@@ -235,12 +232,12 @@ def span_dkdv(
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
         skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
-        delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, False,
+        delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, False,
     )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to,
         tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
-        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, EARLY, True,
+        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
