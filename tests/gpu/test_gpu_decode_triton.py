@@ -26,8 +26,10 @@ WIDE = NSAConfig(dim=1024, n_heads=16, n_kv_heads=1, head_dim=192, v_head_dim=12
 FOUR = dataclasses.replace(LONG, case=Case("four tokens", CONFIG, ()), new=(4, 1, 3, 0, 4), rows=4)
 CHUNK = dataclasses.replace(LONG, case=Case("a chunk of 90", CONFIG, ()), new=(90, 1, 64, 0, 0), rows=90)
 ODD = Step(Case("16/1 192/128", WIDE, ()), (900, 65), (1, 1))
+WIDEST = NSAConfig(dim=1024, n_heads=64, n_kv_heads=1, head_dim=256, rope=False)
+MOST = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
 # Some ten binaries each, of up to 5 s; benchmarks/triton_decode.py judges more steps, in several processes.
-PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD)]
+PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MOST)]
 PROBLEMS += [(LONG, torch.float16), (LONG, torch.float32), (FOUR, torch.float32)]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
