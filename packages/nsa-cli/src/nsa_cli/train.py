@@ -64,7 +64,7 @@ def train(
     Documents are packed with their boundaries and none is cut off; a document is trained on or held out, never both.
     Under torchrun the same command trains on several GPUs. Ctrl-C saves; --resume goes on where a run was.
     """
-    given = dict(context.params)
+    given = {name: value for name, value in locals().items() if name != "context"}  # as typer converts: Paths
     said = options_said(context)
     with output.exit_codes():
         _check(given, said)
