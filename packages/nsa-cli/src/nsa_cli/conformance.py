@@ -73,7 +73,7 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     if status == pytest.ExitCode.INTERRUPTED:
         if not interruption.came:
             raise KeyboardInterrupt
-        print(f"INTERRUPTED by {interruption.name}, {run.left} test(s) left")
+        print(f"INTERRUPTED by {interruption.name}, {run.left} of {run.tests} tests left")
         return exit_code(interruption.name)
     if status == pytest.ExitCode.USAGE_ERROR:
         raise InvalidInput(f"pytest refuses -k {only!r}")
@@ -93,7 +93,7 @@ class _Run:
         self.options = {"nsa_backend": name, "nsa_device": device, "nsa_preset": preset}
         self.judged = 0  # tests that passed or failed, the one that only loads the backend and asks its probe left out
         self.reason = ""
-        self.left = 0  # tests that did not end
+        self.tests = self.left = 0  # how many there are, and how many of them did not end
         self._interruption = interruption
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -103,7 +103,8 @@ class _Run:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note how many tests there are."""
-        self._session, self.left = session, len(session.items)
+        self._session, self.tests = session, len(session.items)
+        self.left = self.tests
 
     def pytest_runtest_logfinish(self) -> None:
         """Count a test that has ended, and end the run behind it where a signal asks for it."""

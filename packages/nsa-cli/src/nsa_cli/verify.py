@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nsa_core.plan import Plan
     from nsa_core.verify.subject import Finding, Subject
+    from nsa_core.verify.suite import Job
 
 SCHEMA_VERSION = 1
 
@@ -183,30 +184,17 @@ def _run(
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
-    seconds = [0.0] * len(subjects)
-    findings: list[list[Finding]] = [[] for _ in subjects]
     strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
-    left = [len(todo) + reads] * len(subjects)
-    with strictly, output.progress(len(todo) * len(subjects)) as advance, stop.cuts_short():
-        last = time.perf_counter()
-        for index, job, found in suite.run_each(subjects, todo):
-            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
-            if stop.came and any(f.quantity == "run" and f.ok is False for f in found):
-                break
-            findings[index] += found
-            left[index] -= 1
-            seconds[index] += time.perf_counter() - last
-            last = time.perf_counter()
-            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
-            if stop.came:
-                break
+    with strictly:
+        findings, seconds = _judge(subjects, todo, stop)
     counted: list[dict[str, Any]] = [{} for _ in subjects]
     with stop.cuts_short():
         for index, subject in enumerate(subjects if reads else ()):
             if stop.came:
                 break
             counted[index] = _count(subject, dtypes)
-            left[index] -= 1
+    checks = len(todo) + reads
+    left = [checks - len(done) - bool(read) for done, read in zip(findings, counted)]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -226,11 +214,35 @@ def _run(
             "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
             "named": named,
             "seconds": round(taken, 2),
-            "interrupted": {"signal": stop.name, "checks_left": n, "checks": len(todo) + reads} if n else None,
-            "findings": [dataclasses.asdict(f) for f in found],
+            "interrupted": {"signal": stop.name, "checks_left": n, "checks": checks} if n else None,
+            "findings": [dataclasses.asdict(f) for found in done for f in found],
         }
-        for named, plan, taken, found, read, n in zip(combinations, plans, seconds, findings, counted, left)
+        for named, plan, taken, done, read, n in zip(combinations, plans, seconds, findings, counted, left)
     ]
+
+
+def _judge(
+    subjects: Sequence[Subject], todo: Sequence[Job], stop: Interruption
+) -> tuple[list[list[list[Finding]]], list[float]]:
+    """Of each subject the findings of every job that ended, and their seconds."""
+    from nsa_core.text import dtype_name
+    from nsa_core.verify import suite
+
+    seconds = [0.0] * len(subjects)
+    findings: list[list[list[Finding]]] = [[] for _ in subjects]
+    with output.progress(len(todo) * len(subjects)) as advance, stop.cuts_short():
+        last = time.perf_counter()
+        for index, job, found in suite.run_each(subjects, todo):
+            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+            if stop.came and any(f.quantity == "run" and f.ok is False for f in found):
+                break
+            findings[index].append(found)
+            seconds[index] += time.perf_counter() - last
+            last = time.perf_counter()
+            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
+            if stop.came:
+                break
+    return findings, seconds
 
 
 def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
