@@ -71,7 +71,7 @@ def test_the_command_runs_each_and_sums_up(
 
     def run(
         combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int,
-        phase: str, reads: bool,
+        phase: str, reads: bool, stop: Any,
     ) -> list[dict[str, Any]]:  # fmt: skip
         assert (phase, reads) == ("both", False)
         finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}

@@ -11,6 +11,7 @@ import typer
 from nsa_cli import bench_options as options
 from nsa_cli import output
 from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device, spelt, words
+from nsa_core.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
     from nsa_core.bench.result import Result
@@ -58,7 +59,7 @@ def bench(
         return
     given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     decode = words(phase or "") == ["decode"]
-    with output.exit_codes():
+    with output.exit_codes(), held() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         _check(preset, decode, options_said(context))
         quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
@@ -68,7 +69,7 @@ def bench(
 
             cells = bench_decode.cells(shape, length, batch, page_size)
             how = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
-            result = bench_decode.run(cells, *how, limits, preset, cell_limit)
+            result = bench_decode.run(cells, *how, limits, preset, cell_limit, stop)
         else:
             settings = _settings(
                 preset, given, combo or [], block_sizes(blocks), device,
@@ -76,10 +77,10 @@ def bench(
                 | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
                 inputs, text, checkpoint or [], threads,
             )  # fmt: skip
-            result = _run(settings)
+            result = _run(settings, stop)
         _write(result, json_file, html, png, svg, force)
         _print(result)
-    raise typer.Exit(output.FAILED if result.failed else 0)
+    raise typer.Exit(_code(result))
 
 
 @app.command("compare")
@@ -95,10 +96,14 @@ def compare_files(
         from nsa_core.bench.compare import compare, regressed
         from nsa_core.bench.result import read_result
 
-        changes = compare(read_result(old), read_result(new), fail_over=_percentage(fail_over), force=force)
+        before, after = read_result(old), read_result(new)
+        changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
         bad = regressed(changes)
         console = output.console()
         console.print(changes_table([c for c in changes if c.verdict != "same"]))
+        for file, cut in ((old, before.interrupted), (new, after.interrupted)):
+            if cut is not None:
+                console.print(f"{file} was interrupted: {cut.cells_left} of {cut.cells} cells left", style="yellow")
         counts = {v: sum(c.verdict == v for c in changes) for v in ("slower", "lost", "faster", "same", "missing")}
         line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"{len(changes)} figures: {line}", style="bold red" if bad else "bold green")
@@ -122,6 +127,12 @@ def report(
         _write(result, None, html, png, svg, force)
         _print(result)
     raise typer.Exit(output.FAILED if result.failed else 0)
+
+
+def _code(result: Result) -> int:
+    if result.interrupted is not None:
+        return exit_code(result.interrupted.signal)
+    return output.FAILED if result.failed else 0
 
 
 def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bool) -> None:
@@ -201,13 +212,13 @@ def _text(path: Path | None, at_least: int) -> tuple[str, bytes]:
     return f"documentation of Python {platform.python_version()}", library_text(at_least)
 
 
-def _run(settings: Settings) -> Result:
+def _run(settings: Settings, stop: Interruption) -> Result:
     from nsa_core.bench.run import Bench
 
     run = Bench(settings, output.find_backends(), output.environment())
     total = len(run.problems()) + len(settings.shapes) * len(settings.dtypes)
     with output.progress(total) as advance:
-        return run.run(advance)
+        return run.run(advance, stop)
 
 
 def _write(

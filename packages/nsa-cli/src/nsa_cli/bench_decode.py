@@ -9,6 +9,7 @@ from nsa_cli import bench_options, output
 from nsa_cli.bench_report import Rows, milliseconds, number, size
 from nsa_cli.choices import dtype_names, pick_device
 from nsa_core.contract import SLOTS
+from nsa_core.interruption import Interruption
 
 if TYPE_CHECKING:
     from nsa_core.bench.decode_works import Cell
@@ -38,6 +39,7 @@ def run(
     limits: Mapping[str, float | None],
     preset: str,
     cell_limit_s: float,
+    stop: Interruption,
 ) -> Result:
     """Measure; limits left out are the preset's."""
     from nsa_core.bench.combos import parse_combo
@@ -55,7 +57,7 @@ def run(
     )  # fmt: skip
     bench = DecodeBench(settings, output.find_backends(), output.environment())
     with output.progress(len(bench.problems())) as advance:
-        return bench.run(advance)
+        return bench.run(advance, stop)
 
 
 def decode_rows(result: Result) -> Iterator[Rows]:

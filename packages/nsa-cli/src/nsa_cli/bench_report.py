@@ -123,7 +123,8 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         f"{dtype} {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s"
         for dtype, peaks in result.peaks.items()
     )
-    yield "", f"peak rates measured: {rates}"
+    if rates:
+        yield "", f"peak rates measured: {rates}"
     yield (
         "",
         "of floor: the least time for the counted operations (ops) or bytes, whichever is longer, over the time; "
@@ -134,7 +135,10 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
     how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
     line = f"{where}, {result.settings.get('threads')} CPU thread(s), {how}; {result.seconds:.0f} s"
     failed = sum(not gate.ok for gate in result.gates)
-    if result.failed:
+    if result.interrupted is not None:
+        cut, red = result.interrupted, f"{failed} of {len(result.gates)} gate(s) judged so far red"
+        yield "bold red", f"INTERRUPTED by {cut.signal}, {cut.cells_left} of {cut.cells} cells left, {red}: {line}"
+    elif result.failed:
         yield "bold red", f"FAILED ({failed} gate(s) red): {line}"
     else:
         yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"

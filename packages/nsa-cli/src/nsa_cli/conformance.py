@@ -12,6 +12,7 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import quiet_profiler
 from nsa_cli.verify import Device, Preset
+from nsa_core.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
     import pytest
@@ -32,12 +33,12 @@ def conformance(
     Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here, or takes nothing that is
     asked; 4: pytest is not installed.
     """
-    with output.exit_codes():
-        code = _run(name, device.value, preset.value, only, stop, verbose)
+    with output.exit_codes(), held() as interruption:
+        code = _run(name, device.value, preset.value, only, stop, verbose, interruption)
     raise typer.Exit(code)
 
 
-def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool) -> int:
+def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool, interruption: Interruption) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
 
     entry = output.find_backends().get(name)
@@ -60,7 +61,7 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     import nsa_core.testing
 
     home = Path(nsa_core.testing.__file__).parent
-    run = _Run(name, device, preset)
+    run = _Run(name, device, preset, interruption)
     # Nothing of the caller's own pytest settings, conftest files or cache.
     arguments = [str(home / "suite.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
     arguments += ["-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "--no-header"]
@@ -70,7 +71,10 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
     status = int(pytest.main(arguments, plugins=[run]))
     if status == pytest.ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
+        if not interruption.came:
+            raise KeyboardInterrupt
+        print(f"INTERRUPTED by {interruption.name}, {run.left} of {run.tests} tests left")
+        return exit_code(interruption.name)
     if status == pytest.ExitCode.USAGE_ERROR:
         raise InvalidInput(f"pytest refuses -k {only!r}")
     if status == pytest.ExitCode.TESTS_FAILED:
@@ -85,15 +89,28 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
 class _Run:
     """What the command tells pytest, and what it wants to know afterwards."""
 
-    def __init__(self, name: str, device: str, preset: str) -> None:
+    def __init__(self, name: str, device: str, preset: str, interruption: Interruption) -> None:
         self.options = {"nsa_backend": name, "nsa_device": device, "nsa_preset": preset}
         self.judged = 0  # tests that passed or failed, the one that only loads the backend and asks its probe left out
         self.reason = ""
+        self.tests = self.left = 0  # how many there are, and how many of them did not end
+        self._interruption = interruption
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Set what the suite reads; a backend is no option of pytest's command line."""
         for option, value in self.options.items():
             setattr(config.option, option, value)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note how many tests there are."""
+        self._session, self.tests = session, len(session.items)
+        self.left = self.tests
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Count a test that has ended, and end the run behind it where a signal asks for it."""
+        self.left -= 1
+        if self._interruption.came and self.left:
+            self._session.shouldstop = f"interrupted by {self._interruption.name}"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count the tests in which a kernel was judged."""

@@ -89,8 +89,10 @@ def _figure(result: Result) -> Any:
     rows = list(dict.fromkeys((m.shape, m.dtype, m.inputs) for m in result.measurements))
     phases = list(dict.fromkeys(m.phase for m in result.measurements))
     columns = len(phases) + 2
-    figure = Figure(figsize=(4.9 * columns, 4.6 * len(rows) + 1.0), layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False)
+    figure = Figure(figsize=(4.9 * columns, 4.6 * max(1, len(rows)) + 1.0), layout="constrained")
+    grid = figure.subplots(max(1, len(rows)), columns, squeeze=False)
+    for axes in () if rows else grid.flat:  # a run that was interrupted before its first cell
+        _nothing(axes)
     colours = colours_of(result)
     for axes, row in zip(grid, rows):
         found = [m for m in result.measurements if (m.shape, m.dtype, m.inputs) == row]

@@ -15,12 +15,14 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
+from nsa_core.interruption import Interruption, held
 
 if TYPE_CHECKING:
     import torch
 
     from nsa_core.plan import Plan
     from nsa_core.verify.subject import Finding, Subject
+    from nsa_core.verify.suite import Job
 
 SCHEMA_VERSION = 1
 
@@ -86,10 +88,10 @@ def verify(
     """
     chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in chosen.items() if name is not None}
-    with output.exit_codes():
+    with output.exit_codes(), held() as stop:
         output.check_writable(json_file, force)
         names, place = dtype_names(dtype), pick_device(device.value)
-        given = (place, _dtypes(names), preset.value, read_text(text), seed, phase.value, reads)
+        given = (place, _dtypes(names), preset.value, read_text(text), seed, phase.value, reads, stop)
         if every:
             reports = _run(_every(named, place, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -166,8 +168,9 @@ def _run(
     seed: int,
     phase: str,
     reads: bool,
+    stop: Interruption,
 ) -> list[dict[str, Any]]:
-    """A report per combination."""
+    """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
     import torch
 
     from nsa_core.text import dtype_name
@@ -181,17 +184,17 @@ def _run(
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
-    seconds = [0.0] * len(subjects)
-    findings: list[list[Finding]] = [[] for _ in subjects]
     strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
-    with strictly, output.progress(len(todo) * len(subjects)) as advance:
-        last = time.perf_counter()
-        for index, job, found in suite.run_each(subjects, todo):
-            findings[index] += found
-            seconds[index] += time.perf_counter() - last
-            last = time.perf_counter()
-            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
-    counted = [_count(subject, dtypes) if reads else {} for subject in subjects]
+    with strictly:
+        findings, seconds = _judge(subjects, todo, stop)
+    counted: list[dict[str, Any]] = [{} for _ in subjects]
+    with stop.cuts_short():
+        for index, subject in enumerate(subjects if reads else ()):
+            if stop.came:
+                break
+            counted[index] = _count(subject, dtypes)
+    checks = len(todo) + reads
+    left = [checks - len(done) - bool(read) for done, read in zip(findings, counted)]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -211,10 +214,35 @@ def _run(
             "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
             "named": named,
             "seconds": round(taken, 2),
-            "findings": [dataclasses.asdict(f) for f in found],
+            "interrupted": {"signal": stop.name, "checks_left": n, "checks": checks} if n else None,
+            "findings": [dataclasses.asdict(f) for found in done for f in found],
         }
-        for named, plan, taken, found, read in zip(combinations, plans, seconds, findings, counted)
+        for named, plan, taken, done, read, n in zip(combinations, plans, seconds, findings, counted, left)
     ]
+
+
+def _judge(
+    subjects: Sequence[Subject], todo: Sequence[Job], stop: Interruption
+) -> tuple[list[list[list[Finding]]], list[float]]:
+    """Of each subject the findings of every job that ended, and their seconds."""
+    from nsa_core.text import dtype_name
+    from nsa_core.verify import suite
+
+    seconds = [0.0] * len(subjects)
+    findings: list[list[list[Finding]]] = [[] for _ in subjects]
+    with output.progress(len(todo) * len(subjects)) as advance, stop.cuts_short():
+        last = time.perf_counter()
+        for index, job, found in suite.run_each(subjects, todo):
+            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+            if stop.came and any(f.quantity == "run" and f.ok is False for f in found):
+                break
+            findings[index].append(found)
+            seconds[index] += time.perf_counter() - last
+            last = time.perf_counter()
+            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
+            if stop.came:
+                break
+    return findings, seconds
 
 
 def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
@@ -238,7 +266,7 @@ def _print_report(report: dict[str, Any]) -> int:
     from nsa_cli.verify_report import failures, reads_table, summary, table
 
     console = output.console()
-    console.print(table(report["findings"]))
+    console.print(table(report["findings"], bool(report.get("interrupted"))))
     if "reads" in report:
         console.print(reads_table(report))
     for line in failures(report):
@@ -249,7 +277,7 @@ def _print_report(report: dict[str, Any]) -> int:
 
 
 def _print_combinations(reports: list[dict[str, Any]]) -> int:
-    from nsa_cli.verify_report import combinations, failures, summary
+    from nsa_cli.verify_report import combinations, cut_short, failures, summary
 
     console = output.console()
     console.print(combinations(reports))
@@ -258,5 +286,7 @@ def _print_combinations(reports: list[dict[str, Any]]) -> int:
     codes = [summary(report)[1] for report in reports]
     passed, code = codes.count(0), 1 if 1 in codes else max(codes)
     line = f"{passed} of {len(reports)} combinations passed in {sum(r['seconds'] for r in reports):.0f} s"
+    if cut := cut_short(reports):
+        code, line = cut[1], f"{cut[0]}; {line}"
     console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
     return code

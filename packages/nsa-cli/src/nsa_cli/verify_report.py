@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nsa_core.interruption import exit_code
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def table(findings: list[dict[str, Any]]) -> Table:
-    """Worst error per check and slot, in parts of its budget: 1.00 is the limit that no correct kernel reaches."""
+def table(findings: list[dict[str, Any]], so_far: bool = False) -> Table:
+    """Worst error per check and slot, in parts of its budget: 1.00 is the limit that no correct kernel reaches.
+
+    ``so_far``: of a run that was interrupted, in which no verdict but a failure is final.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -26,7 +31,7 @@ def table(findings: list[dict[str, Any]]) -> Table:
     for (check, slot), group in groups.items():
         counted = [f for f in group if f["ok"] is not None]
         worst = [_worst(counted, name) for name in ("row", "elem", "bias")]
-        made.add_row(check, slot or "all", str(len(counted)), *worst, Text(*_verdict(group, counted)))
+        made.add_row(check, slot or "all", str(len(counted)), *worst, Text(*_verdict(group, counted, so_far)))
     return made
 
 
@@ -35,14 +40,15 @@ def _worst(findings: list[dict[str, Any]], name: str) -> str:
     return f"{max(values):.2f}" if values else "-"
 
 
-def _verdict(group: list[dict[str, Any]], counted: list[dict[str, Any]]) -> tuple[str, str]:
+def _verdict(group: list[dict[str, Any]], counted: list[dict[str, Any]], so_far: bool) -> tuple[str, str]:
     failed = sum(f["ok"] is False for f in counted)
     if failed:
         return f"{failed} FAILED", "bold red"
     skipped = len(group) - len(counted)
     if not counted:
         return f"not run: {group[0]['detail'].splitlines()[0]}", "yellow"
-    return ("ok" + (f", {skipped} not applicable" if skipped else ""), "green")
+    words = ("ok so far", "yellow") if so_far else ("ok", "green")
+    return (words[0] + (f", {skipped} not applicable" if skipped else ""), words[1])
 
 
 def reads_table(report: dict[str, Any]) -> Table | str:
@@ -83,9 +89,20 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
     where = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
     line = f"{passed} checks passed, {failed} failed in {report['seconds']:.0f} s: {who} ({where})"
+    if cut := cut_short([report]):
+        return f"{cut[0]}; {line}", cut[1]
     if not passed and not failed:
         return f"nothing could be checked: {who} ({where})", 3
     return line, 1 if failed else 0
+
+
+def cut_short(reports: list[dict[str, Any]]) -> tuple[str, int] | None:
+    """How many checks of these reports a signal left, and the exit code that tells of it; None where none is left."""
+    cuts = [report["interrupted"] for report in reports if report.get("interrupted")]
+    if not cuts:
+        return None
+    left, every = sum(c["checks_left"] for c in cuts), cuts[0]["checks"] * len(reports)
+    return f"INTERRUPTED by {cuts[0]['signal']}, {left} of {every} checks left", exit_code(cuts[0]["signal"])
 
 
 def failures(report: dict[str, Any]) -> list[str]:

@@ -28,11 +28,12 @@ from nsa_core.bench.decode_works import (
 )
 from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_core.bench.machine import machine
-from nsa_core.bench.result import Measurement, Part, Result
+from nsa_core.bench.result import Interrupted, Measurement, Part, Result
 from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_core.bench.timing import (
     FAILED,
+    INTERRUPTED,
     LATE,
     METHODS,
     EagerClock,
@@ -44,6 +45,7 @@ from nsa_core.bench.timing import (
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
+from nsa_core.interruption import NEVER, Interruption
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error, dtype_name
@@ -103,25 +105,32 @@ class DecodeBench:
         """The cells, each in each dtype."""
         return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
 
-    def run(self, advance: Callable[[str], None] = lambda label: None) -> Result:
-        """Measure everything; ``advance`` is told of each finished cell.
+    def run(self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER) -> Result:
+        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each finished cell.
 
         Raises:
             Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
         """
-        s = self.settings
-        plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.problems()}
-        peaks = {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
-        self._clock = clock_for(s.device)
-        for cell, dtype in self.problems():
-            with torch.inference_mode():
-                self._cell(cell, dtype, plans[cell, dtype], peaks[dtype])
-            gc.collect()
-            advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
+        s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
+        self._stop = stop
+        with stop.cuts_short():
+            plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.problems()}
+            if not stop.came:
+                peaks |= {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
+                self._clock = clock_for(s.device)
+            for cell, dtype in self.problems():
+                if stop.came:
+                    break
+                with torch.inference_mode():
+                    self._cell(cell, dtype, plans[cell, dtype], peaks[dtype])
+                gc.collect()
+                left -= not stop.came
+                advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
         return Result(
             settings=s.as_json(), environment=self._versions | machine(s.device), combos=self._combos,
             skipped=self._skipped, peaks=peaks, gates=self._gates, measurements=self._measurements, crossovers=[],
             seconds=round(time.monotonic() - self._started, 2),
+            interrupted=Interrupted.by(stop, left, len(self.problems())),
         )  # fmt: skip
 
     def _open(self, cell: Cell, dtype_text: str) -> dict[str, Plan]:
@@ -131,6 +140,8 @@ class DecodeBench:
         combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, False, "decode", cell.page_size)
         plans = {}
         for combo in combos:
+            if self._stop.came:
+                break
             plans[combo.name] = plan = resolve(
                 config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
                 page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
@@ -165,14 +176,14 @@ class DecodeBench:
                 works += self._steps(name, plan, x, cell, dtype)
                 parts |= {work.key: work for work in part_works(plan, x)} if cuda else {}
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
-            limits["limit_s"] = s.cell_limit_s
+            limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
             outcomes |= measure([*works, *parts.values()], self._clock, **limits, least=REPEATS)
             if cuda:
                 again = [
                     dataclasses.replace(w, key=w.key + EAGER) for w in works if w.key not in subjects or w.key in plans
                 ]
                 outcomes |= measure(again, EagerClock(), **limits)
-            else:
+            elif not self._stop.came:
                 outcomes |= {
                     slot_key(name, slot): Outcome(found)
                     for name, plan in timed.items()
@@ -217,7 +228,7 @@ class DecodeBench:
                 if plan is not None and by_slots
                 else {}
             )
-            outcome = outcomes.get(subject, Outcome(reason=LATE))
+            outcome = outcomes.get(subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE))
             made.append(
                 figures.measurement(
                     kind, outcome, costs["dense" if kind == "dense" else "total"], peaks, subject=subject,

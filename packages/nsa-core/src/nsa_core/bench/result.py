@@ -14,6 +14,7 @@ from nsa_core.bench.gate import Gate
 from nsa_core.bench.roofline import Peaks
 from nsa_core.bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
+from nsa_core.interruption import Interruption
 
 SCHEMA_VERSION = 1
 KIND = "nsa-bench"
@@ -80,6 +81,20 @@ class Crossover:
 
 
 @dataclasses.dataclass(frozen=True)
+class Interrupted:
+    """Which signal ended a run before its last cell, and how many cells it left, the one that it cut short included."""
+
+    signal: str
+    cells_left: int
+    cells: int
+
+    @classmethod
+    def by(cls, stop: Interruption, left: int, cells: int) -> Interrupted | None:
+        """None where nothing was left."""
+        return cls(stop.name, left, cells) if left else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """Everything one run of the bench found out."""
 
@@ -92,6 +107,7 @@ class Result:
     measurements: list[Measurement]
     crossovers: list[Crossover]
     seconds: float
+    interrupted: Interrupted | None = None  # files of before there was this field lack it
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
 
@@ -183,6 +199,7 @@ def _record(kind: type, found: Any, where: str) -> Any:
     if not isinstance(found, dict):
         raise _WrongError(f"{where.lstrip('.') or 'the file'} must be an object, got {str(found)[:60]!r}")
     fields, hints = [field.name for field in dataclasses.fields(kind)], _hints(kind)
+    fields = [name for name in fields if name in found or name != "interrupted"]
     missing = [name for name in fields if name not in found]
     if missing:
         raise _WrongError(f"{where.lstrip('.') or 'the file'} lacks {', '.join(missing)}")

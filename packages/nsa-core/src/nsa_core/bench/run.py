@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +22,15 @@ from nsa_core.bench.crossover import crossovers
 from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import load_models, make_inputs
 from nsa_core.bench.machine import machine
-from nsa_core.bench.result import Measurement, Part, Result
+from nsa_core.bench.result import Interrupted, Measurement, Part, Result
 from nsa_core.bench.rivals import check_rivals, rivals
 from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
-from nsa_core.bench.timing import FAILED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
+from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
+from nsa_core.interruption import NEVER, Interruption
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error
@@ -103,23 +105,27 @@ class Bench:
             for phase in s.phases
         ]
 
-    def run(self, advance: Callable[[str], None] = lambda label: None) -> Result:
-        """Measure everything; ``advance`` is told of each finished gate and cell.
+    def run(self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER) -> Result:
+        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each finished gate and cell.
 
         Raises:
             Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
         """
-        s = self.settings
-        for shape in s.shapes:
-            for dtype in s.dtypes:
+        s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
+        self._stop = stop
+        with stop.cuts_short():
+            for shape, dtype in itertools.product(s.shapes, s.dtypes):
                 self._open(shape, dtype)
                 advance(f"gate {shape.name}, {dtype}")
-        dtypes = [getattr(torch, name) for name in s.dtypes]
-        peaks = {name: roofline.measure_peaks(s.device, dtype) for name, dtype in zip(s.dtypes, dtypes)}
-        self._clock = clock_for(s.device)
-        for problem in self.problems():
-            self._cell(problem, peaks[problem.dtype])
-            advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
+            if not stop.came:
+                peaks |= {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
+                self._clock = clock_for(s.device)
+            for problem in self.problems():
+                if stop.came:
+                    break
+                self._cell(problem, peaks[problem.dtype])
+                left -= not stop.came
+                advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
         return Result(
             settings=s.as_json() | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
             environment=self._versions | machine(s.device),
@@ -130,6 +136,7 @@ class Bench:
             measurements=self._measurements,
             crossovers=crossovers(self._measurements),
             seconds=round(time.monotonic() - self._started, 2),
+            interrupted=Interrupted.by(stop, left, len(self.problems())),
         )
 
     def _open(self, shape: Shape, dtype_name: str) -> None:
@@ -139,6 +146,8 @@ class Bench:
         plans = self._plans[shape.name, dtype_name] = {}
         case = gate_case(config, s.device, s.seed)
         for combo in combos:
+            if self._stop.came:
+                return
             plan, small = self._plan(config, dtype, combo), self._plan(case.config, dtype, combo)
             plans[combo.name] = plan
             figures.note_combo(self._combos, combo.name, plan, f"{shape.name} {dtype_name}")
@@ -194,7 +203,9 @@ class Bench:
         # What "both" spends where is what forward and backward tell: timed alone only where they are not.
         parts = problem.phase != "both" or not {"forward", "backward"} <= {*s.phases}
         works = cells.works_of(x, problem.config, problem.phase, timed, wanted, parts)
-        return measure(works, self._clock, budget_s=s.budget_s, deadline=self._deadline, limit_s=s.cell_limit_s)
+        return measure(
+            works, self._clock, budget_s=s.budget_s, deadline=self._deadline, limit_s=s.cell_limit_s, stop=self._stop
+        )
 
     def _too_long(self, problem: Problem, subject: str) -> str:
         """Why a call is not even tried: its time, as it grew over the last two lengths (S^2 after one), is too long."""
@@ -217,7 +228,7 @@ class Bench:
         element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
         size = (problem.batch, problem.length, element, problem.phase)
         costs = roofline.part_costs(problem.config, *size)
-        late = Outcome(reason=LATE)
+        late = Outcome(reason=INTERRUPTED if self._stop.came else LATE)
         made = []
         for name in [*plans, *others]:
             combo = name in plans

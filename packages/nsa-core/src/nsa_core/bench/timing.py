@@ -20,6 +20,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from nsa_core.errors import NSAError
+from nsa_core.interruption import NEVER, Interruption
 from nsa_core.text import describe_error
 
 GRAPH_BELOW_MS = 1.0
@@ -29,6 +30,7 @@ HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin
 LATE = f"{NOT_MEASURED}: the time limit was reached"
+INTERRUPTED = f"{NOT_MEASURED}: the run was interrupted"
 CELL_LATE = NOT_MEASURED + ": the cell's time limit of {:g} s was reached"
 METHODS = {
     "events": "CUDA events, cold L2",
@@ -222,17 +224,20 @@ def measure(
     deadline: float = float("inf"),
     limit_s: float = float("inf"),
     least: int = MIN_ROUNDS,
+    stop: Interruption = NEVER,
 ) -> dict[str, Outcome]:
     """Time all works, interleaved: ``least`` to 20 rounds each, about ``budget_s`` seconds each where that allows more.
 
     Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is prepared, and what is
-    prepared is timed once. A work that is left out, runs out of memory or whose kernel refuses has a reason instead of
-    times.
+    prepared is timed once; once ``stop`` has come, nothing more is timed at all. A work that is left out, runs out of
+    memory or whose kernel refuses has a reason instead of times.
     """
     limits = {LATE: deadline, CELL_LATE.format(limit_s): time.monotonic() + limit_s}
 
     def late() -> str:
-        return next((reason for reason, end in limits.items() if time.monotonic() > end), "")
+        return (
+            INTERRUPTED if stop.came else next((reason for reason, end in limits.items() if time.monotonic() > end), "")
+        )
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, _Prepared] = {}
@@ -241,24 +246,26 @@ def measure(
             outcomes[work.key] = Outcome(reason=reason)
             continue
         outcomes[work.key] = outcome = Outcome()
-        with _reasons(outcome):
+        with _reasons(outcome, stop):
             ready[work.key] = clock.prepare(work)
             outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
             rounds = min(MAX_ROUNDS, max(least, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
-            if len(prepared.samples) >= rounds or outcomes[key].reason or (prepared.samples and late()):
+            if len(prepared.samples) >= rounds or outcomes[key].reason or (late() and (prepared.samples or stop.came)):
                 continue
-            with _reasons(outcomes[key]):
+            with _reasons(outcomes[key], stop):
                 prepared.samples.append(clock.sample(prepared.call, prepared.calls))
     for key, prepared in ready.items():
+        if not outcomes[key].reason and not prepared.samples:
+            outcomes[key].reason = INTERRUPTED
         if not outcomes[key].reason:
             outcomes[key].performance = summarise(prepared.samples, prepared.method, prepared.calls)
     return outcomes
 
 
 @contextlib.contextmanager
-def _reasons(outcome: Outcome) -> Iterator[None]:
+def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
     """Turn what a kernel raises into the outcome's reason."""
     try:
         yield
@@ -266,7 +273,8 @@ def _reasons(outcome: Outcome) -> Iterator[None]:
         outcome.reason = "out of memory"
         gc.collect()
     except (NSAError, RuntimeError) as error:
-        outcome.reason = f"{FAILED}: {describe_error(error)}"
+        # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+        outcome.reason = INTERRUPTED if stop.came else f"{FAILED}: {describe_error(error)}"
 
 
 def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from nsa_core.bench.machine import device_name
 from nsa_core.bench.roofline import measure_peaks
 from nsa_core.errors import NSAError
+from nsa_core.interruption import held
 from nsa_core.lm import checkpoint, log
 from nsa_core.lm.flops import row_flops
 from nsa_core.lm.trainer import Measured, Trainer
@@ -86,18 +85,18 @@ class _Run:
         trainer, recipe = self.trainer, self.trainer.recipe
         waiting: Measured | None = None
         try:
-            with _interruptible() as asked:
+            with held(signal.SIGINT) as asked:
                 if trainer.step_number == 0:
                     self._before()
                 while trainer.step_number < recipe.steps:
-                    done = trainer.step(stopping=asked())
+                    done = trainer.step(stopping=asked.came)
                     # A GPU is given this step before the one before it is read: it is never left waiting.
                     stop = waiting is not None and self._settle(waiting)
                     waiting = done
                     at_end = trainer.step_number == recipe.steps
                     evaluating = at_end or trainer.step_number % recipe.eval_every == 0
                     saving = at_end or trainer.step_number % recipe.save_every == 0
-                    alone = trainer.world.size == 1 and asked()
+                    alone = trainer.world.size == 1 and asked.came
                     if evaluating or saving or stop or alone or trainer.world.device.type != "cuda":
                         stop |= self._settle(waiting, evaluating)
                         waiting = None
@@ -149,23 +148,3 @@ class _Run:
             self._log.write(record)
         if self.report is not None and self.trainer.world.rank == 0:
             self.report(progress)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Hold back the first SIGINT and tell whether it has come; without it in a thread, which gets no signals."""
-    came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield came.is_set
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def hold(number: int, frame: object) -> None:
-        came.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield came.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
