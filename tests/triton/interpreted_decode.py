@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import pathlib
-import sys
 from unittest import mock
 
 import pytest
@@ -279,11 +278,8 @@ def test_append_writes_what_plain_code_does(name, dtype):
 
 
 def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch):
-    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "triton_decode.py"
-    spec = importlib.util.spec_from_file_location("triton_decode", path)
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "triton_decode", bench)
-    spec.loader.exec_module(bench)
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "benchmarks")
+    bench = importlib.import_module("triton_decode")
     with strict():
         assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])
         shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
