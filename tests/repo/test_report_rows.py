@@ -32,6 +32,10 @@ def named_tests(row: Row) -> list[str]:
     return re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", row.check)
 
 
+def result_files(row: Row) -> list[str]:
+    return re.findall(r"`(benchmarks/results/[\w.]+)`", row.figure)
+
+
 def commands(row: Row) -> list[list[str]]:
     return [shlex.split(text) for text in re.findall(r"`([^`]+)`", row.command)]
 
@@ -42,7 +46,10 @@ def test_there_are_25_rows_and_no_cell_is_empty(repo: Any) -> None:
     for row in found:
         assert all(row), row.number
         assert len(commands(row)) == 1, f"row {row.number} needs one command"
-        assert named_tests(row) or PENDING in row.figure or "nsa verify" in row.command, row.number
+        shown = named_tests(row) or result_files(row) or PENDING in row.figure or "nsa verify" in row.command
+        assert shown, row.number
+        for file in result_files(row):
+            assert (repo.root / file).is_file(), (row.number, file)
 
 
 def collected(*arguments: str) -> set[str]:
