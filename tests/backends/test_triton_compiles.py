@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -47,6 +48,22 @@ def test_the_page_has_the_rows_of_this_tree() -> None:
         " | ".join(row) for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     ]
     assert printed == [row.title for row in compile_table.rows()]
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_are_chosen_by_four_warps(architecture: int, dtype: str) -> None:
+    """Whatever the heads need: of more warps, several would hold parts of a sum over heads."""
+    seen = set()
+    for heads, width, rows in itertools.product((16, 64), (64, 256), (1, 4)):
+        asked = dataclasses.replace(
+            compile_table._BASE, phase="decode", needs_grad=False, batch=2, seq_len=4096, page_size=128, n_heads=heads,
+            n_kv_heads=1, head_dim=width, v_head_dim=width, dtype=dtype,
+        )  # fmt: skip
+        for launch in compile_table.step_launches(asked, architecture, rows):
+            seen.add((launch.name, launch.options.num_warps))
+    assert {warps for name, warps in seen if name in ("decode_step", "decode_choose")} == {4}
+    assert ("decode_sel", 8) in seen
 
 
 def test_a_tile_too_large_is_seen() -> None:

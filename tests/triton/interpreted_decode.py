@@ -18,7 +18,7 @@ from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.ops import record_dispatch
-from nsa_core.verify.cases import SMALL, TINY, Case, config_of
+from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.decode import ODD, Step, StepData, decode_parity, step_data
 from nsa_core.verify.decode_fused import append_parity, step_parity
 from nsa_core.verify.interpreter import strict
@@ -71,6 +71,15 @@ def test_slots_and_the_fused_step_equal_the_oracle(name, dtype):
     with strict():
         findings = [*decode_parity(SUBJECT, STEPS[name], dtype), *step_parity(SUBJECT, STEPS[name], dtype)]
     assert len(findings) >= 9
+    assert not [f for f in findings if not f.ok]
+
+
+def test_a_row_of_few_keys_leans_to_no_side():
+    """A factor that errs in all columns of a row stands out where heads are many and wide."""
+    step = Step(Case("32/1 256/256", config_of(32, 1, 256, 256, PAPER), ()), (65, 40), (1, 1))
+    with strict():
+        findings = [*step_parity(SUBJECT, step, BF16)]
+    assert len(findings) == 2
     assert not [f for f in findings if not f.ok]
 
 

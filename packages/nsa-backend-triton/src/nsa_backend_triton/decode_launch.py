@@ -21,6 +21,7 @@ from nsa_core.contract import DecodeCall
 
 _FEW_BLOCKS = 256
 _AT_MOST_OF_FEW = {"BLOCKS": _FEW_BLOCKS, "SUMS": 4 * _FEW_BLOCKS}  # what a choice among so few takes of these settings
+_CHOICE_WARPS = 4  # of more, several would hold parts of one sum over heads: no such binary has run on a GPU
 _STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant of the binary
 
 Pair = tuple[Tensor, Tensor]
@@ -154,7 +155,7 @@ class Span:
                 GROUPS=self.groups, GROUP=self.heads // self.groups, SIZE=geometry.compress_block_size,
                 STRIDE=geometry.compress_stride, SELECT=geometry.select_block_size, ACC=accumulator(q.dtype),
                 BLOCKS=self.blocks, OF_TILE=self.keys // self.taps, PDL=self.early, **self.choice(),
-                num_warps=self.chosen["num_warps"], **({"launch_pdl": True} if self.early else {}),
+                num_warps=_CHOICE_WARPS, **({"launch_pdl": True} if self.early else {}),
             )  # fmt: skip
 
     @property

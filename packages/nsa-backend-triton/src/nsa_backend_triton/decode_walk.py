@@ -117,9 +117,9 @@ def walk(
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over tiles from_tile .. to_tile; m, l [M] in base 2, acc [M, Dv].
 
-    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS + sums[r], the m that
-    they are relative to to REFERENCES + references[r], where right[r] > 0. Then m is an integer and p the product of
-    exp2(s - floor(s)) and a power of two: so it is the same number whatever m was, and equal logits have equal sums.
+    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS + sums[r], what they are
+    relative to to REFERENCES + references[r], where right[r] > 0: m rounded up to an integer. Those p are products of
+    exp2(s - floor(s)) and a power of two: the same number whatever m was, so equal logits have equal sums.
     PAGE is page_rows where that is a power of two, else 0.
     """
     rows = PAGE if PAGE > 0 else page_rows
@@ -136,16 +136,15 @@ def walk(
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if KIND == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
-        m_new = tl.max(s, 1)
-        if KEEP:
-            m_new = tl.ceil(m_new)
-        m_new = tl.maximum(m, m_new)
+        m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
         if KEEP:
-            whole = tl.floor(s)
-            p = tl.exp2(s - whole) * tl.exp2(whole - shift[:, None])
+            reference, whole = tl.ceil(shift), tl.floor(s)
+            p = tl.exp2(s - whole) * tl.exp2(whole - reference[:, None])
             p = tl.where(s == float("-inf"), 0.0, p)
-            _keep(p, shift, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER)
+            _keep(p, reference, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER)
+            # What meets v is relative to m itself: a row's largest p is 1, and rounding it leans o to no side.
+            p *= tl.exp2(reference - shift)[:, None]
         else:
             p = tl.exp2(s - shift[:, None])
         if ATTEND:
