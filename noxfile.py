@@ -57,7 +57,7 @@ def run_pytest(session: nox.Session, selection: str, *defaults: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff check and ruff format --check over the repository."""
-    install(session, RUFF)
+    session.install(RUFF)
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "-m", "ruff", "format", "--check", ".")
 

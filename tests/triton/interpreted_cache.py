@@ -27,7 +27,9 @@ CHOSEN = (
 
 
 @pytest.mark.skipif(SPEC is None or not SPEC.fused, reason="the triton backend has no fused decode forms yet")
-@pytest.mark.parametrize(("option", "page_size"), CHOSEN)
+@pytest.mark.parametrize(
+    ("option", "page_size"), [pytest.param(*c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(CHOSEN)]
+)
 def test_steps_equal_whole_sequences(option, page_size):
     """One token, several, and fewer than x has rows, over an edge of a block and of a page; stores full of NaN."""
     attn = layer_of(**OPTIONS.get(option, {}))
