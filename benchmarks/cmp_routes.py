@@ -8,11 +8,8 @@ folded causal call. fa2: the fold on FlashAttention-2. Milliseconds of forward +
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from graph_time import graph_ms
 
 from nsa_backend_sdpa import cudnn
 from nsa_core import NSAConfig, resolve
@@ -23,41 +20,25 @@ LENGTHS = ((1, 2048), (8, 2048), (1, 8192), (4, 8192), (1, 16384), (1, 32768), (
 ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
 
 
-def graph_ms(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Median of seven replays of ``repeats`` runs, per run."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    return statistics.median(times)
-
-
 def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[float, float]:
     """Forward and backward of one backend's cmp."""
 
     def normal(rows: int, heads: int) -> torch.Tensor:
-        shape = (batch, rows, heads, config.qk_dim)
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return torch.randn((batch, rows, heads, config.qk_dim), device="cuda", dtype=torch.bfloat16)
 
     kernel = resolve(config, device="cuda", dtype=torch.bfloat16, backends={"cmp": backend}, needs_grad=True).cmp
+    # The operator itself: autograd would run it on the stream of the forward, which is not the one that is captured.
+    namespace, short = kernel.op._schema.name.split("::")
+    backward = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
+    rest = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
     keys = config.geometry.num_compressed(length)
     q, k, v = normal(length, config.n_heads), normal(keys, config.n_kv_heads), normal(keys, config.n_kv_heads)
-    o, _ = kernel(q, k, v)
-    do = torch.randn_like(o)
-    with torch.no_grad():
-        forward = graph_ms(lambda: kernel(q, k, v))
-    return forward, graph_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
+    do = torch.randn_like(q)
+    o, lse = kernel(q, k, v)
+    return (
+        graph_ms(lambda: kernel(q, k, v), repeats=5),
+        graph_ms(lambda: backward(do, q, k, v, o, lse, *rest), repeats=5),
+    )
 
 
 def main() -> None:

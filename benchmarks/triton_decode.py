@@ -15,7 +15,6 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from decode_shapes import ANCHORS, Data, Shape, make
+from graph_time import graph_ms
 
 from nsa_backend_triton import configs, decode, launch
 from nsa_core.contract import SLOTS
@@ -57,24 +57,6 @@ def settings_of(shape: Shape, change: tuple[Change, Change], dtype: torch.dtype)
     names = ("decode_span", "decode_sel")
     span, sel = (dict(configs.pick(name, here, **traits)) | new for name, new in zip(names, change))
     return span, sel
-
-
-def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> float:
-    """Median over rounds of a replay of ``repeats`` runs, per run."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / repeats
 
 
 def eager_ms(run: Callable[[], Any], repeats: int = 50) -> float:
