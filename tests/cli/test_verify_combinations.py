@@ -71,9 +71,9 @@ def test_the_command_runs_each_and_sums_up(
 
     def run(
         combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int,
-        phase: str, reads: bool, stop: Any,
+        phase: str, reads: bool, jobs: int, stop: Any,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        assert (phase, reads) == ("both", False)
+        assert (phase, reads, jobs) == ("both", False, 1)
         finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
         return [
             {
@@ -111,8 +111,8 @@ def test_combinations_share_the_truth_of_a_case(registry: Registry, monkeypatch:
     made.clear()
     together = list(suite.run_each(subjects, todo))
     assert sorted(made) == ["cmp", "combine", "sel", "win"]
-    assert [index for index, _, _ in together] == [0, 1, 2, 3]
-    assert [[found] for _, _, found in together] == alone
+    assert [j.subject for j in together] == [0, 1, 2, 3]
+    assert [[j.findings] for j in together] == alone
 
 
 def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> No
     wrong = dataclasses.replace(sdpa(), name="wrong", slots=slots)
     todo = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
     subjects = [Subject({"win": name}, "cpu", registry.with_backend(wrong)) for name in ("sdpa", "wrong", "sdpa")]
-    verdicts = [all(f.ok for f in found) for _, _, found in suite.run_each(subjects, todo)]
+    verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(subjects, todo)]
     assert verdicts == [True, False, True]
 
 

@@ -2,4 +2,5 @@
 
 from nsa_cli.app import main
 
-main()
+if __name__ == "__main__":  # worker processes import this file again, under another name
+    main()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
-import time
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_core.plan import Plan
-    from nsa_core.verify.subject import Finding, Subject
-    from nsa_core.verify.suite import Job
+    from nsa_core.verify.subject import Subject
 
 SCHEMA_VERSION = 1
 
@@ -51,6 +49,14 @@ class Phase(str, enum.Enum):
 
 
 _Backend = typer.Option(help="Backend of this slot; left out, the best that is ready.", show_default=False)
+_Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", min=1, show_default=False,
+        help="Processes that judge, and compile kernels, at once, to the same report; by default one a core on cuda, "
+        "8 at most, and one on the CPU.",
+    ),
+]  # fmt: skip
 
 
 def verify(
@@ -79,6 +85,7 @@ def verify(
     every: Annotated[
         bool, typer.Option("--every-combination", help="All ready backends over cmp, sel and win; a slot named stays.")
     ] = False,
+    jobs: _Jobs = None,
 ) -> None:
     """Check a combination of backends, branch by branch, against an independent float64 truth.
 
@@ -91,7 +98,17 @@ def verify(
     with output.exit_codes(), held() as stop:
         output.check_writable(json_file, force)
         names, place = dtype_names(dtype), pick_device(device.value)
-        given = (place, _dtypes(names), preset.value, read_text(text), seed, phase.value, reads, stop)
+        given = (
+            place,
+            _dtypes(names),
+            preset.value,
+            read_text(text),
+            seed,
+            phase.value,
+            reads,
+            jobs or _jobs(place),
+            stop,
+        )
         if every:
             reports = _run(_every(named, place, given[1], phase.value), *given)
             report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -101,6 +118,12 @@ def verify(
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
         code = _print_combinations(report["combinations"]) if every else _print_report(report)
     raise typer.Exit(code)
+
+
+def _jobs(device: str) -> int:
+    """On a GPU a process for each core this one may use, eight at most: each holds half a gigabyte of its memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8) if device == "cuda" else 1
 
 
 def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
@@ -168,6 +191,7 @@ def _run(
     seed: int,
     phase: str,
     reads: bool,
+    jobs: int,
     stop: Interruption,
 ) -> list[dict[str, Any]]:
     """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
@@ -175,6 +199,7 @@ def _run(
 
     from nsa_core.text import dtype_name
     from nsa_core.verify import interpreter, suite
+    from nsa_core.verify.judging import judge
     from nsa_core.verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
@@ -184,17 +209,14 @@ def _run(
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
-    strictly = interpreter.strict() if interpreted else contextlib.nullcontext()
-    with strictly:
-        findings, seconds = _judge(subjects, todo, stop)
+    with output.progress(len(todo) * len(subjects)) as advance:
+        done = judge(subjects, todo, processes=jobs, strict=interpreted, stop=stop, advance=advance)
     counted: list[dict[str, Any]] = [{} for _ in subjects]
     with stop.cuts_short():
         for index, subject in enumerate(subjects if reads else ()):
-            if stop.came:
-                break
-            counted[index] = _count(subject, dtypes)
+            counted[index] = {} if stop.came else _count(subject, dtypes)
     checks = len(todo) + reads
-    left = [checks - len(done) - bool(read) for done, read in zip(findings, counted)]
+    left = [checks - len(found) - bool(read) for found, read in zip(done.findings, counted)]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -205,7 +227,7 @@ def _run(
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "peak_memory_bytes": max(done.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None,
     }
     return [
         {
@@ -215,34 +237,10 @@ def _run(
             "named": named,
             "seconds": round(taken, 2),
             "interrupted": {"signal": stop.name, "checks_left": n, "checks": checks} if n else None,
-            "findings": [dataclasses.asdict(f) for found in done for f in found],
+            "findings": [dataclasses.asdict(f) for job in found for f in job],
         }
-        for named, plan, taken, done, read, n in zip(combinations, plans, seconds, findings, counted, left)
+        for named, plan, taken, found, read, n in zip(combinations, plans, done.seconds, done.findings, counted, left)
     ]
-
-
-def _judge(
-    subjects: Sequence[Subject], todo: Sequence[Job], stop: Interruption
-) -> tuple[list[list[list[Finding]]], list[float]]:
-    """Of each subject the findings of every job that ended, and their seconds."""
-    from nsa_core.text import dtype_name
-    from nsa_core.verify import suite
-
-    seconds = [0.0] * len(subjects)
-    findings: list[list[list[Finding]]] = [[] for _ in subjects]
-    with output.progress(len(todo) * len(subjects)) as advance, stop.cuts_short():
-        last = time.perf_counter()
-        for index, job, found in suite.run_each(subjects, todo):
-            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
-            if stop.came and any(f.quantity == "run" and f.ok is False for f in found):
-                break
-            findings[index].append(found)
-            seconds[index] += time.perf_counter() - last
-            last = time.perf_counter()
-            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
-            if stop.came:
-                break
-    return findings, seconds
 
 
 def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:

@@ -67,3 +67,19 @@ def held(*numbers: signal.Signals) -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes started inside never get SIGINT and SIGTERM, which this one gets behind the block.
+
+    A terminal and `timeout` send them to the whole group, where one process alone should decide what ends.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -132,13 +132,18 @@ def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason |
         return None
     if status is None:
         return Reason("hangs", f"did not finish within {limit_s:g} s in a child process {doing}", hint)
-    if status < 0:
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = f"signal {-status}"
-        return Reason("crashes", f"killed its process with {name} {doing}", hint)
-    return Reason("exits", f"ended its process with exit status {status} {doing}", hint)
+    return Reason("crashes" if status < 0 else "exits", fate(status, doing), hint)
+
+
+def fate(status: int, doing: str) -> str:
+    """What a process that left with ``status`` (negative: a signal's number) did, ``doing`` something."""
+    if status >= 0:
+        return f"ended its process with exit status {status} {doing}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"killed its process with {name} {doing}"
 
 
 def _hint() -> str:

@@ -35,3 +35,8 @@ def surroundings(device: torch.device) -> contextlib.AbstractContextManager[obje
 def eager() -> bool:
     """Whether ops run as they are called, so that a gradient of ours may stand for theirs: no compiler, no vmap."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs on ``device`` is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -252,7 +252,13 @@ def full_steps() -> tuple[Step, ...]:
         Step(Case("real blocks", reports, ()), edges, (1, *(4,) * 11), rows=4, page_size=128),
         Step(Case("real blocks, eight tokens", reports, ()), (1100, 40, 515, 700), (8, 8, 3, 8), 8, page_size=64),
         Step(Case("long cache", reports, ()), (4096, 4033, 3000, 2049), (8, 8, 8, 8), rows=8, page_size=128),
-        Step(Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), ()), (1100, 513, 640, 597), (8,) * 4, 8, 64),
+        # Flat: an fp32 product of 192 terms is wrong by some 16 units of 2^-24, and a row that one of few compressed
+        # tokens dominates moves with its score as a whole; at sharpness 1 that leans a head by more than the bias rule
+        # lets chance do, in the oracle's own fp32 arithmetic (2.2 units, 1.9 allowed) as in any kernel.
+        Step(
+            Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), (), sharpness=0.5),
+            (1100, 513, 640, 597), (8,) * 4, 8, 64,
+        ),
         Step(Case("MQA h=64", config_of(64, 1, 16, 16, TINY), ()), (65, 30, 48, 17), (2, 1, 2, 2), 2, page_size=16),
         Step(Case("h=7, Dv > Dk", config_of(7, 1, 16, 24, TINY), ()), (64, 17, 33, 80, 49, 25), (1,) * 6, page_size=32),
     )  # fmt: skip

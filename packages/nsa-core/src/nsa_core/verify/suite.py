@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.interruption import NEVER, Interruption
 from nsa_core.text import dtype_name
-from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
+from nsa_core.verify import checks, decode_checks, decode_fused, interpreter, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
 from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering
@@ -154,9 +158,38 @@ def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -
             return
 
 
-def run_each(subjects: Sequence[Subject], todo: Sequence[Job]) -> Iterator[tuple[int, Job, list[Finding]]]:
-    """Run each job on every subject before the next one, so that truths are computed once; with the subject's index."""
-    with remembering():
-        for job in todo:
-            for index, subject in enumerate(subjects):
-                yield index, job, job.run(subject)
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What one job found on one subject, both by their index."""
+
+    job: int
+    subject: int
+    findings: list[Finding]
+    seconds: float
+    peak_bytes: int = 0  # of GPU memory, in the process so far
+
+
+def judge_one(subjects: Sequence[Subject], todo: Sequence[Job], task: tuple[int, int], strict: bool = False) -> Judged:
+    """Run a job on a subject, ``task`` being their indices; ``strict`` is of triton's interpreter."""
+    started = time.perf_counter()
+    # An interpreter for each job: the order in which it runs programs hangs on no job before.
+    with interpreter.strict() if strict else contextlib.nullcontext():
+        findings = todo[task[0]].run(subjects[task[1]])
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return Judged(*task, findings, time.perf_counter() - started, peak)
+
+
+def shared_truths(subjects: Sequence[Subject]) -> contextlib.AbstractContextManager[None]:
+    """Truths are remembered where several subjects ask for them; hashing costs more than it saves one alone."""
+    return remembering() if len(subjects) > 1 else contextlib.nullcontext()
+
+
+def run_each(
+    subjects: Sequence[Subject], todo: Sequence[Job], *, strict: bool = False, stop: Interruption = NEVER
+) -> Generator[Judged]:
+    """Run each job on every subject before the next one, so that truths are computed once; end once ``stop`` came."""
+    with shared_truths(subjects):
+        for task in itertools.product(range(len(todo)), range(len(subjects))):
+            yield judge_one(subjects, todo, task, strict)
+            if stop.came:
+                return
