@@ -42,18 +42,19 @@ CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
     (8, 2, 64, 2000, torch.float32, GEOMETRY, 1.0),
     (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
 ]
-BASE = {"COLUMNS": 128, "KEYS": 64, "Q_BYTES": 32768, "ROWS": 4, "CHUNKS": 16, "LANES": 32, "PROGRAMS": 2}
-BASE |= {"num_warps": 4, "num_stages": 2}
+BASE = {"COLUMNS": 128, "KEYS": 64, "Q_BYTES": 32768, "ROWS": 8, "CHUNKS": 16, "LANES": 32, "PROGRAMS": 2}
+BASE |= {"num_warps": 4, "num_stages": 3}
 WIDE = {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1}
 CONFIGS: list[configs.Settings] = [
     BASE,
-    BASE | {"Q_BYTES": 65536},
-    BASE | {"ROWS": 8},
-    BASE | {"COLUMNS": 64, "PROGRAMS": 3},
-    BASE | {"num_stages": 3},
-    BASE | WIDE | {"Q_BYTES": 65536, "num_stages": 3},
-    BASE | WIDE | {"Q_BYTES": 65536, "COLUMNS": 256, "ROWS": 16, "num_stages": 3},
-    BASE | WIDE | {"Q_BYTES": 131072, "ROWS": 16},
+    BASE | {"num_stages": 2},
+    BASE | {"Q_BYTES": 16384},
+    BASE | {"COLUMNS": 64, "PROGRAMS": 3, "maxnreg": 168},
+    BASE | {"COLUMNS": 64, "PROGRAMS": 4, "maxnreg": 128, "num_stages": 2},
+    BASE | {"ROWS": 16},
+    BASE | {"CHUNKS": 8},
+    BASE | {"CHUNKS": 4},
+    BASE | WIDE | {"Q_BYTES": 65536},
 ]
 FOR_WIDE_HEADS = (-1, 3)  # what fits
 
@@ -101,7 +102,7 @@ class Job:
     def name(self) -> str:
         """What tells it from the others of its shape."""
         settings = self.settings
-        change = "ships" if settings is None else {k: v for k, v in settings.items() if BASE[k] != v} or "base"
+        change = "ships" if settings is None else {k: v for k, v in settings.items() if BASE.get(k) != v} or "base"
         return f"{change}" if self.part == "whole" else f"{change}, {self.part}"
 
 

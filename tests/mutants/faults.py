@@ -167,18 +167,16 @@ MUTANTS = (
     ),
     Mutant(
         "rotary over concatenated heads",
-        "nsa_core.rope",
-        "x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)",
-        "x1, x2 = (y.reshape(*x.shape[:-1], -1) for y in x.to(cos.dtype).flatten(-2).chunk(2, dim=-1))",
+        "nsa_core.heads",
+        "joint.roll(dk // 2, -1)",
+        "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
     ),
-    Mutant(
-        "layer swaps the keys of sel and win", "nsa_core.module", "k, v = k[-2:], v[-2:]", "k, v = k[-2:][::-1], v[-2:]"
-    ),
+    Mutant("layer swaps the keys of sel and win", "nsa_core.module", "(None, ks[0], ks[-1])", "(None, ks[-1], ks[0])"),
     Mutant(
         "compressed keys rotated at i*l",
         "nsa_core.module",
-        "* self.config.compress_stride",
-        "* self.config.compress_block_size",
+        "step, dim, base = self.config.compress_stride,",
+        "step, dim, base = self.config.compress_block_size,",
     ),
     Mutant(
         "phi without its position encoding",

@@ -81,6 +81,12 @@ def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor
     return choice(data, apart)
 
 
+def choice_with_own_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """The choice where NaN belongs to one block: a compressed key that reaches just to the end of its block."""
+    data.stores["k_cmp"][::2, 1] = torch.nan
+    return choice(data, apart)
+
+
 def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Blocks in any order, twice, of the future and out of range."""
     batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
@@ -163,6 +169,7 @@ CASES = {
         (choice, "ragged", 3),
         (choice, "many blocks", 1000),
         (choice_with_nan, "many blocks", 3),
+        (choice_with_own_nan, "many blocks", 3),
         (choice, "six initial", 3),
         (choice, "two of many", 3),
         (choice, "odd", 1000),

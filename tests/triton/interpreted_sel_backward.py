@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from nsa_backend_triton import configs
 from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
+from nsa_core.verify.interpreter import strict
 
 SMALL = BlockGeometry(8, 4, 16, 4, 1, 2, 5)
 
@@ -179,3 +182,65 @@ def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypat
     settings["SEGMENT"] = 12288
     assert shares(65536, packed=True)[1] == 1985
     assert shares(2**18, packed=True)[1:3] == (2048, 32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
+def test_wide_offsets_equal_the_oracle(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_backend_triton import sel_backward
+
+    monkeypatch.setattr(sel_backward, "_wide", lambda _: True)
+    test_gradients_equal_the_oracle("documents", deterministic)
+
+
+@pytest.mark.parametrize("name", ["q", "do"])
+def test_offsets_past_32_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens so far apart that the last begins at 2^31: in a file without contents but for the rows."""
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # copies memory onto itself
+    problem = Problem((4,))
+    inputs, call, do = problem.inputs()
+    truth = problem.truth(inputs, call, do)
+    near = {**inputs, "do": do}[name]
+    steps = list(near.stride())
+    steps[1] = -(-(2**31) // (near.shape[1] - 1))
+    size = sum((n - 1) * step for n, step in zip(near.shape, steps)) + 1
+    store = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=near.dtype)
+    far = {name: store.as_strided(near.shape, steps).copy_(near)}
+    with strict():  # which sees an int32 that overflows
+        found = gradients({key: far.get(key, x) for key, x in inputs.items()}, call, far.get("do", do), truth)
+    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize(("step", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
+def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) -> None:
+    from nsa_backend_triton import launch
+
+    x = torch.empty_strided((1, 5, 4, 8), (1, 8, step, 1), device="meta")
+    with pytest.raises(ValueError, match="contiguous") if refused else contextlib.nullcontext():
+        assert launch.strides(x, packed=False) == (0, 8, step)
+
+
+NEAR = (12, 1)
+EDGES = [  # tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 14], two heads a group
+    (3, (2**30 - 7, 2), NEAR, True),  # its last number is the 2^31st
+    (3, (2**30 - 7, 1), NEAR, False),
+    (3, NEAR, (2**30 - 8, 2), True),
+    (3, NEAR, (2**30 - 8, 1), False),
+    (2**31 // 48 + 1, NEAR, NEAR, True),  # dq's sums are contiguous
+    (2**31 // 48, NEAR, NEAR, False),
+]
+
+
+@pytest.mark.parametrize(("tokens", "of_q", "of_do", "wide"), EDGES)
+def test_offsets_are_wide_where_32_bits_end(
+    tokens: int, of_q: tuple[int, int], of_do: tuple[int, int], wide: bool
+) -> None:
+    from nsa_backend_triton import launch, sel_backward
+
+    def make(heads: int, width: int, steps: tuple[int, int]) -> Tensor:
+        return torch.empty_strided((1, tokens, heads, width), (0, *steps, 1), device="meta")
+
+    q, do, k, v = make(4, 12, of_q), make(4, 14, of_do), make(2, 12, NEAR), make(2, 14, NEAR)
+    seqs = launch.Sequences(q, q, 1, tokens, False)
+    call = SlotCall(BlockGeometry(), 1.0, None, tokens)
+    assert sel_backward._wide(sel_backward.Problem(do, q, k, v, q, q, seqs, call)) == wide

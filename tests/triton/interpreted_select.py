@@ -27,6 +27,10 @@ TILES = {
     "a head a piece": SMALL | {"COLUMNS": 16, "Q_BYTES": 65536},
     "eight warps": SMALL | {"KEYS": 256, "num_warps": 8},
 }
+WINDOWS = {  # of 28 blocks
+    1: SMALL | {"CHUNKS": 16, "LANES": 4},
+    2: SMALL | {"CHUNKS": 16, "LANES": 2},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Problem:
             k = torch.zeros_like(k)
         elif self.kind == "integers":
             q, k = q.round(), k.round()
+        elif self.kind == "far":  # almost all scores are 0
+            q = 10_000 * q
         elif self.kind == "periodic":  # every block scores as every other, those at the two ends apart
             period = geometry.select_block_size // geometry.compress_stride
             q, k = q.round(), k.round()[..., torch.arange(rows) % period, :, :]
@@ -131,6 +137,26 @@ EXACT_SLOW = [
 def test_sets_are_the_oracles(problem: Problem) -> None:
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors))
+
+
+@pytest.mark.parametrize("kind", ["normal", "periodic", "far"])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_no_window_changes_a_set(windows: int, kind: str) -> None:
+    problem, settings = Problem(FINE, (110,), 1, kind=kind), WINDOWS[windows]
+    assert -(-28 // (settings["CHUNKS"] * settings["LANES"] - 16)) == windows  # 16 of a window's scores are survivors'
+    tensors = problem.tensors()
+    assert_right(problem, tensors, run(problem, tensors, settings))
+
+
+def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_walk", None)  # what would write them
+    everything = FINE.num_selected_blocks * FINE.select_block_size
+    problem = Problem(FINE, (everything,))
+    tensors = problem.tensors()
+    assert_right(problem, tensors, run(problem, tensors))
+    longer = Problem(FINE, (everything + 1,))
+    with pytest.raises(Exception, match="not callable"):
+        run(longer, longer.tensors())
 
 
 @pytest.mark.parametrize("tiles", TILES)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_core.verify.interpreter import strict
 
-SCRATCH = {"SCORES", "PLACES", "SURVIVORS"}  # of select_forward: a row of each belongs to one program
+SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 
 
 @dataclasses.dataclass(eq=False)

@@ -28,7 +28,7 @@ import nsa_backend_triton
 from launches import Launch
 
 PATIENCE_S, PATIENCE = 0.5, 5  # of processor time: more than this many times a launch's own is a loop without end
-LISTED_ON = 3  # launches, the quickest, on which equivalent mutants are seen to live
+LISTED_ON = 3  # launches, the smallest, on which equivalent mutants are seen to live
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
 ANY = ("result", "work")
 _SWAPS: dict[type, type] = {

@@ -20,7 +20,7 @@ from nsa_backend_triton.tile import LOG2E
 from nsa_core.contract import DecodeCall
 
 _FEW_BLOCKS = 256
-_AT_MOST_OF_FEW = {"BLOCKS": _FEW_BLOCKS, "SUMS": 4 * _FEW_BLOCKS}  # what a choice among so few takes of these settings
+_MOST_OF_FEW = {"BLOCKS": _FEW_BLOCKS, "SUMS": 4 * _FEW_BLOCKS}  # a choice among so few takes no more of these settings
 _CHOICE_WARPS = 4  # of more, several would hold parts of one sum over heads: no such binary has run on a GPU
 _STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant of the binary
 
@@ -109,9 +109,9 @@ class Span:
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
         few = geometry.num_select_blocks(self.max_len) <= _FEW_BLOCKS  # a second binary, for short caches
-        at_once, sums = (min(self.chosen[n], most if few else self.chosen[n]) for n, most in _AT_MOST_OF_FEW.items())
-        self.blocks = max(of_tile, at_once)
-        self.at_once = min(power(group), max(1, sums // self.blocks))
+        choice = {n: min(self.chosen[n], most) if few else self.chosen[n] for n, most in _MOST_OF_FEW.items()}
+        self.blocks = max(of_tile, choice["BLOCKS"])
+        self.at_once = min(power(group), max(1, choice["SUMS"] // self.blocks))
         self.sum_row, self.reference_row = cdiv(tiles * of_tile * 2, 16) * 16, cdiv(tiles, 16) * 16
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_backend_triton.launch import accumulator, lse_strides, strides
 from nsa_backend_triton.prepared import Launch, remembered
+from nsa_backend_triton.tile import LOG2E
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len", "l_b", "l_h"])
@@ -31,7 +32,7 @@ def attention_delta(
     o = tl.load(O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0)
     tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
     lse = tl.load(LSE + seq * l_b + head * l_h + token, mask=row < n_rows, other=0.0)
-    tl.store(LSE_ROWS + row, lse, mask=row < n_rows)
+    tl.store(LSE_ROWS + row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=row < n_rows)
 
 
 @remembered
@@ -47,7 +48,10 @@ def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
 
 
 def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
-    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in lse's dtype."""
+    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in lse's dtype.
+
+    The lse to base 2, and inf in a row without keys: then exp2(s - lse) is P in every row.
+    """
     delta, turned = lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1])
     _prepare(do, o, lse, packed)(do, o, lse, delta, turned)
     return delta, turned

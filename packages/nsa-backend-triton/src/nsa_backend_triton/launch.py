@@ -125,7 +125,15 @@ def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
 
     A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
+
+    Raises:
+        ValueError: the heads lie further apart than the kernels' 32-bit products of head and stride hold.
     """
+    if (x.shape[-2] - 1) * x.stride(-2) >= 2**31:
+        raise ValueError(
+            f"the {x.shape[-2]} heads of a tensor {list(x.shape)} with strides {list(x.stride())} must lie within 2^31 "
+            "elements: pass it as x.contiguous(), tokens before heads"
+        )
     if packed:
         return 0, x.stride(0), x.stride(1)
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)

@@ -106,6 +106,21 @@ def _shares(problem: Problem, pairs: int, buckets: int, settings: configs.Settin
     return _Shares(pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk)
 
 
+def _wide(problem: Problem) -> bool:
+    """Whether offsets inside a sequence need 64 bits: of q, do, and dq's sums, which are contiguous.
+
+    A binary of its own, 2 to 5 % slower, compiled at the first call of so many tokens (262144 at 64 heads of 128).
+    """
+    q, seqs = problem.q, problem.seqs
+    last = seqs.seq_len - 1
+    ends = [
+        last * token + (problem.heads - 1) * head + x.shape[-1]
+        for x in (q, problem.do)
+        for _, token, head in (launch.strides(x, seqs.packed),)
+    ]
+    return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
+
+
 @remembered
 def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> _Blocks:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
@@ -116,7 +131,7 @@ def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: config
     gradients = Launch(
         sel_block_backward, (items * parts,), *problem.strides(),
         call.scale, seqs.n, seqs.seq_len, buckets, per_head, segments, chunk,
-        **problem.constants(), **{**tiles, "ORDERED": ordered},
+        **problem.constants(), **{**tiles, "ORDERED": ordered, "WIDE": _wide(problem)},
     )  # fmt: skip
     bounds = None
     if not ordered:
@@ -133,7 +148,7 @@ def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: config
     counts = [0 if ordered else x.numel() for x in (q, k, v)]
     first, second, third = (triton.cdiv(count, ROUNDED) * ROUNDED for count in counts)
     end = first + second + third
-    rounding = Launch(sel_round, (end // ROUNDED,), *counts, SIZE=ROUNDED, num_warps=4)
+    rounding = Launch(sel_round, (end // ROUNDED,), *counts, call.scale, SIZE=ROUNDED, num_warps=4)
     partial = tuple((items * parts * settings["KEYS"], x.shape[-1]) for x in (k, v) if ordered)
     shape = (buckets, segments + 1)
     return _Blocks(bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, end))

@@ -7,8 +7,11 @@ rows (token, head) are gathered in tiles of ROWS: all heads of a token at once.
     dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
     dq += dS k                            [ROWS, D] added to fp32 memory, where there is no order
 
-A tile reads 2 ROWS D elements, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80 operations a byte at
-KEYS = 64 in bf16. L2 binds, so programs run segment after segment of tokens, whose q, do and dq fit into it.
+A tile reads 2 ROWS D elements and 2 ROWS fp32 numbers, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80
+operations a byte at KEYS = 64 in bf16. Programs run segment after segment of tokens, whose q, do and dq fit into L2.
+Registers leave 2 programs of 4 warps a multiprocessor. Counted on an H200 before offsets had 32 bits: no pipe and no
+memory above 60 %, latency binds; ordered, without that sharing, L2 at 88 % does. Hence few instructions a tile: 32-bit
+offsets unless WIDE, one load for the rows' lse and delta.
 
 How the tokens of a block are shared out:
     unordered   a program per (block, segment of tokens), of which sel_segments finds the bounds; dq, dk, dv are added
@@ -16,8 +19,8 @@ How the tokens of a block are shared out:
     ORDERED     a program per ``chunk`` tokens of a block at most; sel_add_chunks adds their dk, dv in order. No dq.
 
 A tile has ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens are read a tile ahead,
-and only a block's first SIZE pairs, which may lie in the block itself, and the last tile are masked. Of ROWS rows
-ROWS % HEADS are lost.
+and causally masked are only a block's first SIZE pairs, which may lie in the block itself: most programs have none, and
+skip that walk. Rows that are not there, ROWS % HEADS and those behind the last pair, are rows of zeros.
 """
 
 from __future__ import annotations
@@ -73,40 +76,37 @@ def sel_chunk(OFFSETS, item, n_buckets, chunk):
 
 
 @triton.jit
-def sel_load(X, at, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [N, WIDTH] of x that begin at offsets ``at`` [N], 0 where not ``ok`` [N] and from column DIM on.
+def sel_load(X, at, head, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [N, WIDTH] of x, 0 where not ``ok`` [N] and from column DIM on.
 
-    ``ok`` None: every row is there.
+    They begin at offsets ``at`` + ``head`` [N], of which ``head`` (None: 0) is a loop's constant.
     """
     col = tl.arange(0, WIDTH)
-    where = X + at[:, None] + col[None, :]
-    if ok is not None:
-        x = tl.load(where, mask=ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :], other=0.0)
-    elif DIM != WIDTH:
-        x = tl.load(where, mask=(col < DIM)[None, :], other=0.0)
-    else:
-        x = tl.load(where)
-    return x
+    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
+    # Constants are added to each other first: in a loop an offset is one multiplication and addition.
+    inner = col[None, :] if head is None else head[:, None] + col[None, :]
+    return tl.load(X + (at[:, None] + inner), mask=mask, other=0.0)
 
 
 @triton.jit
-def sel_put(X, at, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """Inverse of sel_load: store, or add without an order."""
+def sel_put(X, at, head, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    """Inverse of sel_load: store, or add without an order. ``ok`` None: every row is there."""
     col = tl.arange(0, WIDTH)
-    mask = (col < DIM)[None, :]
+    mask = None if DIM == WIDTH else (col < DIM)[None, :]
     if ok is not None:
         mask = ok[:, None] if DIM == WIDTH else ok[:, None] & mask
+    inner = col[None, :] if head is None else head[:, None] + col[None, :]
+    where = X + (at[:, None] + inner)
     if ADD:
-        tl.atomic_add(X + at[:, None] + col[None, :], x, mask=mask, sem="relaxed")
+        tl.atomic_add(where, x, mask=mask, sem="relaxed")
     else:
-        tl.store(X + at[:, None] + col[None, :], x, mask=mask)
+        tl.store(where, x, mask=mask)
 
 
 @triton.jit
 def sel_scores_backward(s, dp, seen, lse, delta, scale):
-    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are), and in a row without keys, lse -inf."""
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    s = s * (scale * LOG2E) - lse * LOG2E
+    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are); lse is that of delta.rows."""
+    s = s * (scale * LOG2E) - lse
     if seen is not None:
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s)
@@ -129,33 +129,42 @@ def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def sel_row_numbers(LSE, DELTA, at, ok, ROWS: tl.constexpr):
+    """lse and delta [ROWS] of the rows at offsets ``at`` [ROWS]: 0 where not ``ok``.
+
+    As one load of [4, ROWS], half of it masked: a load of no fewer numbers than threads is not repeated by each of the
+    threads that want a number, in whose layout the scores' rows are.
+    """
+    kind = tl.arange(0, 4)[:, None]
+    base = tl.where(kind == 0, LSE, DELTA)
+    both = tl.load(base + at[None, :], mask=(kind < 2) & ok[None, :], other=0.0)
+    even, odd = tl.split(tl.reshape(tl.trans(both), [ROWS, 2, 2]))
+    lse, _ = tl.split(even)
+    delta, _ = tl.split(odd)
+    return lse, delta
+
+
+@triton.jit
 def sel_rows_backward(
     dk, dv, k, v, key, token, head, ok,
     Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows (token, head) [ROWS], ``ok`` those there. Returns dk, dv with the tile added.
 
     ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are [tokens, Hq, ..].
-    Not MASKED: every key is seen by every row, and every row but those that pad whole tokens is there.
+    Not MASKED: every key is seen by every row. WIDE: offsets do not fit into 32 bits.
     """
-    wide = token.to(tl.int64)
-    # A row that is not there is a copy of one that is, so its numbers are finite where that one's are.
-    taken = ok
-    if not MASKED and (ROWS % HEADS == 0 or (HEADS > ROWS and HEADS % ROWS == 0)):
-        taken = None
-    q = sel_load(Q, wide * q_t + head * q_h, None, DIM_K, WIDTH_K)
-    do = sel_load(DO, wide * d_t + head * d_h, None, DIM_V, WIDTH_V)
+    wide = token
+    if WIDE:
+        wide, head = token.to(tl.int64), head.to(tl.int64)
+    # In a row that is not there all numbers are 0: p = 1 and dS = 0 meet zeros.
+    q = sel_load(Q, wide * q_t, head * q_h, ok, DIM_K, WIDTH_K)
+    do = sel_load(DO, wide * d_t, head * d_h, ok, DIM_V, WIDTH_V)
     at = wide * ALL_HEADS + head
-    if HEADS % 2 == 0:
-        at = tl.max_contiguous(tl.multiple_of(at, 2), 2)
-    if taken is None:
-        lse, delta = tl.load(LSE + at), tl.load(DELTA + at)
-    else:
-        lse = tl.load(LSE + at, mask=taken, other=float("inf"))
-        delta = tl.load(DELTA + at, mask=taken, other=0.0)
+    lse, delta = sel_row_numbers(LSE, DELTA, at, ok, ROWS)
     seen = None
     if TURN:
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
@@ -179,29 +188,29 @@ def sel_rows_backward(
         else:
             # Turned, so that D is the side that may not be short of 64.
             dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION, out_dtype=dk.dtype))
-        sel_put(DQ, at * DIM_K, dq * scale, taken, DIM_K, WIDTH_K, True)
+        # No mask: what a row adds that is not there is 0.
+        sel_put(DQ, wide * (ALL_HEADS * DIM_K), head * DIM_K, dq, None, DIM_K, WIDTH_K, True)
     return dk, dv
 
 
 @triton.jit
 def sel_walk_backward(
-    dk, dv, k, v, key, low, tiles, skip_from, skip, first, pairs,
+    dk, dv, k, v, key, low, high, first, pairs,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv with ``tiles`` tiles of whole tokens from ``low`` on, ``skip`` left out before tile low + skip_from."""
-    pair, head, ok = sel_tile_rows(low + tl.where(skip_from == 0, skip, 0), pairs, HEADS, ROWS)
+    """dk, dv with the tiles [low, high) of whole tokens."""
+    pair, head, ok = sel_tile_rows(low, pairs, HEADS, ROWS)
     token = tl.load(TOKENS + first + pair)
-    for i in tl.range(0, tiles):
+    for tile in tl.range(low, high):
         # Tokens are read a turn before their rows: an address that waits for a load is not fetched ahead.
-        following = low + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)
-        next_pair, next_head, next_ok = sel_tile_rows(following, pairs, HEADS, ROWS)
+        next_pair, next_head, next_ok = sel_tile_rows(tile + 1, pairs, HEADS, ROWS)
         next_token = tl.load(TOKENS + first + next_pair)
         dk, dv = sel_rows_backward(
             dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, MASKED, PRECISION,
+            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED, PRECISION,
         )  # fmt: skip
         token, head, ok = next_token, next_head, next_ok
     return dk, dv
@@ -216,7 +225,7 @@ def sel_block_backward(
     scale, n_seqs, seq_len, n_buckets, per_head, segments, chunk,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
-    TURN: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    TURN: tl.constexpr, WIDE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items, parts, KEYS, D].
 
@@ -243,12 +252,12 @@ def sel_block_backward(
         real = (inside < SIZE) & (key < length)
         base = seq.to(tl.int64)
         token_0 = start.to(tl.int64) if VARLEN else base * seq_len
-        K += base * k_b + start.to(tl.int64) * k_t + group * k_h
-        V += base * v_b + start.to(tl.int64) * v_t + group * v_h
-        k = sel_load(K, key.to(tl.int64) * k_t, real, DIM_K, WIDTH_K)
-        v = sel_load(V, key.to(tl.int64) * v_t, real, DIM_V, WIDTH_V)
-        Q += base * q_b + start.to(tl.int64) * q_t + group * HEADS * q_h
-        DO += base * d_b + start.to(tl.int64) * d_t + group * HEADS * d_h
+        K += base * k_b + start.to(tl.int64) * k_t + group.to(tl.int64) * k_h
+        V += base * v_b + start.to(tl.int64) * v_t + group.to(tl.int64) * v_h
+        k = sel_load(K, key.to(tl.int64) * k_t, None, real, DIM_K, WIDTH_K)
+        v = sel_load(V, key.to(tl.int64) * v_t, None, real, DIM_V, WIDTH_V)
+        Q += base * q_b + start.to(tl.int64) * q_t + group.to(tl.int64) * HEADS * q_h
+        DO += base * d_b + start.to(tl.int64) * d_t + group.to(tl.int64) * HEADS * d_h
         rows_0 = token_0 * (GROUPS * HEADS) + group * HEADS
         LSE += rows_0
         DELTA += rows_0
@@ -262,24 +271,24 @@ def sel_block_backward(
         tiles = tl.cdiv(pairs, each) * pieces
         # Only a block's first SIZE pairs can be of tokens inside it; a part of a block may have keys missing.
         near = tl.minimum(tl.maximum(tl.load(OFFSETS + bucket) + SIZE - begin, 0), pairs)
-        whole = pairs // each * pieces
-        cut = tl.minimum(tl.cdiv(near, each) * pieces, whole) if SIZE % KEYS == 0 else whole
+        cut = tl.cdiv(near, each) * pieces if SIZE % KEYS == 0 else tiles
+        if cut > 0:
+            dk, dv = sel_walk_backward(
+                dk, dv, k, v, seen_from, 0, cut, begin, pairs,
+                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, True, PRECISION,
+            )  # fmt: skip
         dk, dv = sel_walk_backward(
-            dk, dv, k, v, seen_from, cut, whole - cut, 0, 0, begin, pairs,
+            dk, dv, k, v, seen_from, cut, tiles, begin, pairs,
             Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, False, PRECISION,
-        )  # fmt: skip
-        dk, dv = sel_walk_backward(
-            dk, dv, k, v, seen_from, 0, tiles - (whole - cut), cut, whole - cut, begin, pairs,
-            Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, True, PRECISION,
+            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, False, PRECISION,
         )  # fmt: skip
         if ORDERED:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
         else:
             at = (token_0 + key) * GROUPS + group
-        sel_put(DK, at * DIM_K, dk * scale, real, DIM_K, WIDTH_K, not ORDERED)
-        sel_put(DV, at * DIM_V, dv, real, DIM_V, WIDTH_V, not ORDERED)
+        sel_put(DK, at * DIM_K, None, dk * scale, real, DIM_K, WIDTH_K, not ORDERED)
+        sel_put(DV, at * DIM_V, None, dv, real, DIM_V, WIDTH_V, not ORDERED)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head", "chunk"])
@@ -301,10 +310,10 @@ def sel_add_chunks(
     total = tl.zeros([KEYS, WIDTH], dtype=ACC)
     for turn in tl.range(0, chunks):
         at = ((item + turn) * PARTS + part) * KEYS + tl.arange(0, KEYS)
-        total += sel_load(PARTIAL, at * DIM, real, DIM, WIDTH)
+        total += sel_load(PARTIAL, at * DIM, None, real, DIM, WIDTH)
     token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
     at = ((token_0 + block + inside) * GROUPS + group) * DIM
-    sel_put(OUT, at, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)
+    sel_put(OUT, at, None, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)
 
 
 @triton.jit
@@ -319,8 +328,10 @@ def sel_put_rounded(OUT, program, x, n, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_v"])
-def sel_round(SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, SIZE: tl.constexpr):
-    """DQ [n_q], DK [n_k], DV [n_v] = the sums, each padded to whole SIZE, rounded once. SIZE of one of them a program.
+def sel_round(SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, scale, SIZE: tl.constexpr):
+    """DQ [n_q] = scale times its sums, DK [n_k], DV [n_v] = theirs, rounded once. SIZE of one of them a program.
+
+    Each has its sums padded to whole SIZE.
 
     4 bytes read and an itemsize written a number, 16 bytes at a time: bound by memory.
     """
@@ -329,7 +340,7 @@ def sel_round(SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, SIZ
     of_v = of_k + tl.cdiv(n_k, SIZE)
     x = tl.load(SUMS + program * SIZE + tl.arange(0, SIZE))
     if program < of_k:
-        sel_put_rounded(DQ, program, x, n_q, SIZE)
+        sel_put_rounded(DQ, program, x * scale, n_q, SIZE)
     elif program < of_v:
         sel_put_rounded(DK, program - of_k, x, n_k, SIZE)
     else:

@@ -53,8 +53,8 @@ def sel_union_backward(
             v = V_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_V)
         else:
             base = (block * SIZE).to(tl.int64)
-            k = sel_load(K + base * k_t, inside * k_t, real, DIM_K, WIDTH_K)
-            v = sel_load(V + base * v_t, inside * v_t, real, DIM_V, WIDTH_V)
+            k = sel_load(K + base * k_t, inside * k_t, None, real, DIM_K, WIDTH_K)
+            v = sel_load(V + base * v_t, inside * v_t, None, real, DIM_V, WIDTH_V)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dq.dtype)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dq.dtype)
         if TMA and not CUT:
@@ -96,8 +96,8 @@ def sel_tile_backward(
     ok = (local < TOKENS) & (t < length)
     base, head = seq.to(tl.int64), group * HEADS + row % HEADS
     wide = start.to(tl.int64) + t
-    q = sel_load(Q, base * q_b + wide * q_t + head * q_h, ok, DIM_K, WIDTH_K)
-    do = sel_load(DO, base * d_b + wide * d_t + head * d_h, ok, DIM_V, WIDTH_V)
+    q = sel_load(Q, base * q_b + wide * q_t, head * q_h, ok, DIM_K, WIDTH_K)
+    do = sel_load(DO, base * d_b + wide * d_t, head * d_h, ok, DIM_V, WIDTH_V)
     at = (wide if VARLEN else base * seq_len + wide) * (GROUPS * HEADS) + head
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))
     delta = tl.load(DELTA + at, mask=ok, other=0.0)
@@ -116,4 +116,4 @@ def sel_tile_backward(
         dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t, v_t, length, scale,
         MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, PRECISION,
     )  # fmt: skip
-    sel_put(DQ, at * DIM_K, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)
+    sel_put(DQ, at * DIM_K, None, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)

@@ -148,14 +148,14 @@ def _load_queries(
 
 @triton.jit
 def _choose(
-    index, Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP,
+    index, Q, K, LSE, OUT, SCORES, CU, CU_CMP,
     q_seq, q_row, q_head, k_seq, k_row, k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows,
     row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    WARPS: tl.constexpr, ACC: tl.constexpr,
+    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    VARLEN: tl.constexpr, WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The blocks of tile ``index``; kv heads vary fastest, then tiles from the last to the first."""
     RATIO: tl.constexpr = SELECT // STRIDE
@@ -168,33 +168,35 @@ def _choose(
         keys = tl.minimum(num_compressed(length, SIZE, STRIDE), key_rows - key_start)
         first = tl.cast(start + row, tl.int64)
         K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + group * k_head
-        local = tl.arange(0, HEADS * TOKENS) % TOKENS
-        q, lse = _load_queries(
-            Q + batch * q_seq + first * q_row + group * GROUP * q_head,
-            LSE + batch * lse_seq + first + group * GROUP * lse_head, row + local < length, q_row, q_head, lse_head,
-            GROUP, DK, BLOCK_D, HEADS, PIECES, TOKENS,
-        )  # fmt: skip
         last = tl.minimum(row + TOKENS, length)  # keys that a row t sees are those of t + 1 tokens
-        visible = tl.minimum(num_compressed(last, SIZE, STRIDE), keys)
-        whole = tl.minimum(num_compressed(row + 1, SIZE, STRIDE), keys) // (KEYS // TAPS * RATIO)
-        end = tl.cdiv(visible, KEYS // TAPS * RATIO)
-        token = row + tl.arange(0, TOKENS)
-        _walk(q, lse, K, SCORES + SLOTS * 2, 0, whole, visible, token, factor, k_row, row_length, DK, BLOCK_D,
-              KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
-              False)  # fmt: skip
-        _walk(q, lse, K, SCORES + SLOTS * 2, whole, end, visible, token, factor, k_row, row_length, DK,
-              BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
-              True)  # fmt: skip
-        # The last token's current block may have no visible compressed token of its own, but part of one before it.
-        tl.store(SCORES + (token - row) * row_length + (SLOTS + end * (KEYS // TAPS)) * 2 + 1, tl.zeros([TOKENS], ACC))
-        tl.store(SCORES + (token - row) * row_length + SLOTS * 2, tl.zeros([TOKENS], ACC))
-        tl.debug_barrier()  # scores written by other threads of the program
+        if last > N * SELECT:  # else every token chooses all of its blocks
+            local = tl.arange(0, HEADS * TOKENS) % TOKENS
+            q, lse = _load_queries(
+                Q + batch * q_seq + first * q_row + group * GROUP * q_head,
+                LSE + batch * lse_seq + first + group * GROUP * lse_head, row + local < length, q_row, q_head, lse_head,
+                GROUP, DK, BLOCK_D, HEADS, PIECES, TOKENS,
+            )  # fmt: skip
+            visible = tl.minimum(num_compressed(last, SIZE, STRIDE), keys)
+            whole = tl.minimum(num_compressed(row + 1, SIZE, STRIDE), keys) // (KEYS // TAPS * RATIO)
+            end = tl.cdiv(visible, KEYS // TAPS * RATIO)
+            token = row + tl.arange(0, TOKENS)
+            _walk(q, lse, K, SCORES + SLOTS * 2, 0, whole, visible, token, factor, k_row, row_length, DK, BLOCK_D,
+                  KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
+                  False)  # fmt: skip
+            _walk(q, lse, K, SCORES + SLOTS * 2, whole, end, visible, token, factor, k_row, row_length, DK,
+                  BLOCK_D, KEYS, HEADS, PIECES, SIZE, STRIDE, RATIO, TAPS, TOKENS, WARPS, ACC,
+                  True)  # fmt: skip
+            # The last token's current block may have no visible compressed token of its own, but part of one before it.
+            tl.store(
+                SCORES + (token - row) * row_length + (SLOTS + end * (KEYS // TAPS)) * 2 + 1, tl.zeros([TOKENS], ACC)
+            )
+            tl.store(SCORES + (token - row) * row_length + SLOTS * 2, tl.zeros([TOKENS], ACC))
+            tl.debug_barrier()  # scores written by other threads of the program
         OUT += ((batch * seq_len + first) * GROUPS + group) * N
         for part in tl.range(0, TOKENS, ROWS, num_stages=1):
             ranked = row + part + tl.arange(0, ROWS)
-            rank_rows(SCORES + part * row_length, PLACES + part * SLOTS, SURVIVORS + part * SLOTS,
-                      OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N, row_length,
-                      N, SLOTS, INIT, LOCAL, SELECT, ROWS, CHUNKS, LANES)  # fmt: skip
+            rank_rows(SCORES + part * row_length, OUT + part * GROUPS * N, ranked, ranked < length, GROUPS * N,
+                      row_length, N, SLOTS, INIT, LOCAL, SELECT, CHUNKS, LANES)  # fmt: skip
         tl.debug_barrier()  # scores are read before the next tile's overwrite them
 
 
@@ -202,26 +204,24 @@ def _choose(
     do_not_specialize=["n_seqs", "seq_len", "longest", "key_rows", "row_length", "tiles", "lse_seq", "lse_head"]
 )
 def select_forward(
-    Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP,
+    Q, K, LSE, OUT, SCORES, CU, CU_CMP,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, lse_seq: tl.int64, lse_head: tl.int64, factor,
     n_seqs, seq_len, longest, key_rows, row_length, tiles,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, INIT: tl.constexpr,
-    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VARLEN: tl.constexpr,
-    WARPS: tl.constexpr, ACC: tl.constexpr,
+    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    VARLEN: tl.constexpr, WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Scratch: SCORES [programs, TOKENS, row_length], PLACES, SURVIVORS [programs, TOKENS, SLOTS]."""
+    """See the module. Scratch: SCORES [programs, TOKENS, row_length]."""
     programs, mine = tl.num_programs(0), tl.program_id(0)
     row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
     SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
-    PLACES += mine * TOKENS * SLOTS
-    SURVIVORS += mine * TOKENS * SLOTS
     for turn in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
         # There and back: each program gets long and short tiles alike.
         index = turn * programs + tl.where(turn % 2 == 0, mine, programs - 1 - mine)
         if index < tiles * GROUPS:
-            _choose(index, Q, K, LSE, OUT, SCORES, PLACES, SURVIVORS, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
+            _choose(index, Q, K, LSE, OUT, SCORES, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
                     GROUPS, GROUP, DK, BLOCK_D, KEYS, HEADS, PIECES, TOKENS, TAPS, SIZE, STRIDE, SELECT, N, SLOTS,
                     INIT, LOCAL, ROWS, CHUNKS, LANES, VARLEN, WARPS, ACC)  # fmt: skip
@@ -247,7 +247,6 @@ class _Call(NamedTuple):
     launch: Launch
     out: tuple[int, ...]
     scores: tuple[int, ...]
-    places: tuple[int, ...]
 
 
 @remembered
@@ -278,11 +277,11 @@ def _prepare(
         GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
         PIECES=pieces, TOKENS=tokens, TAPS=taps, SIZE=geometry.compress_block_size, STRIDE=geometry.compress_stride,
         SELECT=geometry.select_block_size, N=n, SLOTS=slots, INIT=geometry.init_blocks, LOCAL=geometry.local_blocks,
-        ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"], VARLEN=seqs.packed,
-        WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
+        ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"],
+        VARLEN=seqs.packed, WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
-    return _Call(launch, (*q.shape[:-2], groups, n), (programs, tokens, row_length), (2, programs, tokens, slots))
+    return _Call(launch, (*q.shape[:-2], groups, n), (programs, tokens, row_length))
 
 
 def forward(
@@ -298,8 +297,7 @@ def forward(
     made = _prepare(q, k_cmp, lse, seqs, call, settings)
     out = q.new_empty(made.out, dtype=torch.int32)
     scores = lse.new_empty(made.scores)
-    places, survivors = q.new_empty(made.places, dtype=torch.int32)
-    made.launch(q, k_cmp, lse, out, scores, places, survivors, seqs.cu, seqs.cu_cmp)
+    made.launch(q, k_cmp, lse, out, scores, seqs.cu, seqs.cu_cmp)
     return out
 
 
