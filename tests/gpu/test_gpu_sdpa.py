@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, NSAttention, Unsupported
+from nsa_core.errors import NSAError
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ def test_packed_documents_synchronise_once() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         both()
-        with pytest.raises(RuntimeError, match="synchroniz"):  # or the mode would find nothing
+        with pytest.raises(NSAError, match="synchroniz"):  # or the mode would find nothing
             attn(x, cu_seqlens.clone(), max_seqlen=1850)
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nsa_core.contract import Reason, Request
+from nsa_core.contract import LONG_SEQUENCE, Reason, Request
 
 # Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for reference.
 FP64_CUDA_MAX_SEQ_LEN = 16384
 # Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for it (cmp_routes.txt in
 # benchmarks/results, one H200) but for wide heads over long sequences.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
-CUDNN_LONG, CUDNN_WIDE = 49152, 128  # tokens, head width
+CUDNN_WIDE = 128  # head width
 
 
 def probe(request: Request) -> Sequence[Reason]:
@@ -49,4 +49,4 @@ def rank(request: Request) -> int:
     )  # fmt: skip
     if not here:
         return 0
-    return CUDNN_LONG_RANK if (tokens or 0) >= CUDNN_LONG and request.head_dim >= CUDNN_WIDE else CUDNN_RANK
+    return CUDNN_LONG_RANK if (tokens or 0) >= LONG_SEQUENCE and request.head_dim >= CUDNN_WIDE else CUDNN_RANK

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
-from nsa_core.compress import mean_compress, packed_blocks
+from nsa_core.chunks import packed_blocks
+from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan
+from nsa_core.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
 from nsa_core.validate import Described, Metadata, check_cu_seqlens, describe, dtype_problems, tensor_problems
@@ -88,7 +89,7 @@ def nsa_attention(
     and out-of-range entries are harmless) replaces the selection. No gradient flows through the selection.
 
     The kernels are ``plan``'s. Without one, the plan is that of :func:`nsa_core.resolve` for these tensors, made once
-    and remembered; it can train wherever some backend can, so that no choice depends on the grad mode.
+    and remembered (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
 
     Returns:
         o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S], natural log,
@@ -103,7 +104,8 @@ def nsa_attention(
     given |= {"k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win, "v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
     wants_grad = _check_inputs({n: t for n, t in given.items() if t is not None}, config, cu_seqlens, max_seqlen)
     if plan is None:
-        plan = default_plan(config, q.device, q.dtype, cu_seqlens is not None, wants_grad)
+        varlen = cu_seqlens is not None
+        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q, varlen))
     else:
         _check_plan(plan, config, q, cu_seqlens is not None, wants_grad)
     if k_cmp is None or v_cmp is None:

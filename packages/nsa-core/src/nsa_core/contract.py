@@ -71,6 +71,8 @@ PROJECT = "nsa"
 ENTRY_POINT_GROUP = "nsa.backends"
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 BRANCHES = ("cmp", "sel", "win")
+# A call that brings no plan has one of two: that of no seq_len, and from so many tokens on that of this seq_len.
+LONG_SEQUENCE = 49152
 PHASES = ("prefill", "decode")
 FUSED = ("step", "append")
 DTYPES = ("bfloat16", "float16", "float32", "float64")

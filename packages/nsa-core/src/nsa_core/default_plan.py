@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ Backends = str | tuple[tuple[str, str], ...] | None
 def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     """``backends`` of :func:`nsa_core.resolve` as a hashable value."""
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
+
+
+def is_long(q: torch.Tensor, varlen: bool) -> bool:
+    """Whether a call on q [B, S, Hq, Dk], or packed [T, Hq, Dk], has the plan of long sequences."""
+    if varlen:
+        return False
+    # A branch, so that torch.compile has a constant and a guard where S is a symbol.
+    return True if q.shape[1] >= LONG_SEQUENCE else False  # noqa: SIM210
 
 
 class _Plans:
@@ -37,8 +46,11 @@ def default_plan(
     varlen: bool,
     wants_grad: bool,
     backends: Backends = None,
+    long: bool = False,
 ) -> Plan:
     """The plan for calls that name none, made once per process and arguments.
+
+    ``long``: for dense calls of contract.LONG_SEQUENCE tokens or more, see :func:`is_long`.
 
     One that can train, so that grad and no_grad run the same kernels; only where none can and no gradient is
     wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
@@ -46,7 +58,7 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
     """
-    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends))
+    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long))
     return plan
 
 
@@ -58,9 +70,10 @@ def _plan_name(
     varlen: bool,
     wants_grad: bool,
     backends: Backends,
+    long: bool,
 ) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (values, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends)
+    asked = (values, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends, long)
     try:
         return _made(_plans, True, *asked)
     except Unsupported:
@@ -79,6 +92,7 @@ def _made(
     varlen: bool,
     deterministic: bool,
     backends: Backends,
+    long: bool,
 ) -> str:
     """Name of the attribute of ``plans`` that holds the plan."""
     from nsa_core.plan import resolve
@@ -91,6 +105,7 @@ def _made(
         needs_grad=needs_grad,
         deterministic=deterministic,
         varlen=varlen,
+        seq_len=LONG_SEQUENCE if long else None,
     )
     name = f"plan_{next(_numbers)}"
     setattr(plans, name, plan)

@@ -28,7 +28,7 @@ from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
+from nsa_core.contract import LONG_SEQUENCE, SLOTS
 from nsa_core.errors import InvalidInput
 from nsa_core.interruption import NEVER, Interruption
 from nsa_core.plan import Plan, resolve
@@ -84,7 +84,7 @@ class Bench:
         self._gradients = any(phase != "forward" for phase in settings.phases)
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
-        self._plans: dict[tuple[str, str], dict[str, Plan]] = {}
+        self._plans: dict[tuple[str, str, bool], dict[str, Plan]] = {}  # of a shape, a dtype, and whether it is long
         self._gates: list[Gate] = []
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
@@ -143,22 +143,30 @@ class Bench:
         """Plan and judge the combinations of a shape class."""
         s, dtype, config = self.settings, getattr(torch, dtype_name), shape.config(self.settings.blocks)
         combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, self._gradients)
-        plans = self._plans[shape.name, dtype_name] = {}
         case = gate_case(config, s.device, s.seed)
-        for combo in combos:
+        judged = []
+        for long, combo in itertools.product(sorted({n >= LONG_SEQUENCE for n in s.lengths}), combos):
             if self._stop.came:
                 return
-            plan, small = self._plan(config, dtype, combo), self._plan(case.config, dtype, combo)
-            plans[combo.name] = plan
-            figures.note_combo(self._combos, combo.name, plan, f"{shape.name} {dtype_name}")
-            gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
-            self._gates.append(gate)
+            plan, small = self._plan(config, dtype, combo, long), self._plan(case.config, dtype, combo, long)
+            self._plans.setdefault((shape.name, dtype_name, long), {})[combo.name] = plan
+            where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
+            figures.note_combo(self._combos, combo.name, plan, where)
+            who = {slot: choice.backend for slot, choice in small.choices.items()}
+            if (combo, who) not in judged:
+                judged.append((combo, who))
+                gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
+                self._gates.append(gate)
 
-    def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combo) -> Plan:
+    def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combo, long: bool) -> Plan:
+        """As a call has it that names these backends."""
         return resolve(
             config, device=self.settings.device, dtype=dtype, backends=dict(combo.backends),
-            needs_grad=self._gradients, registry=self.registry,
+            needs_grad=self._gradients, seq_len=LONG_SEQUENCE if long else None, registry=self.registry,
         )  # fmt: skip
+
+    def _plans_of(self, problem: Problem) -> dict[str, Plan]:
+        return self._plans.get((problem.shape, problem.dtype, problem.length >= LONG_SEQUENCE), {})
 
     def _rivals(self, problem: Problem) -> list[Dense]:
         key = f"{problem.shape} {problem.dtype}"
@@ -172,8 +180,9 @@ class Bench:
 
     def _cell(self, problem: Problem, peaks: Peaks) -> None:
         s = self.settings
-        correct = {g.combo for g in self._gates if g.ok and (g.shape, g.dtype) == (problem.shape, problem.dtype)}
-        plans = self._plans[problem.shape, problem.dtype]
+        gates = [gate for gate in self._gates if (gate.shape, gate.dtype) == (problem.shape, problem.dtype)]
+        correct = {gate.combo for gate in gates} - {gate.combo for gate in gates if not gate.ok}
+        plans = self._plans_of(problem)
         others = {rival.name: rival for rival in self._rivals(problem)}
         why: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
         why |= {name: text for name in [*plans, *others] if name not in why and (text := self._too_long(problem, name))}
@@ -250,7 +259,7 @@ class Bench:
     def _parts(
         self, problem: Problem, combo: str, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
     ) -> dict[str, Part]:
-        plan = self._plans[problem.shape, problem.dtype][combo]
+        plan = self._plans_of(problem)[combo]
         keys = {"compress": ("nsa_core", "compress")}
         keys |= {slot: (plan.choices[slot].backend, cells.part_key(slot, plan)) for slot in SLOTS}
         parts = {}
