@@ -122,7 +122,7 @@ class Bench:
         until, count = time.monotonic() + self.plan.seconds, 0
         while count < at_least or (time.monotonic() < until and count < at_most):
             following = trainer.step()
-            waiting.values.tolist()
+            waiting.read()
             now = time.perf_counter()
             if last:  # the first has nothing before it to be measured from
                 yield now - last

@@ -62,7 +62,7 @@ def train(
     """Train a small decoder language model on text, or on a task whose best loss is known.
 
     Documents are packed with their boundaries and none is cut off; a document is trained on or held out, never both.
-    Under torchrun the same command trains on several GPUs. Ctrl-C saves; --resume goes on where a run was.
+    Under torchrun the same command trains on several GPUs. Ctrl-C and SIGTERM save; --resume goes on where a run was.
     """
     given = {name: value for name, value in locals().items() if name != "context"}  # as typer converts: Paths
     said = options_said(context)

@@ -28,7 +28,9 @@ def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
     Malformed boundaries give wrong places, never an index outside [0, documents).
     """
     rows = torch.arange(total, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows.to(cu_seqlens.dtype), right=True)
+    # All boundaries, not the inner ones: torch 2.11's inductor cannot search a slice of what it computes.
+    document = torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True)
+    document = (document - 1).clamp_(0, max(len(cu_seqlens) - 2, 0))
     start = cu_seqlens.long()[document]
     return TokenPlaces(document, rows - start, start)
 

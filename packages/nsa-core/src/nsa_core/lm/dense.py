@@ -13,7 +13,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.module import HeadNorm
 from nsa_core.packing import token_places
-from nsa_core.rope import rope_table, rotate
+from nsa_core.rope import as_used, rope_table, rotate, table_for
 
 
 class DenseCache:
@@ -73,10 +73,13 @@ class DenseAttention(nn.Module):
         q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
         k, v = self.k_norm(k.unflatten(-1, (config.n_kv_heads, -1))), v.unflatten(-1, (config.n_kv_heads, -1))
         if config.rope:
-            places = torch.arange(first, first + rows, device=x.device)
-            if cu_seqlens is not None:
-                places = token_places(cu_seqlens, rows).position
-            table = rope_table(places, config.qk_dim, config.rope_base, q.dtype)
+            if cu_seqlens is None and not first:
+                table = table_for(q, rows, 1, config.qk_dim, config.rope_base)
+            else:
+                places = torch.arange(first, first + rows, device=x.device)
+                if cu_seqlens is not None:
+                    places = token_places(cu_seqlens, rows).position
+                table = as_used(rope_table(places, config.qk_dim, config.rope_base, q.dtype))
             q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             k, v = cache.append(k, v)

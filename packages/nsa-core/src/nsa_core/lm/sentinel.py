@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -48,5 +49,5 @@ def leak_sentinel(
     data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size), held_out_rows=1)
     model = LanguageModel(config, backends)
     trainer = Trainer(model, data, recipe, World(torch.device(device)))
-    losses = [trainer.step().values[0] for _ in range(recipe.steps)]
-    return Sentinel(float(torch.stack(losses[-last:]).mean()), math.log(config.vocab_size))
+    losses = [trainer.step().read()[0] for _ in range(recipe.steps)]
+    return Sentinel(statistics.fmean(losses[-last:]), math.log(config.vocab_size))

@@ -1,10 +1,9 @@
-"""The training loop: steps, held-out loss, log, checkpoints, and an end on Ctrl-C that loses nothing."""
+"""The training loop: steps, held-out loss, log, checkpoints, and an end on Ctrl-C or SIGTERM that loses nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from nsa_core.bench.machine import device_name
 from nsa_core.bench.roofline import measure_peaks
 from nsa_core.errors import NSAError
-from nsa_core.interruption import held
+from nsa_core.interruption import exit_code, held
 from nsa_core.lm import checkpoint, log
 from nsa_core.lm.flops import row_flops
 from nsa_core.lm.trainer import Measured, Trainer
@@ -53,7 +52,8 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
     """Train to the last step of the recipe; write ``out``/log.jsonl, and ``out``/checkpoint.safetensors at its
     intervals and at the end. The folder must exist.
 
-    Ctrl-C (SIGINT) ends the step, saves and raises KeyboardInterrupt; a second one ends at once.
+    Ctrl-C (SIGINT) ends the step, saves and raises KeyboardInterrupt; a second one ends at once. SIGTERM, as a cluster
+    sends it, ends the step, saves and raises SystemExit(143).
 
     Returns:
         What was reported, a record for each step of this call; the first may be step 0, the held-out loss before any.
@@ -85,7 +85,7 @@ class _Run:
         trainer, recipe = self.trainer, self.trainer.recipe
         waiting: Measured | None = None
         try:
-            with held(signal.SIGINT) as asked:
+            with held() as asked:
                 if trainer.step_number == 0:
                     self._before()
                 while trainer.step_number < recipe.steps:
@@ -103,7 +103,7 @@ class _Run:
                     if saving or stop or alone:
                         trainer.save(self.file)
                     if stop or alone:
-                        raise KeyboardInterrupt
+                        raise SystemExit(exit_code(asked.name)) if asked.name == "SIGTERM" else KeyboardInterrupt
         finally:
             if self._log is not None:
                 self._log.close()
@@ -123,7 +123,7 @@ class _Run:
 
     def _settle(self, done: Measured, evaluating: bool = False) -> bool:
         """Read a step's numbers, log and report them; whether some process was asked to stop."""
-        loss, stopping, norm = done.values.tolist()
+        loss, stopping, norm = done.read()
         now = time.perf_counter()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.lm import checkpoint
@@ -28,11 +29,30 @@ from nsa_core.survey import known_device
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a step left on the device: reading it waits for the step."""
+    """What a step tells, on the host once the device has come to its end."""
 
     step: int
     values: torch.Tensor  # [mean loss, how many processes were asked to stop, norm of the gradients before clipping]
     learning_rate: float
+    at_end: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, step: int, values: torch.Tensor, learning_rate: float) -> Measured:
+        """``values`` of a step that the device may not have come to yet."""
+        if values.device.type != "cuda":
+            return cls(step, values, learning_rate)
+        # Fetched when they are read, they would come behind whatever the device has been given by then.
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        at_end = torch.cuda.Event()
+        at_end.record()
+        return cls(step, host, learning_rate, at_end)
+
+    def read(self) -> list[float]:
+        """``values``; waits for the end of this step, not for a later one."""
+        if self.at_end is not None:
+            self.at_end.synchronize()
+        numbers: list[float] = self.values.tolist()
+        return numbers
 
 
 class Trainer:
@@ -57,8 +77,9 @@ class Trainer:
         self.replica = Replica(self.model, world, recipe.parallel, recipe.compile)
         self.optimizer = recipe.optimizer(self.model)
         self.step_number = self.tokens = 0
-        self._work = Graphed(self._part, list(self.model.parameters())) if recipe.graph else self._part
-        self._scale = 1.0
+        self._graphed = Graphed(self._part, list(self.model.parameters())) if recipe.graph else None
+        # On the device: a CUDA graph would keep a number of Python's.
+        self._scale = torch.ones((), device=world.device)
         if kept is not None:
             kept.restore(self.model, self.optimizer)
             data.rows.load_state_dict(kept.facts["position"])
@@ -74,7 +95,8 @@ class Trainer:
         if not isinstance(attn, NSAttention):
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
-        return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends)
+        long = not packed and self.data.rows.length >= LONG_SEQUENCE
+        return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends, long)
 
     def step(self, stopping: bool = False) -> Measured:
         """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to every process."""
@@ -83,21 +105,23 @@ class Trainer:
         parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
         counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
         # Gradients of several processes are averaged, so each takes its share of the sum that many times.
-        self._scale = world.size / max(1, counted)
+        self._scale.fill_(world.size / max(1, counted))
         rate = recipe.rate(self.step_number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=not recipe.graph)
+        if self._graphed is None:
+            self.optimizer.zero_grad()
         total = torch.zeros((), device=world.device)
         for number, part in enumerate(parts):
             with self.replica.syncing(last=number == len(parts) - 1):
-                total += self._work(batch_of(part, self.data.rows.packed).to(world.device))
+                batch = batch_of(part, self.data.rows.packed).to(world.device)
+                total += self._part(batch) if self._graphed is None else self._graphed(batch, add=number > 0)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
         self.optimizer.step()
         self.step_number += 1
         self.tokens += recipe.batch * self.data.rows.length
         sums = torch.stack((total / max(1, counted), torch.full_like(total, float(stopping))))
-        return Measured(self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate)
+        return Measured.of(self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate)
 
     def _part(self, batch: Batch) -> torch.Tensor:
         """Add the gradients of one part of a step; its summed loss."""
