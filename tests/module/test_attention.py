@@ -271,3 +271,17 @@ def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkey
         nsa_attention(*given, config=CONFIG)
     with torch.no_grad():
         assert torch.equal(nsa_attention(*given, config=CONFIG), attend(given))
+
+
+def test_long_sequences_have_a_plan_of_their_own(planned, monkeypatch):
+    monkeypatch.setattr(nsa_core.default_plan, "LONG_SEQUENCE", 20)
+    layer = nsa_core.NSAttention(CONFIG).double()
+    for length in (12, 19, 20, 40):
+        nsa_attention(*inputs(CONFIG, 1, length), config=CONFIG)
+        layer(torch.zeros(1, length, CONFIG.dim, dtype=torch.float64))
+    assert [a["seq_len"] for a in planned] == [None, 20]
+    assert layer.plan is nsa_core.default_plan.default_plan(
+        CONFIG, torch.device("cpu"), torch.float64, False, True, None, True
+    )
+    nsa_attention(*inputs(CONFIG, 40), config=CONFIG, cu_seqlens=boundaries(40))
+    assert planned[-1]["seq_len"] is None

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from cases import boundaries
-from nsa_core.compress import make_phi, mean_compress, packed_blocks
+from nsa_core.chunks import packed_blocks
+from nsa_core.compress import compress_pair, make_phi, mean_compress
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layout import BlockGeometry
 
@@ -179,3 +180,77 @@ def test_mean_as_one_node_is_the_mean_op_by_op(name, length):
     (found,) = torch.autograd.grad(mean, x, grad, create_graph=True)
     torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradgradcheck(lambda y: mean_compress(y, geometry), x[:1, :, :1, :1])
+
+
+PAIRED = ("linear", "mlp")
+
+
+def pair_of(kind, dtype=torch.float64):
+    geometry = GEOMETRIES["l8d4"]
+    phis = [phi_of(kind, geometry).to(dtype) for _ in range(2)]
+    return phis, [torch.randn(2, 23, 2, 5, dtype=dtype, requires_grad=True) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_keys_and_values_together_are_each_alone(kind):
+    phis, xs = pair_of(kind)
+    wrt = [*xs, *(p for phi in phis for p in phi.parameters())]
+    together = compress_pair(*phis, *xs, None)
+    assert (type(together[0].grad_fn).__name__ == "JointPhiBackward") == (kind in PAIRED)
+    alone, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in together]
+    torch.testing.assert_close(list(together), alone, rtol=1e-13, atol=1e-13)
+    found, expected = (torch.autograd.grad(list(y), wrt, do) for y in (together, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", PAIRED)
+def test_as_one_node_phi_is_itself_op_by_op(kind):
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    (phi, _), (x, _) = pair_of(kind)
+    parameters = dict(phi.named_parameters())
+    by_ops, pull = torch.func.vjp(lambda p, y: torch.func.functional_call(phi, p, y), parameters, x)
+    got = phi(x)
+    assert type(got.grad_fn).__name__ == "JointPhiBackward"
+    torch.testing.assert_close(got, by_ops, rtol=1e-13, atol=1e-13)
+    do = torch.randn_like(got)
+    dp, dx = pull(do)
+    found = torch.autograd.grad(got, [x, *parameters.values()], do)
+    torch.testing.assert_close(list(found), [dx, *dp.values()], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", PAIRED)
+def test_under_autocast_products_are_low_and_gradients_of_the_parameters_dtype(kind):
+    phis, xs = pair_of(kind, torch.float32)
+    low = [x.detach().bfloat16().requires_grad_() for x in xs]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compress_pair(*phis, *low, None)
+    assert [y.dtype for y in got] == [torch.bfloat16] * 2
+    exact, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in got]
+    parameters = [p for phi in phis for p in phi.parameters()]
+    found = torch.autograd.grad(list(got), [*low, *parameters], do)
+    expected = torch.autograd.grad(exact, [*xs, *parameters], [t.float() for t in do])
+    assert [g.dtype for g in found] == [torch.bfloat16] * 2 + [torch.float32] * len(parameters)
+    for one, other in zip([*got, *found], [*exact, *expected]):
+        assert (one.float() - other).norm() < 0.02 * other.norm()
+
+
+def test_a_hook_on_phi_is_called_and_other_widths_go_apart():
+    phis, xs = pair_of("mlp")
+    seen = []
+    phis[1].register_forward_hook(lambda *_: seen.append("v"))
+    compress_pair(*phis, *xs, None)
+    assert seen == ["v"]
+    wide = phi_of("mlp", GEOMETRIES["l8d4"], 7)
+    k, v = compress_pair(phis[0], wide, xs[0], torch.randn(2, 23, 2, 7, dtype=torch.float64), None)
+    assert (k.shape[-1], v.shape[-1]) == (5, 7)
+
+
+@pytest.mark.parametrize("frozen", ["position", "up.weight", "up.bias", "down.weight", "x"])
+def test_what_is_frozen_changes_no_other_gradient(frozen):
+    (phi, _), (x, _) = pair_of("mlp")
+    leaves = {"x": x, **dict(phi.named_parameters())}
+    do = torch.randn_like(phi(x))
+    whole = dict(zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)))
+    leaves.pop(frozen).requires_grad_(False)
+    for name, grad in zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)):
+        torch.testing.assert_close(grad, whole[name], rtol=0, atol=0)

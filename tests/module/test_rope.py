@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from nsa_core.rope import rope_table, rotate
+from nsa_core import rope
+from nsa_core.heads import rotated_heads
+from nsa_core.rope import apart, rope_table, rotate, table_for
 
 
 def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
@@ -87,3 +89,68 @@ def test_the_table_stays_one_operator_of_a_compiled_graph():
     assert "nsa_core.rope_table.default" in targets
     assert not [t for t in targets if "cos" in t or "pow" in t]
     torch.library.opcheck(torch.ops.nsa_core.rope_table.default, (positions, 8, 1e4, torch.float32))
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+def test_parts_are_what_each_would_be_alone_forward_and_backward(with_table):
+    joint = torch.randn(2, 7, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    table = rope_table(torch.arange(7), 6, 1e4, joint.dtype) if with_table else None
+    parts, do = apart(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
+    alone = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
+    assert all(torch.equal(one, other) and one.is_contiguous() for one, other in zip(parts, alone, strict=True))
+    found, expected = (torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, alone))
+    assert torch.equal(found, expected)
+    assert torch.autograd.gradgradcheck(lambda x: apart(x, table), joint[:1, :, :2, :1])
+    by_ops = torch.func.vmap(lambda x: torch.stack(apart(x, table)), out_dims=1)(joint.detach())
+    assert torch.equal(by_ops, torch.stack(alone))
+
+
+def test_a_table_is_kept_for_its_rows_step_width_base_dtype_and_no_other():
+    def asked(rows=5, step=1, width=8, base=1e4, dtype=torch.float32):
+        return table_for(torch.empty(1, dtype=dtype), rows, step, width, base)
+
+    first = asked()
+    assert asked() is first
+    assert asked(dtype=torch.bfloat16) is first  # the same fp32 angles
+    for other in ({"rows": 6}, {"step": 2}, {"width": 6}, {"base": 7.0}, {"dtype": torch.float64}):
+        facts = {"rows": 5, "step": 1, "width": 8, "base": 1e4, "dtype": torch.float32} | other
+        places = torch.arange(facts["rows"]) * facts["step"]
+        expected = rope_table(places, facts["width"], facts["base"], facts["dtype"]).wide()
+        for found, wanted in zip(asked(**other), expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+
+
+def test_a_table_first_made_for_inference_serves_training_and_fake_tensors_leave_none():
+    with torch._subclasses.FakeTensorMode():
+        table_for(torch.empty(1), 11, 1, 8, 3.0)
+    with torch.inference_mode():
+        table_for(torch.empty(1), 11, 1, 8, 3.0)
+    x = torch.randn(1, 11, 1, 8, requires_grad=True)
+    rotate(x, table_for(x, 11, 1, 8, 3.0)).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_table_too_long_to_keep_gives_the_same_bits(monkeypatch):
+    x = torch.randn(1, 11, 1, 8, requires_grad=True)
+    kept = rotate(x, table_for(x, 11, 1, 8, 1e4))
+    monkeypatch.setattr(rope, "MOST_ROWS", 10)
+    assert torch.equal(rotate(x, table_for(x, 11, 1, 8, 1e4)), kept)
+
+
+@pytest.mark.parametrize("lead", [(2, 7), (7,)])
+@pytest.mark.parametrize("wide", [True, False])
+def test_heads_as_one_node_are_cut_and_rotated_one_by_one(lead, wide):
+    heads, groups, dk, dv = 4, 2, 6, 5
+    widths = [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3]
+    product = torch.randn(*lead, sum(widths), dtype=torch.float64, requires_grad=True)
+    table = rope_table(torch.arange(7), dk, 1e4, product.dtype)
+    together = rotated_heads(product, table.wide() if wide else table, heads, groups, dk)
+    cut = [p.unflatten(-1, (heads if not i else groups, -1)) for i, p in enumerate(product.split(widths, -1))]
+    alone = [rotate(p, table) if i in (0, 2, 3) else p for i, p in enumerate(cut)]
+    grads = [torch.randn_like(p) for p in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+    assert all(together[i].is_contiguous() for i in (0, 2, 3, 5, 6))
+    (found,), (expected,) = (torch.autograd.grad(list(y), product, grads) for y in (together, alone))
+    assert torch.equal(found, expected)

@@ -7,69 +7,18 @@ in a block, followed by a combination of r results. So the tokens are copied onc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core.chunks import Chunks, PackedBlocks
+from nsa_core.joint_phi import JointPhi, fits
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import stats_dtype
-from nsa_core.packing import compressed_cu_seqlens, token_places
 from nsa_core.surroundings import eager
-
-
-class PackedBlocks(NamedTuple):
-    """Where the chunks and blocks of packed documents lie; all int64, on the device, for T tokens, m = T // d rows.
-
-    Rows past the last document's are the tail: in bounds, meaningless, and read by no one.
-    """
-
-    tokens: torch.Tensor  # [m * d] token at each place of each chunk
-    chunks: torch.Tensor  # [m] first chunk of each compressed token
-    starts: torch.Tensor  # [m] position of each compressed token's first token inside its document
-
-
-def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry) -> PackedBlocks:
-    """Chunks and blocks of documents given by ``cu_seqlens`` int32 [documents + 1], without a synchronisation.
-
-    A document of n tokens has n // d chunks, so T // d rows hold the chunks, and the fewer blocks, of all.
-    """
-    stride, rows = geometry.compress_stride, geometry.max_compressed(total)
-    first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
-    chunk = token_places(first_chunk, rows)
-    first_token = cu_seqlens.long()[chunk.document] + chunk.position * stride
-    tokens = first_token[:, None] + torch.arange(stride, device=cu_seqlens.device)
-    block = token_places(compressed_cu_seqlens(cu_seqlens, geometry), rows)
-    chunks = first_chunk.long()[block.document] + block.position
-    return PackedBlocks(tokens.flatten().clamp(0, max(total - 1, 0)), chunks, block.position * stride)
-
-
-class _Chunks:
-    """x as chunks of d tokens: ``tokens`` [B, m, G, d, D], or packed [m, G, d, D]."""
-
-    def __init__(self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None) -> None:
-        stride = geometry.compress_stride
-        self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
-        self.places = geometry.compress_block_size // stride
-        self._blocks = geometry.num_compressed(x.shape[-3])
-        x = x if packed is None else x.index_select(0, packed.tokens)
-        # Cut after the transpose: a cut of x itself would make torch.compile tell S = m*d from other lengths.
-        x = x.transpose(-3, -2)[..., : self.rows * stride, :]
-        self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
-
-    def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
-        """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c, ...] or [m, ...]."""
-        if self._packed is None:
-            return y[:, place : place + self._blocks]
-        return y.index_select(0, (self._packed.chunks + place).clamp(0, max(self.rows - 1, 0)))
-
-    def total(self, y: torch.Tensor) -> torch.Tensor:
-        """Sum over the places of y [..., m, G, X, r]: [..., n_c, G, X], added in fp32 (fp64 for fp64)."""
-        total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
-        for place in range(1, self.places):
-            total = total + self.at(place, y[..., place])
-        return total
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
@@ -114,7 +63,7 @@ def mean_compress(
     if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
         wanted = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
-    chunks = _Chunks(x, geometry, packed)
+    chunks = Chunks(x, geometry, packed)
     sums = chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype)).unsqueeze(-1).expand(*(-1,) * x.dim(), chunks.places)
     mean = (chunks.total(sums) / size).to(x.dtype)
     return mean
@@ -146,18 +95,34 @@ class MeanPhi(Phi):
 def _block_linear(
     x: torch.Tensor, position: torch.Tensor, layer: nn.Linear, geometry: BlockGeometry, packed: PackedBlocks | None
 ) -> torch.Tensor:
-    """``layer`` on flatten(block + position), [..., n_c, G, out].
+    """``layer`` on flatten(block + position), [..., n_c, G, out], as :mod:`nsa_core.joint_phi` has it, op by op.
 
-    The rows of W [out, l*D], token outermost, cut into r parts of d*D columns: W (x + e) + b is the sum over the r
-    chunks of W_j x_j, plus W e + b, which is one vector for all blocks. One block alone is one product.
+    One block alone is one product.
     """
     if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
         alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, layer(position.flatten()))
         return alone.unsqueeze(-3)
-    chunks = _Chunks(x, geometry, packed)
+    chunks = Chunks(x, geometry, packed)
     parts = F.linear(chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1))
     total: torch.Tensor = layer(position.flatten()) + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
     return total.to(parts.dtype)
+
+
+def _joint(
+    phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
+) -> Sequence[torch.Tensor] | None:
+    """The phis of one kind on xs of one shape as one node; None where they are for PyTorch to do op by op."""
+    geometry, first = phis[0].geometry, xs[0]
+    if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
+        return None
+    weights = [phi.weights() for phi in phis]
+    if not all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
+        return None
+    parameters = (parameter for kind in zip(*weights) for parameter in kind)
+    done: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
+        geometry.compress_stride, len(xs), *xs, *parameters
+    )
+    return done
 
 
 class LinearPhi(Phi):
@@ -178,7 +143,12 @@ class LinearPhi(Phi):
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
-        return _block_linear(x, self.position, self.proj, self.geometry, packed)
+        joint = _joint([self], [x], packed)
+        return _block_linear(x, self.position, self.proj, self.geometry, packed) if joint is None else joint[0]
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
+        return self.position, self.proj.weight, self.proj.bias
 
 
 class MLPPhi(Phi):
@@ -202,8 +172,14 @@ class MLPPhi(Phi):
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
+        if (joint := _joint([self], [x], packed)) is not None:
+            return joint[0]
         hidden: torch.Tensor = self.down(F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed)))
         return hidden
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
+        return self.position, self.up.weight, self.up.bias, self.down.weight, self.down.bias
 
 
 class ConvPhi(Phi):
@@ -223,7 +199,7 @@ class ConvPhi(Phi):
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
-        chunks = _Chunks(x, self.geometry, packed)
+        chunks = Chunks(x, self.geometry, packed)
         weight = self.weight.view(self.width, chunks.places, -1)
         total = chunks.total(torch.einsum("...gtc,cjt->...gcj", chunks.tokens, weight))
         return (total + self.bias).to(x.dtype)
@@ -249,7 +225,7 @@ class AttnPoolPhi(Phi):
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
-        chunks, precise = _Chunks(x, self.geometry, packed), stats_dtype(x.dtype)
+        chunks, precise = Chunks(x, self.geometry, packed), stats_dtype(x.dtype)
         position = self.position.unflatten(0, (chunks.places, -1))  # [r, d, D]
         tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
         of_token = (tokens @ self.query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
@@ -274,3 +250,16 @@ _KINDS: dict[str, type[Phi]] = {
 def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
     """The compression of a kind in config.COMPRESS_KINDS for heads of ``width``."""
     return _KINDS[kind](geometry, width)
+
+
+def compress_pair(
+    phi_k: Phi, phi_v: Phi, k: torch.Tensor, v: torch.Tensor, packed: PackedBlocks | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi_k(k) and phi_v(v), in one pass where both are of one kind and width, and neither has hooks."""
+    phis, kind = (phi_k, phi_v), type(phi_k)
+    alike = kind in (LinearPhi, MLPPhi) and kind is type(phi_v) and k.shape == v.shape and k.dtype == v.dtype
+    if alike and not any(phi._forward_hooks or phi._forward_pre_hooks or phi._backward_hooks for phi in phis):
+        joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # of kind
+        if joint is not None:
+            return joint[0], joint[1]
+    return phi_k(k, packed), phi_v(v, packed)

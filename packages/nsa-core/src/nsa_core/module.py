@@ -14,14 +14,16 @@ from nsa_core.attention import nsa_attention
 from nsa_core.cache.setup import CacheSizes, make_cache
 from nsa_core.cache.step import step
 from nsa_core.checked import checked_plan
-from nsa_core.compress import PackedBlocks, make_phi, packed_blocks
+from nsa_core.chunks import PackedBlocks, packed_blocks
+from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan, frozen_backends
+from nsa_core.default_plan import default_plan, frozen_backends, is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.gating import make_gate
+from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
-from nsa_core.rope import RopeTable, rope_table, rotate
-from nsa_core.surroundings import autocasts
+from nsa_core.rope import RopeTable, WideTable, apart, as_used, rope_table, rotate, table_for
+from nsa_core.surroundings import autocasts, eager
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
@@ -92,7 +94,7 @@ class NSAttention(nn.Module):
         self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
         self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
-        self._last: tuple[torch.device, torch.dtype, bool] | None = None
+        self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
         for linear in (self.qkv, self.out):  # unit variance out for unit variance in
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
@@ -184,43 +186,57 @@ class NSAttention(nn.Module):
         """:meth:`project`, and the keys [B, S, G, Dk] and values [B, S, G, Dv] that phi took."""
         config = self.config
         packed = None if cu_seqlens is None else packed_blocks(cu_seqlens, x.shape[0], config.geometry)
-        q, k, v = self.heads(x)
-        table = self._rope_of_tokens(q, cu_seqlens)
-        if config.rope and config.rope_before_compress:
-            k = [rotate(part, table) for part in k]
-        raw = k[0], v[0]
-        k_cmp, v_cmp = self.phi_k(raw[0], packed), self.phi_v(raw[1], packed)
-        k, v = k[-2:], v[-2:]  # of sel and win, or the shared pair
-        if config.rope:
-            q = rotate(q, table)
+        product = self.qkv(x)
+        table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
+        if table is not None and eager() and not (config.qk_norm or config.shared_kv or config.rope_before_compress):
+            q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
+                product, table, config.n_heads, config.n_kv_heads, config.qk_dim
+            )
+            ks, vs = [k_sel, k_win], [v_sel, v_win]
+        else:
+            q, k_raw, k, v_raw, v = self._split(product)
+            # v is copied, so that keeping it for backward does not keep the whole projection.
+            ks, vs = apart(k, table), apart(v, None)
+            if table is not None:
+                q, k_raw = rotate(q, table), rotate(k_raw, table) if config.rope_before_compress else k_raw
+        k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
         if config.rope and not config.rope_before_compress:
-            k, k_cmp = [rotate(part, table) for part in k], rotate(k_cmp, self._rope_of_blocks(k_cmp, packed))
-        # v is copied, so that keeping it for backward does not keep the whole projection.
-        v = [part.contiguous() for part in v]
-        return Projected(q, (None, k[0], k[-1]), (None, v[0], v[-1]), k_cmp, v_cmp), raw
+            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed))
+        return Projected(q, (None, ks[0], ks[-1]), (None, vs[0], vs[-1]), k_cmp, v_cmp), (k_raw, v_raw)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """q and the keys and values of the branches (cmp, sel, win; or one), as views of one product."""
-        q, *rest = self.qkv(x).split(self._widths, dim=-1)
-        rest = [part.unflatten(-1, (self.config.n_kv_heads, -1)) for part in rest]
-        pairs = len(rest) // 2
-        q = self.q_norm(q.unflatten(-1, (self.config.n_heads, -1)))
-        return q, [self.k_norm(part) for part in rest[:pairs]], rest[pairs:]
+        q, k_raw, k, v_raw, v = self._split(self.qkv(x))
+        if self.config.shared_kv:
+            return q, [k_raw], [v_raw]
+        return q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)]
 
-    def _rope_of_tokens(self, q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> RopeTable:
-        rows = q.shape[-3]
+    def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
+        """q [..., Hq, Dk]; k of cmp [..., G, Dk], then of sel and win, or of all three, [..., n, G, Dk]; v likewise."""
+        config, (q_width, *widths) = self.config, self._widths
+        groups, k_width, v_width = config.n_kv_heads, widths[0], widths[-1]
+        joint = [k_width, v_width] if config.shared_kv else [k_width, 2 * k_width, v_width, 2 * v_width]
+        q, *rest = product.split([q_width, *joint], dim=-1)
+        q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
+        if config.shared_kv:
+            k, v = (part.unflatten(-1, (groups, -1)) for part in rest)
+            k = self.k_norm(k)
+            return [q, k, k.unsqueeze(-3), v, v.unsqueeze(-3)]
+        k_raw, v_raw = (part.unflatten(-1, (groups, -1)) for part in rest[::2])
+        k, v = (part.unflatten(-1, (2, groups, -1)) for part in rest[1::2])
+        return [q, self.k_norm(k_raw), self.k_norm(k), v_raw, v]
+
+    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> RopeTable | WideTable:
+        rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
         if cu_seqlens is None:
-            positions = torch.arange(rows, device=q.device)
-        else:
-            positions = token_places(cu_seqlens, rows).position
-        return rope_table(positions, self.config.qk_dim, self.config.rope_base, q.dtype)
+            return table_for(product, rows, 1, dim, base)
+        return as_used(rope_table(token_places(cu_seqlens, rows).position, dim, base, product.dtype))
 
-    def _rope_of_blocks(self, k_cmp: torch.Tensor, packed: PackedBlocks | None) -> RopeTable:
+    def _rope_of_blocks(self, k_cmp: torch.Tensor, packed: PackedBlocks | None) -> RopeTable | WideTable:
+        step, dim, base = self.config.compress_stride, self.config.qk_dim, self.config.rope_base
         if packed is None:
-            starts = torch.arange(k_cmp.shape[-3], device=k_cmp.device) * self.config.compress_stride
-        else:
-            starts = packed.starts
-        return rope_table(starts, self.config.qk_dim, self.config.rope_base, k_cmp.dtype)
+            return table_for(k_cmp, k_cmp.shape[-3], step, dim, base)
+        return rope_table(packed.starts, dim, base, k_cmp.dtype)
 
     def _refuse(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mask: object, *others: object) -> None:
         wrong = []
@@ -247,8 +263,8 @@ class NSAttention(nn.Module):
     @property
     def plan(self) -> Plan:
         """What runs: the plan of the last eager call, or before any, that of the parameters' device and dtype."""
-        device, dtype, varlen = self._last or (self.qkv.weight.device, self.qkv.weight.dtype, False)
-        return default_plan(self.config, device, dtype, varlen, self._wants_grad(), self.backends)
+        device, dtype, varlen, long = self._last or (self.qkv.weight.device, self.qkv.weight.dtype, False, False)
+        return default_plan(self.config, device, dtype, varlen, self._wants_grad(), self.backends, long)
 
     def _wants_grad(self) -> bool:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
@@ -256,10 +272,10 @@ class NSAttention(nn.Module):
     def plan_of(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
         """Who runs a call on x that is not over a cache; ``plan`` where one is given."""
         if plan is None:
-            wants_grad = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad)
-            plan = default_plan(self.config, q.device, q.dtype, varlen, wants_grad, self.backends)
+            grad, long = self._wants_grad() or (torch.is_grad_enabled() and x.requires_grad), is_long(q, varlen)
+            plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
             if not torch.compiler.is_compiling():
-                self._last = (q.device, q.dtype, varlen)
+                self._last = (q.device, q.dtype, varlen, long)
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_core.rope import RopeTable, rope_table, rotate
+from nsa_core.rope import RopeTable, rope_table, rotate, turn
 
 if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores
@@ -51,8 +51,8 @@ class BlockPlaces:
         self.firsts = torch.arange(batch, device=device)[:, None] * (ring * heads)
         self.angles: torch.Tensor | None = None
         if config.rope and not config.rope_before_compress:
-            cos, sin = rope_table(block * stride, config.qk_dim, config.rope_base, dtype)
-            self.angles = torch.cat([cos, cos, -sin, sin], -1).squeeze(1)
+            table = rope_table(block * stride, config.qk_dim, config.rope_base, dtype)
+            self.angles = torch.cat(table.wide(), -1).squeeze(1)
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], BlockPlaces] = weakref.WeakValueDictionary()
@@ -97,9 +97,9 @@ def _compress_one(attn: NSAttention, stores: Stores, call: DecodeCall) -> None:
 
 
 def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """rope.rotate, its bits in fewer operators: x [B, 1, G, D], angles [B, 1, 1, 2 * D]."""
+    """x [B, 1, G, D], angles [B, 1, 1, 2 * D]."""
     cos, sin = angles.split(x.shape[-1], -1)
-    return torch.add(x * cos, x.roll(x.shape[-1] // 2, -1) * sin, out=torch.empty_like(x))
+    return turn(x, cos, sin, out=torch.empty_like(x))
 
 
 def _compress_many(attn: NSAttention, stores: Stores, call: DecodeCall, number: int) -> None:
