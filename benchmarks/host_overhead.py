@@ -1,6 +1,6 @@
 """What a call costs before any kernel runs: host time, operators and launches per slot. Needs no GPU.
 
-    python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile] [--ops] [--json F]
+    python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile] [--ops]
 
 The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core. Backend ``triton``
 runs its own host code for an sm_90; a launch stops where Triton would call the driver (specialisation of the arguments,
@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import cProfile
 import dataclasses
-import json
+import functools
 import pstats
 import time
 from collections import Counter
@@ -35,6 +35,8 @@ from nsa_backend_triton import launch, prepared
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
+from nsa_core.lm.config import LMConfig
+from nsa_core.lm.model import Block
 from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_core.plan import Plan
 from nsa_core.survey import request_of
@@ -82,12 +84,8 @@ class NoKernel(CompiledKernel):
         self.arguments = arguments
 
 
-def _sm_90(device: torch.device) -> int:
-    return ARCHITECTURE
-
-
-def _yes(x: torch.Tensor) -> bool:
-    return True
+def _answer(answer: Any, _: object) -> Any:
+    return answer
 
 
 @contextlib.contextmanager
@@ -102,8 +100,8 @@ def no_gpu() -> Iterator[list[NoKernel]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        stack.enter_context(mock.patch.object(launch, "_capability", _sm_90))
-        stack.enter_context(mock.patch.object(prepared, "remembers", _yes))
+        for owner, name, answer in ((launch, "_capability", ARCHITECTURE), (prepared, "remembers", True)):
+            stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
         stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", NoDriver()))
         yield made
@@ -231,12 +229,12 @@ def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Ite
     def core() -> torch.Tensor:
         return nsa_attention(q, k, v, gates, config=config, plan=plan, **packing)
 
-    def module() -> torch.Tensor:
+    def whole() -> torch.Tensor:
         return layer(x, plan=plan, **packing)
 
     for name, call, leaves, grad in (
         ("nsa_attention", core, [q, *k, *v, gates], do),
-        ("NSAttention", module, [x, *layer.parameters()], torch.zeros_like(x)),
+        ("NSAttention", whole, [x, *layer.parameters()], torch.zeros_like(x)),
     ):
         yield f"{name}.forward", call
 
@@ -244,6 +242,21 @@ def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Ite
             return torch.autograd.grad(call(), leaves, grad, allow_unused=True)
 
         yield f"{name}.both", both
+
+
+def block_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A block of the language model as it trains: bf16 autocast over fp32 parameters, phi mlp; small matrices."""
+    small = dataclasses.replace(config, compress="mlp", compress_block_size=8, compress_stride=4, select_block_size=16)
+    block, x = Block(LMConfig(small, n_layers=1), None, 0), torch.zeros(1, tokens, config.dim, requires_grad=True)
+    chosen, grad = make_plan(small, plan.cmp.backend, False), torch.zeros(1, tokens, config.dim)
+    block.attn.plan_of = lambda *_: chosen  # type: ignore[method-assign,union-attr]
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x)
+
+    yield "Block.forward", forward
+    yield "Block.both", lambda: torch.autograd.grad(forward(), [x, *block.parameters()], grad)
 
 
 def main() -> None:
@@ -256,21 +269,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--profile", action="store_true", help="also print where the pieces' time goes")
     parser.add_argument("--ops", action="store_true", help="also print which operators run")
-    parser.add_argument("--json")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     hq, g, d = (int(n) for n in asked.shape.split("/"))
     config = NSAConfig(dim=hq, n_heads=hq, n_kv_heads=g, head_dim=d, compress="mean")
-    rows = []
     with no_gpu() as kernels:
         for backend in asked.backends.split(","):
             plan = make_plan(config, backend, asked.packed)
-            for steps in (slot_steps, whole_steps):
+            for steps in (slot_steps, whole_steps, block_steps):
                 for piece, step in steps(config, plan, asked.tokens, asked.packed):
                     if asked.only not in piece:
                         continue
                     row = measure(backend, piece, step, kernels, asked.repeats)
-                    rows.append(row)
                     counts = f"{row.launches:3} launches {sum(row.ops.values()):4} ops"
                     said = f"  {row.ops}" if asked.ops else ""
                     print(f"{backend:8} {piece:24} {row.us:8.1f} us {counts}{said}", flush=True)
@@ -281,9 +291,6 @@ def main() -> None:
                             step()
                         profiler.disable()
                         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    if asked.json:
-        with open(asked.json, "w", encoding="utf-8") as file:
-            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
 
 
 if __name__ == "__main__":
