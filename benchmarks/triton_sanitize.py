@@ -3,10 +3,13 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/triton_sanitize.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python benchmarks/triton_sanitize.py
 
-Prints a line per case; the sanitizer's own summary is the result.
+Prints a line per case; the sanitizer's own summary is the result. racecheck takes minutes: ``--shape`` and ``--part``
+divide the cases among processes that run side by side.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 
@@ -19,35 +22,53 @@ from nsa_core.verify.subject import Subject, run_slots
 
 SHAPES = {
     "12/2/64": {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64},
-    "h=1, 96": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 96},
-    "16/1 192/128": {"n_heads": 16, "n_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
+    "2/2/96": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 96},
+    "16/1/192/128": {"n_heads": 16, "n_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
 }
 
 
-def main() -> None:
-    """Forward and backward of every slot, dense and packed, in both modes; one case long enough to bucket pairs.
+PARTS = ("dense", "packed", "buckets", "decode")
+LENGTHS = {"dense": (150,), "packed": (0, 33, 100, 1, 0), "buckets": (4200,)}  # long enough to share pairs by bucket
 
-    Then decode steps of one and of several tokens, with their append.
-    """
-    for name, shape in SHAPES.items():
-        config = NSAConfig(dim=64, rope=False, **shape)
-        for lengths, packed in (((150,), False), ((0, 33, 100, 1, 0), True), ((4200,), False)):
-            for deterministic in (False, True):
-                case = Case(name, config, lengths, packed=packed)
-                plan = resolve(
-                    config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True, varlen=packed,
-                    deterministic=deterministic,
-                )  # fmt: skip
-                run_slots(plan, case, case.data(torch.bfloat16, "cuda"))
-                torch.cuda.synchronize()
-                print(f"{name}, {lengths}, deterministic {deterministic}: ran", flush=True)
-        subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
-        for new in ((1, 1, 0), (3, 1, 2)):
-            step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
-            findings = [*step_parity(subject, step, torch.bfloat16)]
-            findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
-            wrong = [f.quantity for f in findings if not f.ok]
-            print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
+
+def main() -> None:
+    """Forward and backward of every slot in both modes; decode steps of one and several tokens, with their append."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable; default all")
+    parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default all")
+    asked = parser.parse_args()
+    for name in asked.shape or SHAPES:
+        config = NSAConfig(dim=64, rope=False, **SHAPES[name])
+        for part in asked.part or PARTS:
+            if part == "decode":
+                decode(name, config)
+            else:
+                layer(name, config, part)
+
+
+def layer(name: str, config: NSAConfig, part: str) -> None:
+    """One call of every slot, in no fixed order and in a fixed one."""
+    packed = part == "packed"
+    for deterministic in (False, True):
+        case = Case(name, config, LENGTHS[part], packed=packed)
+        plan = resolve(
+            config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True, varlen=packed,
+            deterministic=deterministic,
+        )  # fmt: skip
+        run_slots(plan, case, case.data(torch.bfloat16, "cuda"))
+        torch.cuda.synchronize()
+        print(f"{name}, {part}, deterministic {deterministic}: ran", flush=True)
+
+
+def decode(name: str, config: NSAConfig) -> None:
+    """A step and its append, of one token a sequence and of several."""
+    subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
+    for new in ((1, 1, 0), (3, 1, 2)):
+        step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
+        findings = [*step_parity(subject, step, torch.bfloat16)]
+        findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
+        wrong = [f.quantity for f in findings if not f.ok]
+        print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
 
 
 if __name__ == "__main__":
