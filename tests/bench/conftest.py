@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nsa_core.bench import roofline, timing
+from nsa_core.bench import clocks, roofline
 from nsa_core.bench.run import Bench, Settings
 from nsa_core.bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
@@ -29,7 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     torch.set_num_threads(1)
-    monkeypatch.setattr(timing, "SAMPLE_MS", 0.1)
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
 
 

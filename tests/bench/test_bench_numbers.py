@@ -86,9 +86,9 @@ def test_the_first_cell_does_not_pay_for_fresh_pages():
     program = """
 import resource, torch
 from nsa_core import nsa_attention
-from nsa_core.bench import inputs, shapes, timing
+from nsa_core.bench import clocks, inputs, shapes
 torch.set_num_threads(1)
-timing.clock_for("cpu")
+clocks.clock_for("cpu")
 config = shapes.parse_shape("tiny").config()
 x = inputs.make_inputs("random", config, batch=1, length=256, dtype=torch.float32, device="cpu", seed=0)
 for _ in range(3):

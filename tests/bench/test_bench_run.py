@@ -11,9 +11,10 @@ import pytest
 
 from nsa_cli import output
 from nsa_cli.bench_report import page, rows_of, summary
+from nsa_core.bench.clocks import CpuClock
 from nsa_core.bench.combos import parse_combo
 from nsa_core.bench.result import read_result
-from nsa_core.bench.timing import CpuClock, Outcome, Work, measure, summarise
+from nsa_core.bench.timing import Outcome, Work, measure, summarise
 from nsa_core.errors import InvalidInput
 
 
@@ -290,7 +291,7 @@ def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
 
         return call
 
-    monkeypatch.setattr("nsa_core.bench.timing.SAMPLE_MS", 1e-6)
+    monkeypatch.setattr("nsa_core.bench.clocks.SAMPLE_MS", 1e-6)
     outcomes = measure([Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01)
     assert outcomes["bad"].reason == "failed: RuntimeError: no more"
     assert outcomes["bad"].performance is None

@@ -10,7 +10,7 @@ import torch
 from nsa_cli import output
 from nsa_core import tuned
 from nsa_core.bench.shapes import parse_shape
-from nsa_core.bench.tune import tune
+from nsa_core.bench.tune import steps, tune
 from nsa_core.plan import resolve
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
@@ -29,7 +29,10 @@ _records: list[tuned.Record] = []
 def measured(registry):
     """The registry after tuning; measured once, saved anew for every test."""
     if not _records:
-        _records.extend(tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001).records)
+        told: list[str] = []
+        how = {"device": "cpu", "dtype": torch.float32}
+        _records.extend(tune(CONFIG, registry, **how, length=48, budget_s=0.001, advance=told.append).records)
+        assert len(told) == steps(CONFIG, registry, **how)  # so that the time left is told rightly
     tuned.save(_records)
     return registry
 

@@ -13,7 +13,7 @@ import torch
 
 from nsa_cli import verify
 from nsa_cli.conformance import _Run
-from nsa_core.bench import decode, roofline, run, timing
+from nsa_core.bench import clocks, decode, roofline, run, timing
 from nsa_core.bench.result import read_result
 from nsa_core.interruption import held
 from nsa_core.registry import discover
@@ -27,7 +27,7 @@ TWICE = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Signals as a shell's foreground job has them (a background job ignores SIGINT), and a quick bench."""
-    monkeypatch.setattr(timing, "SAMPLE_MS", 0.1)
+    monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -99,7 +99,7 @@ def test_a_work_that_was_being_timed_keeps_the_samples_it_has():
         raise RuntimeError("ptxas died of a signal")
 
     works = [timing.Work("a", lambda: second_sample), timing.Work("b", lambda: lambda: None)]
-    monkey = timing.CpuClock()
+    monkey = clocks.CpuClock()
     monkey.sample = lambda call, calls: call() or 1.0
     with held() as stop:
         found = timing.measure(works, monkey, budget_s=1.0, stop=stop)

@@ -1,4 +1,4 @@
-"""A plugin that segfaults and one that hangs while they load leave the commands working (fault row 57)."""
+"""Plugins that segfault or hang while they load, or leave when they are asked, leave the commands working (row 57)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ import pathlib
 
 import pytest
 
+ASKED = """
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+@hookimpl
+def nsa_register_backends():
+    return BackendSpec("{name}", (1, 0), {{"win": SlotSpec("{name}:forward")}}, "{name}:probe", 99)
+def probe(request):
+    {does}
+"""
 DEADLY = {
     "segfaults": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
     "hangs": ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n", "within 3 s"),
+    "asked": (
+        ASKED.format(name="asked", does="import ctypes; ctypes.string_at(0)"),
+        "SIGSEGV while loading or probing",
+    ),
+    "leaves": (ASKED.format(name="leaves", does="import os; os._exit(0)"), "exit status 0 while loading or probing"),
 }
 LIMIT = ("--plugin-limit", "3")
 
 
 @pytest.fixture
 def site(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A directory with both installed."""
+    """A directory with all of them installed."""
     for name, (source, _) in DEADLY.items():
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()

@@ -32,12 +32,15 @@ def plugin(folder: pathlib.Path, name: str, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with a segfaulting plugin, one whose probe segfaults, and a flash_attn that segfaults."""
+    """A directory with a segfaulting plugin, two whose probes segfault and raise, and a flash_attn that segfaults."""
     folder = tmp_path_factory.mktemp("wards")
     plugin(folder, "segfaults", SEGFAULTS)
     good = "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef nsa_register_backends():\n"
-    good += "    return BackendSpec('prober', (1, 0), {'win': SlotSpec('prober:f')}, 'prober:probe', -9)\n"
-    plugin(folder, "prober", good + "def probe(request):\n    import ctypes\n    ctypes.string_at(0)\n")
+    good += "    return BackendSpec(NAME, (1, 0), {'win': SlotSpec(NAME + ':f')}, NAME + ':probe', -9)\n"
+    plugin(
+        folder, "prober", "NAME = 'prober'\n" + good + f"def probe(request):\n    {SEGFAULTS.replace(chr(10), ';')}\n"
+    )
+    plugin(folder, "raiser", "NAME = 'raiser'\n" + good + "def probe(request):\n    1 // 0\n")
     home = "/" + "home" + "/janedoe"
     plugin(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
     (folder / "flash_attn.py").write_text(SEGFAULTS)
@@ -60,8 +63,9 @@ def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
     document = json.loads(nsa("doctor", "--json", path=wards).stdout)
     said = {trouble["what"]: trouble for trouble in document["troubles"]}
     assert "SIGSEGV" in said["backend segfaults 1.0 (segfaults)"]["message"]
-    assert "SIGSEGV" in said["probe of backend prober"]["message"]
-    assert "NSA_DISABLE_PLUGINS=prober" in said["probe of backend prober"]["hint"]
+    assert "SIGSEGV" in said["backend prober 1.0 (prober)"]["message"]
+    assert "ZeroDivisionError" in said["probe of backend raiser"]["message"]
+    assert "NSA_DISABLE_PLUGINS=raiser" in said["probe of backend raiser"]["hint"]
     assert "SIGSEGV" in said["flash-attn"]["message"]
     assert all(trouble["hint"] for trouble in document["troubles"])
 
@@ -77,12 +81,12 @@ def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> N
 
 def test_the_block_for_a_bug_report_has_no_path_and_no_user(nsa, wards, monkeypatch) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
-    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "prober")  # as the doctor advises
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "raiser")  # as the doctor advises
     done = nsa("env", path=wards)
     assert done.returncode == 0
     assert "cannot read .../libx.so.1, ask USER" in done.stdout
     assert "janedoe" not in done.stdout
-    assert "NSA_DISABLE_PLUGINS: 'prober'" in done.stdout
+    assert "NSA_DISABLE_PLUGINS: 'raiser'" in done.stdout
     assert "runs on cpu: yes" in done.stdout
     assert done.stdout.startswith("```\n")
     assert done.stdout.endswith("```\n")

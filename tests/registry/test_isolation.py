@@ -48,6 +48,14 @@ def test_survivors_are_remembered_too(install, monkeypatch):
     assert isolate.crashed([plugin("toy-fine")]) == {}
 
 
+def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeypatch):
+    body = {"toy-thinks": "import time; time.sleep(600)", "toy-raises": "raise SystemExit(3)"}
+    for name, does in body.items():
+        source = toys.good(name, name.replace("-", "_"), probe="own_probe")
+        install(name, textwrap.dedent(source) + f"\ndef own_probe(request):\n    {does}\n")
+    assert isolate.crashed([plugin(name) for name in body]) == {}
+
+
 def test_hang_under_a_shorter_limit_is_tried_again(install):
     install("toy-slow", "import time\ntime.sleep(1.5)\n" + textwrap.dedent(toys.good("toy-slow", "toy_slow")))
     assert "within 0.2 s" in discover(isolate=True, limit_s=0.2).get("toy-slow").reason.message
@@ -62,7 +70,7 @@ def test_hang_under_a_shorter_limit_is_tried_again(install):
         b"{",
         b"\xff\xfe\x00",
         b"[]",
-        b'{"schema": 1, "verdicts": []}',
+        b'{"schema": 2, "verdicts": []}',
         b'{"schema": 99, "verdicts": {"x": 1}}',
         b"[" * 100_000,
         "entry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_cli import output
@@ -51,21 +51,24 @@ def rows_of(result: Result) -> Iterator[Rows]:
     for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
         shape, dtype, inputs, phase, batch = problem
         title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all samples)"
-        columns = ["tokens", "subject", "total", "q1..q3", *_PARTS, "x dense", "of floor", "MiB"]
         found = [m for m in result.measurements if m.problem == problem]
-        peaks = result.peaks[dtype]
-        yield title, columns, [_row(m, peaks) for m in sorted(found, key=lambda m: (m.length, m.kind, m.subject))]
+        graphs = any(m.performance and m.performance.eager for m in found)
+        eager = ["eager"] * graphs
+        columns = ["tokens", "subject", "total", "q1..q3", *eager, *_PARTS, "x dense", "of floor", "MiB"]
+        rows = sorted(found, key=lambda m: (m.length, m.kind, m.subject))
+        yield title, columns, [_row(m, result.peaks[dtype], graphs) for m in rows]
 
 
-def _row(m: Measurement, peaks: Peaks) -> list[str]:
+def _row(m: Measurement, peaks: Peaks, graphs: bool) -> list[str]:
     if m.performance is None:
-        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 4)]  # the summary says why
+        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 4 + graphs)]  # the summary says why
     p = m.performance
+    eager = [number(p.eager_ms)] * graphs
     parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
     share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
     return [
-        str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *parts,
+        str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *eager, *parts,
         number(m.ratio_to_dense), share, size(m.peak_memory_bytes),
     ]  # fmt: skip
 
@@ -111,7 +114,10 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
             )
     for name, reason in result.skipped.items():
         yield "", f"{name}: not available: {output.one_line(reason)}"
-    yield from _left_out(result)
+    for text in _with_reasons(result, lambda performance, reason: reason):
+        yield _MISSING, f"no figure: {text}"
+    for text in _with_reasons(result, lambda performance, reason: performance.not_captured if performance else ""):
+        yield "", f"not captured, its figure holds the host's launches too: {text}"
     for found in result.crossovers:
         yield "", f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}: {found.sentence}"
     if any(m.phase == "decode" for m in result.measurements):
@@ -130,6 +136,8 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         "of floor: the least time for the counted operations (ops) or bytes, whichever is longer, over the time; "
         "x dense: fastest dense time over this one",
     )
+    if any(m.performance and m.performance.eager for m in result.measurements):
+        yield "", "eager: the same call as Python launches it; total is of a CUDA graph where the two differ"
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
     known = result.settings.get("methods", {})
     how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
@@ -144,20 +152,21 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"
 
 
-def _left_out(result: Result) -> Iterator[tuple[str, str]]:
-    """A line per reason for which figures are missing, with what it cost; none is missing without one."""
-    missing: dict[tuple[str, ...], list[int]] = {}
+def _with_reasons(result: Result, reason_of: Callable[[Performance | None, str], str]) -> Iterator[str]:
+    """A line per reason that ``reason_of`` finds in a figure and the reason it is missing, with all that have it."""
+    found: dict[tuple[str, ...], list[int]] = {}
     for m in result.measurements:
-        reasons = [(m.subject, m.reason)] if m.reason else []
-        reasons += [(f"{m.subject}, {name} alone", part.reason) for name, part in m.parts.items() if part.reason]
-        for subject, reason in reasons:
-            missing.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(m.length)
+        reasons = {m.subject: reason_of(m.performance, m.reason)}
+        reasons |= {f"{m.subject}, {n} alone": reason_of(part.performance, part.reason) for n, part in m.parts.items()}
+        for subject, reason in reasons.items():
+            if reason:
+                found.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(m.length)
     together: dict[tuple[str, str], list[str]] = {}
-    for (subject, shape, dtype, inputs, phase, reason), lengths in missing.items():
+    for (subject, shape, dtype, inputs, phase, reason), lengths in found.items():
         tokens = ", ".join(map(str, lengths))
         together.setdefault((f"{shape} {dtype} {inputs}, {phase}, {tokens} tokens", reason), []).append(subject)
     for (what, reason), subjects in together.items():
-        yield _MISSING, f"no figure: {'; '.join(subjects)}, {what}: {reason}"
+        yield f"{'; '.join(subjects)}, {what}: {reason}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -167,7 +176,8 @@ def changes_table(changes: Sequence[Change]) -> Table:
         _, subject, shape, dtype, inputs, phase, _, length, part = change.key
         where = f"{shape} {dtype} {inputs} {phase} S={length}"
         values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
-        made.add_row(output.one_line(subject), where, part, *values, change.verdict)
+        verdict = f"{change.verdict} ({output.one_line(change.note)})" if change.note else change.verdict
+        made.add_row(output.one_line(subject), where, part, *values, verdict)
     return made
 
 

@@ -105,7 +105,9 @@ def _torch_troubles(tried: Tried) -> list[dict[str, str]]:
     if found["status"] == "missing":
         return [_trouble("torch", "torch is not installed", "pip install torch")]
     if found["status"] == "broken":
-        return [_trouble("torch", found["error"], "pip install --force-reinstall torch")]
+        slow = tried.reason is not None and tried.reason.code == "hangs"
+        hint = "nsa doctor --limit 300  # a busy machine or a slow disk; if that does not help, " * slow
+        return [_trouble("torch", found["error"], hint + "pip install --force-reinstall torch")]
     troubles = []
     needed = next((r for r in map(Requirement, requires("nsa-core") or []) if r.name == "torch"), None)
     try:

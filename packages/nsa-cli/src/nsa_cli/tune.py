@@ -41,14 +41,16 @@ def tune(
 
         from nsa_core import tuned
         from nsa_core.bench.shapes import parse_shape
+        from nsa_core.bench.tune import steps
         from nsa_core.bench.tune import tune as measure
 
         config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()
-        with output.progress(2 * (5 * max(1, len(registry.ready())) + 1)) as advance:
+        kind = getattr(torch, name)
+        with output.progress(steps(config, registry, place, kind)) as advance:
             result = measure(
-                config, registry, device=place, dtype=getattr(torch, name), length=length or (8192 if cuda else 1024),
-                seed=seed, budget_s=budget, advance=advance,
+                config, registry, device=place, dtype=kind, length=length or (8192 if cuda else 1024), seed=seed,
+                budget_s=budget, advance=advance,
             )  # fmt: skip
         saved = tuned.save(result.records)
         _print(result, str(saved))

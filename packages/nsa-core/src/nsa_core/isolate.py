@@ -1,4 +1,6 @@
-"""Third-party plugins tried in a child process first: a crash or a hang on import must not take the caller with it.
+"""Third-party plugins tried in a child process first: a crash or a hang of one must not take the caller with it.
+
+A child loads the plugin and puts a plain request to its probe.
 
 The verdict is remembered in the user's cache directory, per distribution version, entry point and Python version, and
 dropped when the plugin's files or the installed torch change.
@@ -15,20 +17,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_core.contract import Reason
+from nsa_core.contract import Reason, Request, import_named
 from nsa_core.errors import InvalidInput
 from nsa_core.files import user_cache, write_atomic
-from nsa_core.plugins import Plugin, call_plugin
+from nsa_core.layout import BlockGeometry
+from nsa_core.plugins import BackendEntry, Plugin, load
 
 LIMIT_S = 20.0
+_PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.survey
 _AT_ONCE = 8
 _SURVIVED = 86  # exit status; no pipe, because a grandchild that outlives the child would keep a pipe open
-_SCHEMA = 1
+_SCHEMA = 2  # 1: probes were not asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Verdict:
 
 
 def crashed(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
-    """The plugins that do not survive loading in a child process, with what became of each.
+    """The plugins that do not survive loading and probing in a child process, with what became of each.
 
     Several children run at once, ``limit_s`` bounds each, and a remembered verdict takes the place of a child.
     A plugin that merely raises survives: loading it here tells the reason.
@@ -112,18 +117,30 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _child(name: str, value: str) -> None:
-    """Body of the child process: load the plugin, and leave with the status that says it survived."""
+    """Body of the child process: load the plugin, ask it, and leave with the status that says it survived."""
     with contextlib.suppress(ImportError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is a finding, not a case for a core file
-    with contextlib.suppress(Exception, SystemExit):
-        call_plugin(name, value)
+    asking = threading.Thread(target=_ask, args=(load(Plugin(name, "", "", value)),), daemon=True)
+    asking.start()
+    asking.join(_PROBE_S)
     os._exit(_SURVIVED)  # threads that the plugin started do not keep the child
 
 
+def _ask(entries: Sequence[BackendEntry]) -> None:
+    """Put a plain request of each slot to the probes; what they answer, or raise, is for whoever asks in earnest."""
+    geometry = BlockGeometry()
+    for spec in (entry.spec for entry in entries if entry.spec is not None):
+        for slot in spec.slots:
+            with contextlib.suppress(Exception, SystemExit):
+                import_named(spec.probe)(
+                    Request(slot=slot, geometry=geometry, n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64)
+                )
+
+
 def _reason(status: int | None, limit_s: float) -> Reason | None:
-    return ended(status, limit_s, "while loading", _hint())
+    return ended(status, limit_s, "while loading or probing", _hint())
 
 
 def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:

@@ -49,6 +49,7 @@ for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
     facts[device] = {{"finite": finite, "backends": {{s: c.backend for s, c in plan.choices.items()}}}}
 """
 PROBE = """
+import torch
 from nsa_core import NSAConfig
 from nsa_core.registry import default_registry
 from nsa_core.survey import survey
@@ -56,8 +57,9 @@ registry = default_registry()
 entry = registry.get({name!r})
 registry = type(registry)((entry,))
 faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
-asked = survey(NSAConfig(768, 12, 2), device="cpu", registry=registry).candidates.values()
-wrong = [str(reason) for of in asked for c in of for reason in c.reasons if reason.code in faults]
+devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+asked = [survey(NSAConfig(768, 12, 2), device=device, registry=registry).candidates.values() for device in devices]
+wrong = [str(reason) for on in asked for of in on for c in of for reason in c.reasons if reason.code in faults]
 facts = {{"error": wrong[0]}} if wrong else {{"answers": True}}
 """
 _FINISH = """

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nsa_core.bench.result import Crossover, Measurement, Problem
+from nsa_core.bench.timing import Performance
 
-
-def fastest_dense(measurements: Sequence[Measurement]) -> dict[tuple[Problem, int], Measurement]:
-    """Per (problem, length) the dense kernel with the lowest median."""
-    best: dict[tuple[Problem, int], Measurement] = {}
-    for m in measurements:
-        if m.kind == "dense" and m.performance is not None:
-            key = (m.problem, m.length)
-            rival = best.get(key)
-            if rival is None or rival.performance is None or m.performance.median_ms < rival.performance.median_ms:
-                best[key] = m
-    return best
+Took = Callable[[Performance], float]
 
 
 def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
     """One per combination and problem."""
-    dense = fastest_dense(measurements)
     curves: dict[tuple[str, Problem], list[Measurement]] = {}
     for m in measurements:
         if m.kind == "combo":
             curves.setdefault((m.subject, m.problem), []).append(m)
+    by_method, eagerly = (_fastest_dense(measurements, took) for took in (_median, _eager))
     found = []
     for (subject, problem), points in curves.items():
-        pairs = []
-        for m in sorted(points, key=lambda m: m.length):
-            rival = dense.get((problem, m.length))
-            if m.performance is not None and rival is not None and rival.performance is not None:
-                pairs.append((m.length, m.performance.median_ms / rival.performance.median_ms))
-        length, sentence = crossing(pairs)
-        found.append(Crossover(subject, *problem, length, sentence))
+        length, sentence = crossing(_pairs(points, by_method, _median))
+        eager_length, eager = crossing(_pairs(points, eagerly, _eager))
+        if eager != sentence:
+            sentence += f"; without CUDA graphs {eager}"
+        found.append(Crossover(subject, *problem, length, sentence, eager_length))
     return found
+
+
+def _median(performance: Performance) -> float:
+    return performance.median_ms
+
+
+def _eager(performance: Performance) -> float:
+    return performance.eager_ms
+
+
+def _fastest_dense(measurements: Sequence[Measurement], took: Took) -> dict[tuple[Problem, int], float]:
+    """Per (problem, length) the time of the fastest dense kernel."""
+    best: dict[tuple[Problem, int], float] = {}
+    for m in measurements:
+        if m.kind == "dense" and m.performance is not None:
+            key = (m.problem, m.length)
+            best[key] = min(took(m.performance), best.get(key, math.inf))
+    return best
+
+
+def _pairs(
+    points: Sequence[Measurement], dense: Mapping[tuple[Problem, int], float], took: Took
+) -> list[tuple[int, float]]:
+    """(length, own time over the fastest dense one's) of what both have a figure of, ascending."""
+    return [
+        (m.length, took(m.performance) / dense[m.problem, m.length])
+        for m in sorted(points, key=lambda m: m.length)
+        if m.performance is not None and (m.problem, m.length) in dense
+    ]
 
 
 def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:

@@ -12,6 +12,7 @@ import torch
 
 from nsa_core.bench import figures, roofline
 from nsa_core.bench.cells import part_key
+from nsa_core.bench.clocks import EagerClock, clock_for
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.decode_works import (
     Cell,
@@ -36,10 +37,8 @@ from nsa_core.bench.timing import (
     INTERRUPTED,
     LATE,
     METHODS,
-    EagerClock,
     Outcome,
     Work,
-    clock_for,
     measure,
 )
 from nsa_core.config import NSAConfig

@@ -68,7 +68,10 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Crossover:
-    """From which length on a combination is faster than the fastest dense kernel; null: at no measured length."""
+    """From which length on a combination is faster than the fastest dense kernel; null: at no measured length.
+
+    ``eager_length``: the same where both are called without a CUDA graph; ``sentence`` tells of it where they differ.
+    """
 
     subject: str
     shape: str
@@ -78,6 +81,7 @@ class Crossover:
     batch: int
     length: int | None
     sentence: str
+    eager_length: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Result:
     measurements: list[Measurement]
     crossovers: list[Crossover]
     seconds: float
-    interrupted: Interrupted | None = None  # files of before there was this field lack it
+    interrupted: Interrupted | None = None
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
 
@@ -198,9 +202,9 @@ def _value(kind: Any, found: Any, where: str) -> Any:
 def _record(kind: type, found: Any, where: str) -> Any:
     if not isinstance(found, dict):
         raise _WrongError(f"{where.lstrip('.') or 'the file'} must be an object, got {str(found)[:60]!r}")
-    fields, hints = [field.name for field in dataclasses.fields(kind)], _hints(kind)
-    fields = [name for name in fields if name in found or name != "interrupted"]
-    missing = [name for name in fields if name not in found]
+    fields, hints = dataclasses.fields(kind), _hints(kind)
+    missing = [f.name for f in fields if f.name not in found and f.default is dataclasses.MISSING]
     if missing:
         raise _WrongError(f"{where.lstrip('.') or 'the file'} lacks {', '.join(missing)}")
-    return kind(**{name: _value(hints[name], found[name], f"{where}.{name}") for name in fields})
+    given = [f.name for f in fields if f.name in found]  # files of before there was a field lack it
+    return kind(**{name: _value(hints[name], found[name], f"{where}.{name}") for name in given})

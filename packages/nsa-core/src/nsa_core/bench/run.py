@@ -17,6 +17,7 @@ import torch
 from nsa_core.bench import cells, figures, roofline
 from nsa_core.bench.baselines import Dense, dense_baselines
 from nsa_core.bench.cells import Problem
+from nsa_core.bench.clocks import clock_for
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.crossover import crossovers
 from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
@@ -26,7 +27,7 @@ from nsa_core.bench.result import Interrupted, Measurement, Part, Result
 from nsa_core.bench.rivals import check_rivals, rivals
 from nsa_core.bench.roofline import Cost, Peaks
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
-from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, clock_for, measure
+from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
 from nsa_core.errors import InvalidInput

@@ -1,10 +1,6 @@
-"""Timers: works of one cell run round by round, interleaved, so that what drifts (clocks, neighbours) hits all alike.
+"""Timing: works of one cell run round by round, interleaved, so that what drifts (clocks, neighbours) hits all alike.
 
-CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
-triton.testing.do_bench does); a call under 1 ms is captured into a CUDA graph and replayed, so that the host's launch
-time does not hide the kernels. CPU: torch.utils.benchmark over as many calls as fill 5 ms, at a stated thread count;
-a call that takes longer by itself is timed by perf_counter, because Timer would make it three times for one sample.
-Caches are as the previous work left them.
+How a sample is taken: nsa_core.bench.clocks.
 """
 
 from __future__ import annotations
@@ -14,19 +10,14 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.benchmark import Timer
 
 from nsa_core.errors import NSAError
 from nsa_core.interruption import NEVER, Interruption
 from nsa_core.text import describe_error
 
-GRAPH_BELOW_MS = 1.0
-SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already
-SAMPLE_MS = 5.0  # shortest CPU sample
-HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin
 LATE = f"{NOT_MEASURED}: the time limit was reached"
@@ -44,7 +35,7 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """Times of one work, ms per call."""
+    """Times of one work, ms per call. Result files of before they were there lack the fields with a default."""
 
     median_ms: float
     q1_ms: float
@@ -52,6 +43,14 @@ class Performance:
     method: str  # a key of METHODS
     calls_per_sample: int
     samples_ms: list[float]
+    host_ms: float | None = None  # that the host takes to launch a call, where the method was chosen by it
+    not_captured: str = ""  # why a call whose time the host may hold up was not captured all the same
+    eager: Performance | None = None  # where ``method`` is graph: the same call without it, by events
+
+    @property
+    def eager_ms(self) -> float:
+        """Median of the call as Python makes it, the host's launches included."""
+        return self.median_ms if self.eager is None else self.eager.median_ms
 
 
 @dataclasses.dataclass
@@ -73,152 +72,40 @@ class Outcome:
 
 
 @dataclasses.dataclass
-class _Prepared:
+class Prepared:
+    """A work that is set up, warmed up and ready to be sampled."""
+
     call: Callable[[], Any]
     method: str
     calls: int
     estimate_ms: float
     peak_bytes: int  # most bytes that one call holds beyond what was held before it
     samples: list[float] = dataclasses.field(default_factory=list)
+    host_ms: float | None = None
+    not_captured: str = ""
+    eager: list[float] = dataclasses.field(default_factory=list)
+
+    def performance(self) -> Performance:
+        """What the samples come to."""
+        found = summarise(self.samples, self.method, self.calls)
+        host_ms = None if self.host_ms is None else float(f"{self.host_ms:.4g}")
+        eager = summarise(self.eager, "events", 1) if self.eager else None
+        return dataclasses.replace(found, host_ms=host_ms, not_captured=self.not_captured, eager=eager)
 
 
-class CpuClock:
-    """Wall time on the CPU.
+class Clock(Protocol):
+    """Prepares works and takes their samples."""
 
-    glibc returns freed memory above a threshold to the system, and faults it in again at the next call, until a larger
-    block has been freed once: the first cells would be up to four times slower than the same cells later on. So a
-    block of about the highest threshold is freed first.
-    """
-
-    def __init__(self) -> None:
-        torch.empty(HIGHEST_THRESHOLD - (1 << 16), dtype=torch.uint8)
-
-    def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call over ``calls`` calls."""
-        if calls > 1:
-            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-            return float(timer.timeit(calls).mean) * 1e3
-        start = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    def prepare(self, work: Work) -> _Prepared:
-        """Set up and warm up: what is allocated once and kept is not the call's."""
-        call = work.make()
-        first = self.sample(call, 1)
-        estimate = self.sample(call, 1) if first < 200 else first
-        peak = self._peak_bytes(call) if work.measure_memory else 0
-        calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
-        return _Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
-
-    def _peak_bytes(self, call: Callable[[], Any]) -> int:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            call()
-        assert profiled.profiler is not None  # it ran
-        events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-        held = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        return peak
-
-
-class CudaClock:
-    """Device time on the current CUDA device."""
-
-    def __init__(self, device: str) -> None:
-        properties = torch.cuda.get_device_properties(device)
-        size = max(256 << 20, 2 * int(getattr(properties, "L2_cache_size", 0)))
-        self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
-
-    def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds of one call after an L2 flush."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    def prepare(self, work: Work) -> _Prepared:
-        """Set up, warm up, and capture what is short. The first call compiles: later ones tell how long it takes."""
-        call = work.make()
-        self.sample(call, 1)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        estimate = self.sample(call, 1)
-        peak = torch.cuda.max_memory_allocated() - before
-        if estimate > SLOW_MS:
-            return _Prepared(call, "events", 1, estimate, peak, [estimate])
-        estimate = min(estimate, self.sample(call, 1))
-        if estimate < GRAPH_BELOW_MS:
-            replay = self._captured(work.make)
-            if replay is not None:
-                return _Prepared(replay, "graph", 1, self.sample(replay, 1), peak)
-        return _Prepared(call, "events", 1, estimate, peak)
-
-    def _captured(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any] | None:
-        """The call as a graph, or None where it cannot be captured (it synchronises, say)."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(stream):
-                call = make()  # a backward runs on its forward's stream: both on the one that captures
-                for _ in range(2):
-                    call()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                call()
-            graph.replay()
-            torch.cuda.synchronize()
-        except (RuntimeError, NSAError):
-            torch.cuda.synchronize()
-            return None
-
-        def replay() -> Any:
-            graph.replay()
-            return call  # kept alive as long as the graph reads its tensors
-
-        return replay
-
-
-class EagerClock:
-    """Wall time on the current CUDA device: the longer of what the host takes to launch and the device to run."""
-
-    CALLS = 20
-
-    def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call over ``calls`` calls."""
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-        return (time.perf_counter_ns() - start) / 1e6 / calls
-
-    def prepare(self, work: Work) -> _Prepared:
+    def prepare(self, work: Work) -> Prepared:
         """Set up and warm up."""
-        call = work.make()
-        self.sample(call, 3)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        estimate = self.sample(call, self.CALLS)
-        return _Prepared(call, "eager", self.CALLS, estimate, torch.cuda.max_memory_allocated() - before)
 
-
-def clock_for(device: str) -> CpuClock | CudaClock:
-    """The timer of a device."""
-    return CudaClock(device) if device.startswith("cuda") else CpuClock()
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call over ``calls`` calls."""
 
 
 def measure(
     works: Sequence[Work],
-    clock: CpuClock | CudaClock | EagerClock,
+    clock: Clock,
     *,
     budget_s: float,
     deadline: float = float("inf"),
@@ -240,7 +127,7 @@ def measure(
         )
 
     outcomes: dict[str, Outcome] = {}
-    ready: dict[str, _Prepared] = {}
+    ready: dict[str, Prepared] = {}
     for work in works:
         if reason := late():
             outcomes[work.key] = Outcome(reason=reason)
@@ -260,7 +147,7 @@ def measure(
         if not outcomes[key].reason and not prepared.samples:
             outcomes[key].reason = INTERRUPTED
         if not outcomes[key].reason:
-            outcomes[key].performance = summarise(prepared.samples, prepared.method, prepared.calls)
+            outcomes[key].performance = prepared.performance()
     return outcomes
 
 

@@ -10,11 +10,12 @@ import torch
 
 from nsa_core import tuned
 from nsa_core.bench.cells import part_work
+from nsa_core.bench.clocks import clock_for
 from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_core.bench.inputs import make_inputs
 from nsa_core.bench.machine import device_name
 from nsa_core.bench.shapes import Shape
-from nsa_core.bench.timing import clock_for, measure
+from nsa_core.bench.timing import measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.plan import Plan, resolve
@@ -100,6 +101,12 @@ def tune(
         records += _records([t for t in times if t.use == use], plans, name, length)
         advance(f"timed {use}")
     return Tuning(name, times, gates, records)
+
+
+def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
+    """How often :func:`tune` tells ``advance``: of each backend that takes a slot, and of each use."""
+    asked = [survey(config, device=device, dtype=dtype, needs_grad=grad, registry=registry) for grad in (False, True)]
+    return len(PHASES) + sum(c.accepted for answers in asked for of in answers.candidates.values() for c in of)
 
 
 def _plans(

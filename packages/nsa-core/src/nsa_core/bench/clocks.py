@@ -1,0 +1,206 @@
+"""Clocks: how a call is set up, warmed up, and one sample of it taken.
+
+CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
+triton.testing.do_bench does); a call that the host may hold up is captured into a CUDA graph and replayed, so that what
+is timed is the kernels. CPU: torch.utils.benchmark over as many calls as fill 5 ms, at a stated thread count; a call
+that takes longer by itself is timed by perf_counter, because Timer would make it three times for one sample. Caches are
+as the previous work left them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+from nsa_core.bench.timing import Prepared, Work
+from nsa_core.errors import NSAError
+from nsa_core.text import describe_error
+
+HOST_SHARE = 0.05  # of a call's time, up to which the host's part in it is let stand
+SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already
+EAGER_SAMPLES = 5  # of a call that is captured
+SAMPLE_MS = 5.0  # shortest CPU sample
+HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
+
+
+def host_may_bind(event_ms: float, host_ms: float) -> bool:
+    """Whether the host may add more than HOST_SHARE to a call that takes ``event_ms`` by CUDA events.
+
+    A call takes at most the kernels' own time and the ``host_ms`` in which the host launches them: of ``event_ms``, no
+    more than host_ms / event_ms is the host's, whichever of the two the call waits for.
+    """
+    return host_ms > HOST_SHARE * event_ms
+
+
+class CpuClock:
+    """Wall time on the CPU.
+
+    glibc returns freed memory above a threshold to the system, and faults it in again at the next call, until a larger
+    block has been freed once: the first cells would be up to four times slower than the same cells later on. So a
+    block of about the highest threshold is freed first.
+    """
+
+    def __init__(self) -> None:
+        torch.empty(HIGHEST_THRESHOLD - (1 << 16), dtype=torch.uint8)
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call over ``calls`` calls."""
+        if calls > 1:
+            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+            return float(timer.timeit(calls).mean) * 1e3
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1e6
+
+    def prepare(self, work: Work) -> Prepared:
+        """Set up and warm up: what is allocated once and kept is not the call's."""
+        call = work.make()
+        first = self.sample(call, 1)
+        estimate = self.sample(call, 1) if first < 200 else first
+        peak = self._peak_bytes(call) if work.measure_memory else 0
+        calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
+        return Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
+
+    def _peak_bytes(self, call: Callable[[], Any]) -> int:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            call()
+        assert profiled.profiler is not None  # it ran
+        events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        return peak
+
+
+class CudaClock:
+    """Device time on the current CUDA device."""
+
+    def __init__(self, device: str) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        size = max(256 << 20, 2 * int(getattr(properties, "L2_cache_size", 0)))
+        self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds of one call after an L2 flush."""
+        return self._timed(call)[0]
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Milliseconds of one call after an L2 flush, and those after which the host has launched all of it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        began = time.perf_counter_ns()
+        call()
+        host_ms = (time.perf_counter_ns() - began) / 1e6
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)), host_ms
+
+    def prepare(self, work: Work) -> Prepared:
+        """Set up, warm up, and capture what the host may hold up.
+
+        The first call compiles: later ones tell how long it takes.
+        """
+        call = work.make()
+        self.sample(call, 1)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        event_ms, host_ms = self._timed(call)
+        peak = torch.cuda.max_memory_allocated() - before
+        prepared = Prepared(call, "events", 1, event_ms, peak, host_ms=host_ms)
+        if event_ms > SLOW_MS:
+            prepared.samples = [event_ms]
+            if host_may_bind(event_ms, host_ms):
+                prepared.not_captured = f"a call takes over {SLOW_MS:g} ms"
+            return prepared
+        again = self._timed(call)
+        prepared.estimate_ms, prepared.host_ms = (min(pair) for pair in zip((event_ms, host_ms), again))
+        if not host_may_bind(prepared.estimate_ms, prepared.host_ms):
+            return prepared
+        eager = [event_ms, again[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
+        replay, prepared.not_captured = self._captured(work.make)
+        if replay is None:
+            return prepared
+        return dataclasses.replace(
+            prepared, call=replay, method="graph", estimate_ms=self.sample(replay, 1), eager=eager
+        )
+
+    def _captured(self, make: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any] | None, str]:
+        """The call as a graph; or None, and why it cannot be captured (it waits for the device, say)."""
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                call = make()  # a backward runs on its forward's stream: both on the one that captures
+                call()
+                with _waiting_raises():
+                    call()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+            graph.replay()
+            torch.cuda.synchronize()
+        except (RuntimeError, NSAError) as error:
+            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture fails
+            torch.cuda.synchronize()
+            return None, describe_error(error)
+
+        def replay() -> Any:
+            graph.replay()
+            return call  # kept alive as long as the graph reads its tensors
+
+        return replay, ""
+
+
+@contextlib.contextmanager
+def _waiting_raises() -> Iterator[None]:
+    """Make what waits for the device raise RuntimeError: met in a capture, it would leave the allocator in disorder."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # that the mode is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class EagerClock:
+    """Wall time on the current CUDA device: the longer of what the host takes to launch and the device to run."""
+
+    CALLS = 20
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call over ``calls`` calls."""
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / 1e6 / calls
+
+    def prepare(self, work: Work) -> Prepared:
+        """Set up and warm up."""
+        call = work.make()
+        self.sample(call, 3)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        estimate = self.sample(call, self.CALLS)
+        return Prepared(call, "eager", self.CALLS, estimate, torch.cuda.max_memory_allocated() - before)
+
+
+def clock_for(device: str) -> CpuClock | CudaClock:
+    """The timer of a device."""
+    return CudaClock(device) if device.startswith("cuda") else CpuClock()
