@@ -217,7 +217,7 @@ class NSACache:
 
     def snapshot(self, index: int) -> Snapshot:
         """Sequence ``index`` as it is now: with pages, shared by reference (a writer gets a copy); else a copy."""
-        b = self._index(index)
+        (b,) = self._indices(index, one=True)
         length = self.host_lengths()[b]
         rows, pages = [self.stores.win.taken(b), self.stores.raw.taken(b)], self.table.share(b, length)
         if self.pages is None:
@@ -231,7 +231,7 @@ class NSACache:
         Raises:
             InvalidInput: there is no such sequence, or the snapshot is another cache's, or was released.
         """
-        b = self._index(index)
+        (b,) = self._indices(index, one=True)
         if not isinstance(snapshot, Snapshot):
             raise InvalidInput(f"load: snapshot must be what snapshot() gave, got {type(snapshot).__name__}")
         if snapshot.cache is not self or not snapshot.release.alive:
@@ -279,17 +279,13 @@ class NSACache:
             raise InvalidInput(f"{name} must be an integer >= 0, or {self.batch} of them, got {given!r}")
         return values
 
-    def _indices(self, given: int | Sequence[int] | torch.Tensor) -> list[int]:
+    def _indices(self, given: int | Sequence[int] | torch.Tensor, one: bool = False) -> list[int]:
         values = integers(given)
         if values is None or any(not 0 <= b < self.batch for b in values):
             raise InvalidInput(f"sequences are numbered 0 to {self.batch - 1}, got {given!r}")
-        return values
-
-    def _index(self, given: int) -> int:
-        found = self._indices(given)
-        if len(found) != 1:
+        if one and len(values) != 1:
             raise InvalidInput(f"one sequence is meant, got {given!r}")
-        return found[0]
+        return values
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
