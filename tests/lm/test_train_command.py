@@ -161,6 +161,14 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
     assert checkpoint.read(out).facts["step"] == records[-1]["step"]
 
 
+def test_sigterm_says_that_the_run_is_saved(nsa, text, tmp_path, monkeypatch):
+    report = log.Log.write
+    monkeypatch.setattr(log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM)))
+    done = nsa("train", "--out", str(tmp_path / "run"), "--data", text, *SMALL)
+    assert (done.code, done.err) == (143, "nsa: ended by SIGTERM; step 1 is saved, --resume goes on\n")
+    assert checkpoint.read(tmp_path / "run").facts["step"] == 1
+
+
 def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "train.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)

@@ -74,6 +74,12 @@ def train(
             if world.rank == 0:
                 _summary(done, trainer, out)
                 _plot(out, png, svg, force or resume)
+        except SystemExit:  # SIGTERM: a cluster's log should say what is left
+            if world.rank == 0:
+                output.console(stderr=True).print(
+                    f"nsa: ended by SIGTERM; step {trainer.step_number} is saved, --resume goes on"
+                )
+            raise
         finally:
             world.close()
 
