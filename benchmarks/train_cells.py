@@ -107,7 +107,7 @@ class Bench:
             steps=10**6, batch=batch, warmup=100, learning_rate=1e-4, precision=self.plan.precision,
             compile=mode.startswith("compile"), graph=mode.endswith("graph"),
         )  # fmt: skip
-        data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size), held_out_rows=1)
+        data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size, held_out_rows=1))
         # Rows made beforehand: the bench is of the step, and Python's lists are slow at 64k tokens.
         data.rows = Repeated(data.rows, 4)  # type: ignore[assignment]
         return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.plan.device)))

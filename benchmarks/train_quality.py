@@ -29,10 +29,10 @@ from nsa_core.lm.trainer import Trainer
 MODELS = {"tiny": size("tiny"), "256": LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 4)}
 
 
-def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str, rows: int) -> dict[str, Any]:
+def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dict[str, Any]:
     """Train one model; its held-out losses, and what its chosen blocks hold, over the steps."""
     torch.manual_seed(recipe.seed)
-    data = open_data(spec, held_out_rows=rows)
+    data = open_data(spec)
     trainer = Trainer(LanguageModel(model), data, recipe, World(torch.device(device)))
     losses, masses = [], []
     for step in range(recipe.steps + 1):
@@ -63,14 +63,14 @@ def main() -> None:
         steps=given.steps, batch=given.batch, learning_rate=1e-3 if cuda else 3e-3, warmup=min(100, given.steps // 10),
         precision="bfloat16" if cuda else "float32", eval_every=max(1, given.steps // 8),
     )  # fmt: skip
-    spec = DataSpec(given.data, given.length)
+    spec = DataSpec(given.data, given.length, held_out_rows=given.rows)
     document: dict[str, Any] = {
         "kind": "nsa-train-quality", "schema_version": 1, "machine": machine(given.device), "torch": torch.__version__,
         "recipe": dataclasses.asdict(recipe), "data": dataclasses.asdict(spec), "model": MODELS[given.model].to_dict(),
     }  # fmt: skip
     for attention in ("dense", "nsa"):
         model = dataclasses.replace(MODELS[given.model], attention=attention)
-        document[attention] = trained(model, recipe, spec, given.device, given.rows)
+        document[attention] = trained(model, recipe, spec, given.device)
         if given.json is not None:
             write_atomic(given.json, json.dumps(document, indent=1) + "\n", force=True)
     last = {a: document[a]["held_out_loss"][-1][1] for a in ("dense", "nsa")}

@@ -52,6 +52,7 @@ def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
         ({"new": [1, -1]}, "new must be from 0 to the 3 rows of x"),
         ({"new": [1, True]}, "new must be 2 integers"),
         ({"new": torch.tensor([0.5, 1])}, "new must be 2 integers"),
+        ({"new": 3}, "new must be 2 integers"),
     ],
 )
 def test_wrong_new(attn, given, said):
@@ -73,6 +74,7 @@ def test_wrong_x_and_layers(attn):
         (lambda: attn(x, attention_mask=bounds, cache=cache), "attention_mask is not supported"),
         (lambda: attn(x, new=[1, 1]), "new goes with cache="),
         (lambda: other(x, cache=cache), "the cache is another layer's"),
+        (lambda: attn(x, cache=[cache]), "cache must be what new_cache.. of this layer gave, got list"),
         (lambda: attn(x.clone().requires_grad_(), cache=cache), "no gradient flows through a cache"),
         (lambda: attn(x, cache=attn.new_cache(2, 9, dtype=torch.float32)), "the cache is torch.float32 on cpu"),
     ):
@@ -93,6 +95,7 @@ def test_wrong_x_and_layers(attn):
         ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1, got 0"),
         ({"max_rollback": -1, "max_step": True}, "max_rollback must be an integer >= 0, got -1; max_step must be an"),
         ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
     ],
 )
 def test_wrong_sizes(attn, sizes, said):
@@ -105,8 +108,20 @@ def test_wrong_indices(attn):
     for call in (lambda: cache.reset(2), lambda: cache.snapshot(-1), lambda: cache.reorder([0, True])):
         with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
             call()
+    for call in (lambda: cache.reset(1.5), lambda: cache.reorder(None), lambda: cache.load(cache.snapshot(0), "a")):
+        with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
+            call()
     with pytest.raises(InvalidInput, match="2 indices are needed, got 1"):
         cache.reorder([1])
+    with pytest.raises(InvalidInput, match=r"one sequence is meant, got \[0, 1\]"):
+        cache.snapshot([0, 1])
+    with pytest.raises(InvalidInput, match="load: snapshot must be what snapshot"):
+        cache.load(0, 1)
+    for wrong in (0.0, None, [0, 0.0], "ab"):
+        with pytest.raises(InvalidInput, match="lengths must be an integer >= 0, or 2 of them"):
+            cache.crop(wrong)
+    cache.crop(torch.zeros(2, dtype=torch.int64).numpy())  # integers of any kind
+    assert cache.host_lengths() == [0, 0]
 
 
 def test_plans(attn):

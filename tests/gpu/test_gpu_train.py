@@ -36,7 +36,7 @@ STEPS = 100
 
 def trainer(backends=None, task="python-docs", length=1024, **options) -> Trainer:
     torch.manual_seed(0)
-    data = open_data(DataSpec(task, length, vocab_size=256), held_out_rows=4)
+    data = open_data(DataSpec(task, length, vocab_size=256, held_out_rows=4))
     recipe = Recipe(**{"steps": STEPS, "batch": 4, "learning_rate": 3e-4, "warmup": 20, **options})
     return Trainer(LanguageModel(MODEL, backends), data, recipe, World(torch.device("cuda")))
 
@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on(tmp_path):
     found = losses(first, 3)
     first.save(tmp_path / checkpoint.FILE)
     kept = checkpoint.read(tmp_path)
-    data = open_data(DataSpec("python-docs", 1024), held_out_rows=4)
+    data = open_data(DataSpec("python-docs", 1024, held_out_rows=4))
     second = Trainer(kept.model(), data, first.recipe, World(torch.device("cuda")), kept)
     assert (torch.cat((found, losses(second, 3))) - expected).abs().max() <= 1e-3
 

@@ -42,10 +42,11 @@ def test_a_folder_gives_its_text_and_nothing_else(tmp_path):
     (tmp_path / "deep" / "b.md").write_text("two")
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "four", "id": 4}\n')
+    (tmp_path / "D.JSONL").write_text('{"text": "five"}')
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 and more")
     (tmp_path / ".hidden").write_text("secret")
-    assert sorted(epoch(tmp_path)) == ["", "four", "one", "three", "two"]
+    assert sorted(epoch(tmp_path)) == ["", "five", "four", "one", "three", "two"]
     assert open_corpus(str(tmp_path)).name == tmp_path.name
 
 
@@ -157,7 +158,7 @@ def test_the_documentation_inside_python():
     found = library_documents()
     assert len(found) == len(set(found)) > 1000
     assert found[0].encode() == library_text(1)[: len(found[0].encode())]
-    data = open_data(DataSpec("python-docs"), held_out_rows=3)
+    data = open_data(DataSpec("python-docs", held_out_rows=3))
     assert (len(data.held_out), data.vocab_size) == (3, 256)
     assert next(data.rows) not in data.held_out
 

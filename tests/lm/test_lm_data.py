@@ -105,12 +105,14 @@ def test_a_stream_goes_on_from_any_position(rows, make):
 def test_a_side_without_documents_is_refused():
     corpus = ListCorpus(["only this"], "one")
     assert not is_held_out("only this", 0.05)
-    with pytest.raises(InvalidInput, match="one has no document held out at a share of"):
+    with pytest.raises(InvalidInput, match=r"one has no document held out at a share of 0\.05, of 1 in all"):
         next(TextRows(corpus, ByteTokenizer(), 8, held_out=True))
     with pytest.raises(
-        InvalidInput, match="one has no document left to train on; give more documents, or another share"
+        InvalidInput, match="one has no document left to train on, of 1 in all; give more documents, or another share"
     ):
-        next(TextRows(corpus, ByteTokenizer(), 8, share=0.999999))
+        TextRows(corpus, ByteTokenizer(), 8, share=0.999999).begin()
+    with pytest.raises(InvalidInput, match="empty holds no text"):
+        next(TextRows(ListCorpus(["", ""], "empty"), ByteTokenizer(), 8))
     with pytest.raises(InvalidInput, match="length must be at least 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)
 

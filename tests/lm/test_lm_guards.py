@@ -76,7 +76,7 @@ def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
 @pytest.mark.slow
 def test_associative_recall_is_solved():
     layer = dataclasses.replace(LAYER, dim=64, n_heads=4, n_kv_heads=2, select_block_size=8, window_size=8)
-    data = open_data(DataSpec("recall", 64, vocab_size=32), held_out_rows=32)
+    data = open_data(DataSpec("recall", 64, vocab_size=32, held_out_rows=32))
     recipe = Recipe(steps=300, batch=32, learning_rate=3e-3, warmup=50, weight_decay=0.0)
     torch.manual_seed(0)
     trainer = Trainer(LanguageModel(LMConfig(layer, 2, 32, 128)), data, recipe, World(torch.device("cpu")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -137,6 +138,25 @@ def test_the_log_says_what_it_is(trainer, tmp_path):
         assert math.isclose(record["matrix_share"], share)
     with pytest.raises(InvalidInput, match="cannot be read as a log"):
         log.read_log(tmp_path / checkpoint.FILE)
+
+
+def test_a_document_that_cannot_be_read_costs_no_step_before_it(trainer, tmp_path):
+    recipe = dataclasses.replace(RECIPE, save_every=6)
+    made, whole, count = trainer(recipe), losses(trainer(), 6), itertools.count(1)
+    read = type(made.data.rows).__next__
+
+    class Broken(type(made.data.rows)):  # where the third step has read two of its four rows
+        def __next__(self):
+            if next(count) == 11:
+                raise InvalidInput("line 7 is no JSON")
+            return read(self)
+
+    made.data.rows.__class__ = Broken
+    with pytest.raises(InvalidInput, match="line 7"):
+        train(made, tmp_path)
+    kept = checkpoint.read(tmp_path)
+    assert kept.facts["step"] == 2
+    assert losses(trainer(kept=kept), 4) == whole[2:]
 
 
 @pytest.mark.parametrize("at", ["loss", "gradient"])

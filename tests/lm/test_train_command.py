@@ -48,8 +48,11 @@ def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path)
     assert plot.read_bytes().startswith(b"<?xml")
     assert checkpoint.read(out).facts["data"]["length"] == 32
 
-    again = nsa("train", "--out", str(out), "--resume", "--steps", "5", "--held-out-rows", "1")
-    assert again.code == 0
+    again = nsa("train", "--out", str(out), "--resume", "--steps", "5")
+    entropy = done.out.splitlines()[-2]
+    assert (again.code, entropy in again.out) == (0, True)  # the same held-out rows
+    once_more = nsa("train", "--out", str(out), "--resume")
+    assert (once_more.code, "step 5 of 5 is done; give more --steps" in once_more.out) == (0, True)
     assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3, 4, 5]
 
     said = [nsa("generate", "--checkpoint", str(out), "--prompt", "this", "--max-new-tokens", "8") for _ in range(2)]
@@ -75,12 +78,29 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         (["--out", str(tmp_path / "new"), "--data", "nowhere"], "no such file or folder"),
         (["--out", str(tmp_path / "new"), "--backends", "win=nothing", "--data", text, *SMALL], "nothing"),
         (["--out", str(tmp_path / "new"), "--cuda-graph", "--data", text, *SMALL], "one process on one GPU"),
+        (["--out", str(tmp_path / "new"), "--data", text, "--held-out", "0.9999999999"], "60 in all; give more"),
+        (["--out", str(tmp_path / "new"), "--data", text, "--vocab", "9"], "--vocab: goes with uniform and recall"),
+        (["--out", str(tmp_path / "new"), "--data", "recall", "--held-out", "0.5"], "--held-out: goes with text"),
+        (["--out", str(tmp_path / "new"), "--from-dense", text, "--attention", "dense"], "begins a model with NSA"),
+        (["--out", str(tmp_path / "new"), "--seed", str(2**63)], "--seed"),
     ):
         done = nsa("train", *arguments)
         assert done.code == 2, done
         assert said in done.err
         assert "Traceback" not in done.err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_path, monkeypatch):
+    out = ["--out", str(tmp_path / "run"), "--data", text, "--steps", "1", *SMALL]
+    assert nsa("train", *out).code == 0
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa_core.lm.trainer.Trainer.step", killed)
+    assert nsa("train", *out, "--force").code == 130
+    assert "cannot be read as a checkpoint" in nsa("train", "--out", str(tmp_path / "run"), "--resume").err
 
 
 @pytest.mark.parametrize("command", ["train --out new", "tune", "bench", "backends explain", "generate --checkpoint x"])
@@ -139,6 +159,14 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
     assert (child.returncode, err.splitlines()[-1]) == (130, "nsa: interrupted")
     records = log.read_log(out / log.FILE)[1]
     assert checkpoint.read(out).facts["step"] == records[-1]["step"]
+
+
+def test_sigterm_says_that_the_run_is_saved(nsa, text, tmp_path, monkeypatch):
+    report = log.Log.write
+    monkeypatch.setattr(log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM)))
+    done = nsa("train", "--out", str(tmp_path / "run"), "--data", text, *SMALL)
+    assert (done.code, done.err) == (143, "nsa: ended by SIGTERM; step 1 is saved, --resume goes on\n")
+    assert checkpoint.read(tmp_path / "run").facts["step"] == 1
 
 
 def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to make at most.", min=0)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0.0)] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.", min=1, show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1)] = 0,
     device: options.Device = "auto",
     threads: options.Threads = 1,
     backends: options.Backends = "auto",

@@ -74,6 +74,12 @@ def train(
             if world.rank == 0:
                 _summary(done, trainer, out)
                 _plot(out, png, svg, force or resume)
+        except SystemExit:  # SIGTERM: a cluster's log should say what is left
+            if world.rank == 0:
+                output.console(stderr=True).print(
+                    f"nsa: ended by SIGTERM; step {trainer.step_number} is saved, --resume goes on"
+                )
+            raise
         finally:
             world.close()
 
@@ -99,6 +105,19 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
         need_matplotlib()
 
 
+def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
+    """Refuse options that this run would not look at."""
+    from nsa_core.errors import InvalidInput
+    from nsa_core.lm.task import TASKS
+
+    data, tasks = given["data"], " and ".join(TASKS)
+    named, what = (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
+    if unused := [name for name in named if name in said]:
+        raise InvalidInput(f"{spelt(unused)}: goes with {what}, not with --data {data}; leave it out")
+    if given["from_dense"] is not None and given["attention"] != "nsa":
+        raise InvalidInput(f"--from-dense begins a model with NSA: --attention {given['attention']} is not for it")
+
+
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
     place = pick_device(given["device"], given["threads"])
     from nsa_core.lm import checkpoint
@@ -113,9 +132,11 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     kept = checkpoint.read(given["out"]) if given["resume"] else None
     words: Tokenizer | None = None
     if kept is None:
+        _check_use(given, said)
         spec = DataSpec(
-            given["data"], given["length"], given["text_field"], given["held_out"], given["seed"], given["vocab"]
-        )
+            given["data"], given["length"], given["text_field"], given["held_out"], given["seed"], given["vocab"],
+            given["held_out_rows"],
+        )  # fmt: skip
         recipe = Recipe(
             batch=given["batch"], learning_rate=given["lr"], warmup=given["warmup"], weight_decay=given["weight_decay"],
             clip=given["clip"], precision=given["dtype"], seed=given["seed"], **{n: given[n] for n in options.FREE},
@@ -126,12 +147,14 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
         spec, words = DataSpec(**kept.facts["data"]), kept.text()
         recipe = Recipe(**kept.facts["train"] | {n: given[n] for n in options.FREE if n in said})
     world = join(place)
-    rows = open_data(spec, words, given["held_out_rows"])
+    rows = open_data(spec, words)
     model = _model(given, rows.vocab_size, kept)
     trainer = Trainer(model, rows, recipe, world, kept)
     trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0:
         given["out"].mkdir(exist_ok=True)
+        if kept is None:  # --force: what a run begun anew has not saved yet is not to be taken for its own
+            (given["out"] / checkpoint.FILE).unlink(missing_ok=True)
     return world, trainer
 
 
@@ -178,7 +201,11 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
         shown = shown if p.step else ["", shown[1], "", ""]
         share = f"{p.matrix_share:.1%}" if p.step else ""
         table.add_row(str(p.step), *shown, share, f"{p.memory_bytes / 2**20:,.0f}")
-    console.print(table)
+    if done:
+        console.print(table)
+    else:
+        step, steps = trainer.step_number, trainer.recipe.steps
+        console.print(f"nothing was left to do: step {step} of {steps} is done; give more --steps to go on")
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:

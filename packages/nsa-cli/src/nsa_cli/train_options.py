@@ -36,7 +36,7 @@ Graph = Annotated[bool, typer.Option("--cuda-graph", help="A step as one CUDA gr
 Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
 EvalEvery = Annotated[int, typer.Option(help="Steps between held-out losses.", min=1)]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)]
-Seed = Annotated[int, typer.Option(help="Of the weights and of the data's order.")]
+Seed = Annotated[int, typer.Option(help="Of the weights and of the data's order.", min=0, max=2**63 - 1)]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
 Backends = Annotated[str, typer.Option(help="auto, one backend, or win=fa2,cmp=triton.")]
@@ -53,8 +53,9 @@ Svg = Annotated[Path | None, typer.Option("--svg", help="Plot the losses as SVG.
 
 # Options that are fields of nsa_core.lm.recipe.Recipe, and may change when a run is resumed.
 FREE = ("steps", "accumulate", "recompute", "compile", "graph", "parallel", "eval_every", "save_every")
+TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
 # With --resume these are the checkpoint's: they fix what is computed.
 FIXED = (
-    "data", "size", "attention", "tokenizer", "text_field", "held_out", "length", "vocab", "batch", "lr", "warmup",
-    "weight_decay", "clip", "dtype", "seed", "from_dense",
+    "data", "size", "attention", "tokenizer", "text_field", "held_out", "held_out_rows", "length", "vocab", "batch",
+    "lr", "warmup", "weight_decay", "clip", "dtype", "seed", "from_dense",
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
 
 New = Sequence[int] | torch.Tensor | None
+
+
+def integers(given: object, times: int = 1) -> list[int] | None:
+    """``given``, integers or one of them ``times`` over, as a list; None where it is something else."""
+    values: Any = given.tolist() if isinstance(given, torch.Tensor) else given
+    try:
+        found = list(values) if isinstance(values, Iterable) else [values] * times
+        return None if any(isinstance(n, bool) for n in found) else [operator.index(n) for n in found]
+    except TypeError:
+        return None
 
 
 class Arrival(NamedTuple):
@@ -49,8 +60,8 @@ def arrival_of(cache: NSACache, rows: int, new: New, capturing: bool) -> Arrival
         return Arrival(rows, counts, new.clamp(0, rows).to(torch.int32), False)
     if capturing:
         raise InvalidInput("new must be a tensor on the device while a graph is captured: a list would be its constant")
-    counts = new.tolist() if isinstance(new, torch.Tensor) else list(new)
-    if len(counts) != cache.batch or any(isinstance(n, bool) or not isinstance(n, int) for n in counts):
+    counts = integers(new)
+    if counts is None or len(counts) != cache.batch:
         raise InvalidInput(f"new must be {cache.batch} integers, got {new!r}")
     if not all(0 <= n <= rows for n in counts):
         raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {counts}")

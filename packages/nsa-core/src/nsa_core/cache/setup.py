@@ -49,9 +49,10 @@ def make_cache(
 ) -> NSACache:
     """NSAttention.new_cache."""
     from nsa_core.plan import resolve
+    from nsa_core.survey import known_device
 
     sizes.check()
-    place = torch.empty(0, device=attn.out.weight.device if device is None else device).device
+    place = torch.empty(0, device=known_device(attn.out.weight.device if device is None else device)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         plan = resolve(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from nsa_core.cache.arrival import integers
 from nsa_core.cache.pages import Pages
 from nsa_core.cache.stores import Stores
 from nsa_core.cache.table import BlockTable
@@ -216,7 +217,7 @@ class NSACache:
 
     def snapshot(self, index: int) -> Snapshot:
         """Sequence ``index`` as it is now: with pages, shared by reference (a writer gets a copy); else a copy."""
-        (b,) = self._indices(index)
+        (b,) = self._indices(index, one=True)
         length = self.host_lengths()[b]
         rows, pages = [self.stores.win.taken(b), self.stores.raw.taken(b)], self.table.share(b, length)
         if self.pages is None:
@@ -228,9 +229,11 @@ class NSACache:
         """Sequence ``index`` becomes what ``snapshot`` holds.
 
         Raises:
-            InvalidInput: the snapshot is another cache's, or was released.
+            InvalidInput: there is no such sequence, or the snapshot is another cache's, or was released.
         """
-        (b,) = self._indices(index)
+        (b,) = self._indices(index, one=True)
+        if not isinstance(snapshot, Snapshot):
+            raise InvalidInput(f"load: snapshot must be what snapshot() gave, got {type(snapshot).__name__}")
         if snapshot.cache is not self or not snapshot.release.alive:
             why = "was released" if snapshot.cache is self else "is of another cache"
             raise InvalidInput(f"load: the snapshot {why}")
@@ -271,17 +274,17 @@ class NSACache:
         rehearse(self, min(rows, self.max_step))
 
     def _per_sequence(self, name: str, given: int | Sequence[int] | torch.Tensor) -> list[int]:
-        values = given.tolist() if isinstance(given, torch.Tensor) else given
-        values = [values] * self.batch if isinstance(values, int) else list(values)
-        if len(values) != self.batch or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in values):
+        values = integers(given, self.batch)
+        if values is None or len(values) != self.batch or min(values) < 0:
             raise InvalidInput(f"{name} must be an integer >= 0, or {self.batch} of them, got {given!r}")
         return values
 
-    def _indices(self, given: int | Sequence[int] | torch.Tensor) -> list[int]:
-        values = given.tolist() if isinstance(given, torch.Tensor) else given
-        values = [values] if isinstance(values, int) else list(values)
-        if any(isinstance(b, bool) or not isinstance(b, int) or not 0 <= b < self.batch for b in values):
+    def _indices(self, given: int | Sequence[int] | torch.Tensor, one: bool = False) -> list[int]:
+        values = integers(given)
+        if values is None or any(not 0 <= b < self.batch for b in values):
             raise InvalidInput(f"sequences are numbered 0 to {self.batch - 1}, got {given!r}")
+        if one and len(values) != 1:
+            raise InvalidInput(f"one sequence is meant, got {given!r}")
         return values
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

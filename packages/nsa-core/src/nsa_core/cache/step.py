@@ -22,13 +22,13 @@ from nsa_core.cache.blocks import compress
 from nsa_core.cache.long_step import MOST_ROWS, keep_newest, lengthened
 from nsa_core.cache.prefill import prefill
 from nsa_core.cache.setup import check_plan
+from nsa_core.cache.state import NSACache
 from nsa_core.checked import checked_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.rope import RopeTable, rotate
 
 if TYPE_CHECKING:
-    from nsa_core.cache.state import NSACache
     from nsa_core.cache.stores import Stores
     from nsa_core.config import NSAConfig
     from nsa_core.module import NSAttention
@@ -47,6 +47,8 @@ def step(
     packed: bool = False,
 ) -> torch.Tensor:
     """Append the tokens of x and return the layer's output for them; see NSAttention.forward."""
+    if cache is not None and not isinstance(cache, NSACache):
+        raise InvalidInput(f"cache must be what new_cache() of this layer gave, got {type(cache).__name__}")
     if cache is None or packed:
         why = "new goes with cache=" if cache is None else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
         raise InvalidInput(why)

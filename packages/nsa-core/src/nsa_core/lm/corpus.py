@@ -57,10 +57,11 @@ class FileCorpus:
         self._spans: list[_Spans] = []
         self._tables: list[_Table] = []
         for path in paths:
-            if path.suffix == ".parquet":
+            kind = path.suffix.lower()
+            if kind == ".parquet":
                 self._tables.append(_Table(path, field))
             else:
-                self._spans.append(_Lines(path, field) if path.suffix in (".jsonl", ".ndjson") else _Spans(path))
+                self._spans.append(_Lines(path, field) if kind in (".jsonl", ".ndjson") else _Spans(path))
         self._firsts = torch.tensor([0, *(len(s) for s in self._spans)]).cumsum(0)
         self._groups = [(table, group) for table in self._tables for group in range(table.groups)]
 
@@ -123,8 +124,8 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
     paths = [path]
     if path.is_dir():
         found = (p for p in sorted(path.rglob("*")) if not any(part[0] == "." for part in p.relative_to(path).parts))
-        paths = [p for p in found if p.is_file() and (p.suffix == ".parquet" or _is_text(p))]
-    elif path.suffix != ".parquet" and not _is_text(path):
+        paths = [p for p in found if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))]
+    elif path.suffix.lower() != ".parquet" and not _is_text(path):
         raise InvalidInput(f"{path} is no UTF-8 text, JSONL or parquet")
     if not paths:
         raise InvalidInput(f"{path} holds no text, JSONL or parquet")

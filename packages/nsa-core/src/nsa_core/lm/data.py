@@ -147,6 +147,14 @@ class TextRows:
             documents.append(left)
         return Row(tokens, targets, documents)
 
+    def begin(self) -> None:
+        """Read the first document, which the next row begins with.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        self._has_document()
+
     def state_dict(self) -> dict[str, int]:
         """Epoch, number of the document in it, and how many of its positions are used up."""
         return {"epoch": self._epoch, "document": self._document, "offset": self._offset}
@@ -173,17 +181,23 @@ class TextRows:
 
     def _load_next(self) -> None:
         """The document at ``_document``, or the next one of this side behind it; nothing when the epochs are over."""
-        self._sequence = []
+        self._sequence, count = [], 0
         while not self._sequence:
             for text in self._documents:
+                count += bool(text)
                 if text and is_held_out(text, self._share) == self._held_out:
                     end = self.tokenizer.end
                     self._sequence, self._found = [end, *self.tokenizer.encode(text), end], True
                     return
                 self._document += 1
+            if not count and not self._found:
+                raise InvalidInput(f"{self.corpus.name} holds no text")
             if not self._found:
                 side = f"held out at a share of {self._share:g}" if self._held_out else "left to train on"
-                raise InvalidInput(f"{self.corpus.name} has no document {side}; give more documents, or another share")
+                raise InvalidInput(
+                    f"{self.corpus.name} has no document {side}, of {count} in all; "
+                    "give more documents, or another share"
+                )
             self._epoch, self._document = self._epoch + 1, 0
             if self._epochs is not None and self._epoch >= self._epochs:
                 return

@@ -49,6 +49,8 @@ def generate(
         wrong.append(f"temperature must be finite and >= 0, got {temperature}")
     if top_k is not None and top_k < 1:
         wrong.append(f"top_k must be >= 1, got {top_k}")
+    if not 0 <= seed < 2**63:
+        wrong.append(f"seed must lie in [0, 2^63), got {seed}")
     if wrong:
         raise InvalidInput("; ".join(wrong))
     generator = torch.Generator().manual_seed(seed)

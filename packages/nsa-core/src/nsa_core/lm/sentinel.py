@@ -46,7 +46,7 @@ def leak_sentinel(
     """
     recipe = recipe or Recipe(steps=500, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
     torch.manual_seed(recipe.seed)
-    data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size), held_out_rows=1)
+    data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size, held_out_rows=1))
     model = LanguageModel(config, backends)
     trainer = Trainer(model, data, recipe, World(torch.device(device)))
     losses = [trainer.step().read()[0] for _ in range(recipe.steps)]

@@ -28,15 +28,17 @@ class DataSpec:
     held_out: float = 0.05  # share of the documents, by a hash of their text
     seed: int = 0
     vocab_size: int = 64  # of a task; text has its tokenizer's
+    held_out_rows: int = 64  # at most, which the held-out loss is taken over
 
     def __post_init__(self) -> None:
         wrong = []
-        if self.length < 2:
-            wrong.append(f"length must be at least 2, got {self.length}")
+        for name, least in (("length", 2), ("vocab_size", 2), ("held_out_rows", 1)):
+            if getattr(self, name) < least:
+                wrong.append(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            wrong.append(f"seed must lie in [0, 2^63), got {self.seed}")
         if not 0 < self.held_out < 1:
             wrong.append(f"held_out must lie between 0 and 1, got {self.held_out}")
-        if self.vocab_size < 2:
-            wrong.append(f"vocab_size must be at least 2, got {self.vocab_size}")
         if wrong:
             raise InvalidInput("; ".join(wrong))
 
@@ -52,7 +54,7 @@ class Data:
     tokenizer: Tokenizer | None = None  # None: a task
 
 
-def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None, held_out_rows: int = 64) -> Data:
+def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
     """The rows of ``spec``: text by ``tokenizer``, bytes where there is none.
 
     Raises:
@@ -63,9 +65,10 @@ def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None, held_out_rows:
         task = TASKS[spec.data]
         rows: Rows = task(spec.vocab_size, spec.length, seed=spec.seed)
         apart = task(spec.vocab_size, spec.length, seed=spec.seed, held_out=True)
-        return Data(spec, rows, [next(apart) for _ in range(held_out_rows)], spec.vocab_size)
+        return Data(spec, rows, [next(apart) for _ in range(spec.held_out_rows)], spec.vocab_size)
     tokenizer = tokenizer or ByteTokenizer()
     corpus = open_corpus(spec.data, spec.text_field, spec.seed)
-    rows = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
+    rows = text = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
+    text.begin()
     kept = TextRows(corpus, tokenizer, spec.length, held_out=True, share=spec.held_out, epochs=1)
-    return Data(spec, rows, list(itertools.islice(kept, held_out_rows)), tokenizer.vocab_size, tokenizer)
+    return Data(spec, rows, list(itertools.islice(kept, spec.held_out_rows)), tokenizer.vocab_size, tokenizer)

@@ -13,7 +13,7 @@ import torch
 
 from nsa_core.bench.machine import device_name
 from nsa_core.bench.roofline import measure_peaks
-from nsa_core.errors import NSAError
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.interruption import exit_code, held
 from nsa_core.lm import checkpoint, log
 from nsa_core.lm.flops import row_flops
@@ -59,6 +59,7 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
         What was reported, a record for each step of this call; the first may be step 0, the held-out loss before any.
 
     Raises:
+        InvalidInput, OSError: a document cannot be read; one process alone saves the steps before it first.
         NotFinite: the loss or the norm of the gradients is not finite; the last checkpoint is as it was.
     """
     return _Run(trainer, out, report).go()
@@ -89,7 +90,11 @@ class _Run:
                 if trainer.step_number == 0:
                     self._before()
                 while trainer.step_number < recipe.steps:
-                    done = trainer.step(stopping=asked.came)
+                    try:
+                        done = trainer.step(stopping=asked.came)
+                    except (InvalidInput, OSError):
+                        self._rescue(waiting)
+                        raise
                     # A GPU is given this step before the one before it is read: it is never left waiting.
                     stop = waiting is not None and self._settle(waiting)
                     waiting = done
@@ -108,6 +113,14 @@ class _Run:
             if self._log is not None:
                 self._log.close()
         return self._seen
+
+    def _rescue(self, waiting: Measured | None) -> None:
+        """Keep the steps before one whose documents cannot be read."""
+        if waiting is not None:
+            self._settle(waiting)
+        # Of several processes others may have read theirs, and a save waits for all.
+        if self.trainer.world.size == 1 and self.trainer.step_number:
+            self.trainer.save(self.file)
 
     def _before(self) -> None:
         found = self._evaluated()

@@ -15,7 +15,7 @@ from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.lm import checkpoint
 from nsa_core.lm.checkpoint import Checkpoint
-from nsa_core.lm.data import Batch, batch_of
+from nsa_core.lm.data import Batch, Row, batch_of
 from nsa_core.lm.graph import Graphed
 from nsa_core.lm.mass import Mass, selected_mass
 from nsa_core.lm.model import IGNORED, LanguageModel
@@ -99,9 +99,13 @@ class Trainer:
         return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends, long)
 
     def step(self, stopping: bool = False) -> Measured:
-        """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to every process."""
+        """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to every process.
+
+        Raises:
+            InvalidInput, OSError: a document cannot be read; model, optimizer and position are as they were.
+        """
         recipe, world = self.recipe, self.world
-        rows = [next(self.data.rows) for _ in range(recipe.batch)]
+        rows = self._rows()
         parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
         counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
         # Gradients of several processes are averaged, so each takes its share of the sum that many times.
@@ -122,6 +126,15 @@ class Trainer:
         self.tokens += recipe.batch * self.data.rows.length
         sums = torch.stack((total / max(1, counted), torch.full_like(total, float(stopping))))
         return Measured.of(self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate)
+
+    def _rows(self) -> list[Row]:
+        """The rows of a step; where one cannot be read, the position stays before all of them."""
+        position = self.data.rows.state_dict()
+        try:
+            return [next(self.data.rows) for _ in range(self.recipe.batch)]
+        except (InvalidInput, OSError):
+            self.data.rows.load_state_dict(position)
+            raise
 
     def _part(self, batch: Batch) -> torch.Tensor:
         """Add the gradients of one part of a step; its summed loss."""
