@@ -11,6 +11,7 @@ from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention
 from nsa_core.contract import SlotSpec
+from nsa_core.differentiable import unseen
 from nsa_core.ops import slot_op
 
 CONFIG = small()
@@ -83,6 +84,15 @@ def test_operators_are_called_where_somebody_looks_on_and_change_no_bit(monkeypa
         results.append([o, *grads])
     for got in zip(*results):
         assert all(torch.equal(x, got[0]) for x in got)
+
+
+def test_lazily_negated_inputs():
+    given = inputs(CONFIG, 1, 37, dtype=torch.float32)
+    lazy = torch.view_as_complex(torch.stack((torch.zeros_like(given.q), -given.q), -1)).conj().imag
+    assert lazy.is_neg()
+    assert not unseen(lazy)  # a kernel would read its memory as it is
+    assert unseen(given.q, None)
+    assert torch.equal(attend(given._replace(q=lazy)), attend(given))
 
 
 def test_row_25_gradient_of_any_stride():

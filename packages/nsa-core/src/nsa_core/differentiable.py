@@ -31,7 +31,8 @@ def unseen(*tensors: torch.Tensor | None) -> bool:
     ):
         return False
     for tensor in tensors:  # noqa: SIM110  a generator is twice the time
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+        # The dispatcher alone gives an operator the values of a view that is negated lazily (x.conj().imag).
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg()):
             return False
     return True
 
@@ -92,12 +93,10 @@ def register(
             return (None, *backward(ctx, *grads))
 
     Node.__name__ = Node.__qualname__ = f"{short}_node"
-    # Without the look for what functorch has left.
-    apply: Callable[..., Any] = super(torch.autograd.Function, Node).apply
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and _any_requires_grad(*arguments):
-            return (apply if keyset is None else Node.apply)(keyset, *arguments)
+            return Node.apply(keyset, *arguments)  # type: ignore[no-untyped-call]
         return below(keyset, *arguments)
 
     lib.impl(short, kernel, "Autograd", with_keyset=True)
