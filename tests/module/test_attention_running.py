@@ -5,11 +5,13 @@ import contextlib
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention
 from nsa_core.contract import SlotSpec
+from nsa_core.differentiable import unseen
 from nsa_core.ops import slot_op
 
 CONFIG = small()
@@ -52,6 +54,45 @@ def test_select_records_nothing_of_what_it_does_inside():
     blocks = op(q, k, torch.zeros(1, 4, 40), None, 40, 1.0, CONFIG.geometry.as_ints(), False)
     assert _observed == [False]
     assert not blocks.requires_grad
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_are_called_where_somebody_looks_on_and_change_no_bit(monkeypatch):
+    stock, called, results = torch._ops.OpOverload.__call__, [], []
+    monkeypatch.setattr(
+        torch._ops.OpOverload, "__call__", lambda op, *args, **kwargs: called.append(op) or stock(op, *args, **kwargs)
+    )
+    given = inputs(CONFIG, 1, 37, dtype=torch.float32, requires_grad=True)
+    alone, profiled = contextlib.nullcontext, torch.profiler.profile
+    onlookers = [
+        (alone, alone, 0),
+        (profiled, profiled, 9),
+        (Looking, alone, 5),
+        (lambda: torch.device("cpu"), alone, 5),
+    ]
+    for forward, backward, expected in onlookers:
+        called.clear()
+        with forward():
+            o = attend(given)
+        with backward():
+            grads = torch.autograd.grad(o, [given.q, *given.k, *given.v, given.gates], torch.ones_like(o))
+        assert len({op.name() for op in called if op.name().startswith("nsa_dense::")}) == expected
+        results.append([o, *grads])
+    for got in zip(*results):
+        assert all(torch.equal(x, got[0]) for x in got)
+
+
+def test_lazily_negated_inputs():
+    given = inputs(CONFIG, 1, 37, dtype=torch.float32)
+    lazy = torch.view_as_complex(torch.stack((torch.zeros_like(given.q), -given.q), -1)).conj().imag
+    assert lazy.is_neg()
+    assert not unseen(lazy)  # a kernel would read its memory as it is
+    assert unseen(given.q, None)
+    assert torch.equal(attend(given._replace(q=lazy)), attend(given))
 
 
 def test_row_25_gradient_of_any_stride():

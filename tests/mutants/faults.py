@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         "selection by another head's lse",
         "nsa_core.attention",
-        "plan.select(q.detach(), k_cmp.detach(), lse_cmp",
-        "plan.select(q.detach(), k_cmp.detach(), lse_cmp.roll(1, -2)",
+        "plan.select(q, k_cmp, lse_cmp",
+        "plan.select(q, k_cmp, lse_cmp.roll(1, -2)",
     ),
     Mutant(
         "rotary over concatenated heads",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton.language as tl
@@ -85,8 +84,7 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 Shape: TypeAlias = Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """The sequences of a call, dense or packed, as kernels take them.
 
     Attributes:

@@ -163,7 +163,7 @@ def block_gradients(
     program, PROGRAMS wanted for each multiprocessor. What is added in no order is added in one buffer of zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
-    made = _prepare_blocks(problem, len(lists.tokens), len(lists.offsets) - 1, settings, ordered)
+    made = _prepare_blocks(problem, lists.tokens.shape[0], lists.offsets.shape[0] - 1, settings, ordered)
     _, at_k, at_v, end = made.starts
     sums = problem.delta.new_zeros(end) if end else problem.delta
     partial = [problem.delta.new_empty(shape) for shape in made.partial] or [sums[at_k:], sums[at_v:]]

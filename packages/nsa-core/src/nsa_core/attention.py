@@ -115,7 +115,7 @@ def nsa_attention(
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **where)
     if blocks is None:
-        blocks = plan.select(q.detach(), k_cmp.detach(), lse_cmp, **where)
+        blocks = plan.select(q, k_cmp, lse_cmp, **where)
     o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _wide(blocks), **where)
     o_win, lse_win = plan.win(q, k_win, v_win, **where)
     o = plan.combine(gates, o_cmp, o_sel, o_win, **where)
@@ -146,9 +146,12 @@ def _check_inputs(
     _check_kinds(given)
     packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)
     compiling = torch.compiler.is_compiling()
-    tensors: Sequence[Described] = list(given.values()) if compiling else [Metadata.of(t) for t in given.values()]
-    find = _problems if compiling else _known_problems
-    if wrong := [*find(config, tuple(given), tuple(tensors), cu_seqlens is not None), *packing]:
+    if compiling:
+        wrong = _problems(config, tuple(given), tuple(given.values()), cu_seqlens is not None)
+    else:
+        known = tuple([(t.shape, t.dtype, t.device) for t in given.values()])
+        wrong = _known_problems(config, tuple(given), known, cu_seqlens is not None)
+    if wrong := [*wrong, *packing]:
         raise InvalidInput("; ".join(wrong) + f" ({describe(list(given), list(given.values()))})")
     return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
 
@@ -174,7 +177,12 @@ def _problems(config: NSAConfig, names: tuple[str, ...], tensors: tuple[Describe
     return wrong
 
 
-_known_problems = functools.lru_cache(maxsize=1024)(_problems)
+@functools.lru_cache(maxsize=1024)
+def _known_problems(
+    config: NSAConfig, names: tuple[str, ...], known: tuple[tuple[Any, ...], ...], packed: bool
+) -> list[str]:
+    """:func:`_problems`, remembered; ``known`` are the fields of each tensor's Metadata."""
+    return _problems(config, names, tuple(Metadata(*fields) for fields in known), packed)
 
 
 def _check_kinds(given: dict[str, torch.Tensor]) -> None:

@@ -118,13 +118,14 @@ def _checked(
 
 @functools.lru_cache(maxsize=4096)
 def _outputs(
-    slot: str, tensors: tuple[Metadata, ...], cu: Metadata | None, geometry: BlockGeometry
+    slot: str, known: tuple[tuple[Any, ...], ...], cu: Metadata | None, geometry: BlockGeometry
 ) -> list[TensorSpec]:
-    """:func:`output_specs` of inputs that fit; remembered, so that a layer's next step is not checked again.
+    """:func:`output_specs` of inputs that fit, as Metadata's fields; remembered: a next step is not checked again.
 
     Raises:
         InvalidInput: as check_slot.
     """
+    tensors = [Metadata(*fields) for fields in known]
     check_slot(slot, tensors, cu, geometry)
     return output_specs(slot, tensors, geometry.num_selected_blocks)
 
@@ -155,17 +156,20 @@ class SlotOp:
         self._define(short, self._forward_impl, self._forward_fake, [f"Tensor {i}" for i in INPUTS[slot]], self._n_out)
         self.op = getattr(getattr(torch.ops, namespace), short).default
         if not self._grads:
-            differentiable.register_constant(self._lib, short, self.op)
+            direct = differentiable.register_constant(self._lib, short, self.op, self._forward_impl)
         else:
             saved = [f"Tensor {i}" for i in INPUTS[slot]] + (["Tensor o", "Tensor lse"] if self._n_out == 2 else [])
             self._define(
                 f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-            differentiable.register(self._lib, short, self.op, self._setup_context, self._autograd)
-            differentiable.register(
-                self._lib, f"{short}_backward", self.backward_op, lambda ctx, inputs, output: None, self._double
+            direct = differentiable.register(
+                self._lib, short, self.op, self._forward_impl, self._setup_context, self._autograd
             )
+            differentiable.register(
+                self._lib, f"{short}_backward", self.backward_op, self._backward_impl, lambda *_: None, self._double
+            )
+        _direct[self.op] = direct
 
     def _define(
         self, short: str, impl: Callable[..., Any], fake: Callable[..., Any], tensors: list[str], outputs: int
@@ -178,9 +182,8 @@ class SlotOp:
     def _forward_impl(self, *args: Any) -> Any:
         tensors, call = [_unit_stride(t) for t in args[: self._n]], _slot_call(args[self._n :])
         cu, device = call.cu_seqlens, tensors[0].device
-        specs = _outputs(
-            self.slot, tuple(map(Metadata.of, tensors)), None if cu is None else Metadata.of(cu), call.geometry
-        )
+        known = tuple([(t.shape, t.dtype, t.device) for t in tensors])
+        specs = _outputs(self.slot, known, None if cu is None else Metadata.of(cu), call.geometry)
         check_cu_seqlens(cu, tensors[0].shape[0])
         if _trivial(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
@@ -202,10 +205,10 @@ class SlotOp:
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
         inputs = saved[: self._n]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
+        assert self._backward is not None  # _setup_context refuses a forward-only slot
         if _trivial(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
-            assert self._backward is not None  # _setup_context refuses a forward-only slot
             tensors = [_unit_stride(t) for t in (grad, *saved)]
             with running(self.backend, self.slot, "backward", device):
                 outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
@@ -230,8 +233,9 @@ class SlotOp:
         given: list[Any] = [None] * (self._n + 5)
         if grads[0] is None:
             return tuple(given)
+        alone = not torch.is_grad_enabled() and differentiable.unseen(grads[0], *saved, cu_seqlens)
         with differentiable.once():
-            results = self.backward_op(grads[0], *saved, cu_seqlens, *ctx.tail)
+            results = (self._backward_impl if alone else self.backward_op)(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)
@@ -247,6 +251,7 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
 
 
+_direct: dict[Any, Callable[..., Any]] = {}  # an operator's function with its autograd, for calls that nobody sees
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
 
@@ -289,4 +294,7 @@ class Kernel:
         """
         if max_seqlen is None:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
+        if differentiable.unseen(*tensors, cu_seqlens) and type(max_seqlen) is int:
+            direct = _direct[self.op]
+            return direct(*tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic)
         return self.op(*tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic)

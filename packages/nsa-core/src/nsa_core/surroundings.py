@@ -17,17 +17,21 @@ def autocasts(device: torch.device) -> bool:
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Turn autocast off, where it is on, for tensors on ``device``."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
+    if not autocasts(device):
+        return _AS_IT_IS
+    if torch.compiler.is_compiling():  # which knows no other
+        return torch.autocast(device.type, enabled=False)
+    without: contextlib.AbstractContextManager[object] = torch._C._DisableAutocast()  # a fifth of its host time
+    return without
 
 
 def surroundings(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Where a backend runs: ``device`` current, autocast off, so that its fp32 products stay fp32."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not (elsewhere or autocasts(device)):
-        return _AS_IT_IS
+    if not elsewhere:
+        return no_autocast(device)
     stack = contextlib.ExitStack()
-    if elsewhere:
-        stack.enter_context(torch.cuda.device(device))
+    stack.enter_context(torch.cuda.device(device))
     stack.enter_context(no_autocast(device))
     return stack
 
