@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from nsa_core.layout import BlockGeometry
+
 triton = pytest.importorskip("triton")
 compile_table = importlib.import_module("nsa_backend_triton.compile_table")
 offline = importlib.import_module("nsa_backend_triton.offline")
+configs = importlib.import_module("nsa_backend_triton.configs")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 LINES = frozenset(PAGE.splitlines())  # a kernel may be launched twice for one row's title, for dk and for dv
@@ -40,6 +43,26 @@ def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
 @pytest.mark.parametrize("slot", [*SLOTS, "steps"])
 def test_every_width_and_dtype_fits(slot: str) -> None:
     assert check(compile_table.rows(slots=(slot,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("architecture", [80, 86, 90])
+def test_tiles_grown_to_whole_blocks_fit(architecture: int, stride: int) -> None:
+    """What the probe takes: it refuses on sm_86 what takes more."""
+    count = 0
+    for heads, step in itertools.product((4, 64), (False, True)):
+        asked = dataclasses.replace(
+            compile_table._BASE, slot="select", n_heads=heads, n_kv_heads=1, head_dim=256, v_head_dim=256,
+            needs_grad=False, geometry=BlockGeometry(8, stride, 128), phase="decode" if step else "prefill",
+        )  # fmt: skip
+        if configs.missing(asked, architecture):
+            continue
+        launches = compile_table.step_launches if step else compile_table.launches
+        for launch in launches(asked, architecture):
+            assert offline.cost(launch).shared <= offline.SHARED[architecture], (launch.name, heads)
+            count += 1
+    assert count or (architecture, stride) == (86, 1)
 
 
 def test_the_page_has_the_rows_of_this_tree() -> None:

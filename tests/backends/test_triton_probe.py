@@ -68,6 +68,15 @@ def test_what_is_refused(fields: dict[str, Any], code: str) -> None:
     assert code in codes(**fields)
 
 
+@pytest.mark.parametrize(("stride", "refused"), [(16, []), (1, ["no_configuration"])])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_row_46_tiles_of_whole_blocks_that_do_not_fit_are_refused(phase: str, stride: int, refused: list[str]) -> None:
+    """Scores come in tiles of whole selection blocks: of 8 or of 128 compressed tokens here."""
+    wide = {"slot": "select", "head_dim": 256, "v_head_dim": 256, "capability": (8, 6), "needs_grad": False}
+    assert codes(**wide, phase=phase, geometry=BlockGeometry(16, stride, 128)) == refused
+    assert codes(**wide | {"capability": (9, 0)}, phase=phase, geometry=BlockGeometry(16, stride, 128)) == []
+
+
 def test_reasons_of_one_request_are_all_told() -> None:
     asked = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300}
     assert {"sm_too_old", "dtype", "head_dim"} <= set(codes(**asked))

@@ -133,6 +133,13 @@ def test_what_one_process_would_raise_is_raised():
 
 
 @pytest.mark.slow
+def test_a_job_whose_process_never_began_is_red_for_every_subject():
+    subjects = [Subject({}, "cuda:99"), Subject({"win": "sdpa"}, "cuda:99")]
+    found = judge(subjects, jobs_of(own_process, 2), processes=2).findings
+    assert [[(f.quantity, f.ok) for job in done for f in job] for done in found] == [[("run", False)] * 2] * 2
+
+
+@pytest.mark.slow
 def test_the_command_writes_the_same_report(nsa, tmp_path):
     reports = []
     for jobs in ("1", "2"):

@@ -177,7 +177,7 @@ def test_heads_are_summed_in_pieces() -> None:
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
-    problem = Problem(_geometry(8, 4, 16, 3, 1, 1), (150,), 4, 1, kind, dtype=dtype)
+    problem = Problem(_geometry(8, 4, 16, 6, 1, 1), (150,), 4, 1, kind, dtype=dtype)  # neighbours are chosen
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors), equal=kind == "periodic")
 

@@ -70,6 +70,19 @@ def masked_integer(X, Y, n, SIZE: tl.constexpr):
     tl.store(Y, tl.max(tl.load(X + at, mask=at < n)))
 
 
+@triton.jit
+def count_positive(X, Y, SIZE: tl.constexpr):
+    positive = (tl.load(X + tl.arange(0, SIZE)) > 0).to(tl.int32)
+    tl.store(Y + tl.arange(0, SIZE), positive + positive)
+
+
+def test_comparisons_of_integers_are_numbers_once_cast() -> None:
+    x, y = torch.tensor([3, -1, 0, 7], dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    with strict():
+        count_positive[(1,)](x, y, SIZE=4)
+    assert y.tolist() == [2, 0, 0, 2]
+
+
 def test_triton_interprets_here() -> None:
     assert interpreted()
 

@@ -50,6 +50,7 @@ def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> No
     for change in (
         {}, {"dtype": "float16"}, {"capability": (8, 0)}, {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256},
         {"n_heads": 2}, {"n_heads": 128, "n_kv_heads": 2}, {"varlen": True}, {"head_dim": 65}, {"batch": None},
+        {"batch": 65536}, {"varlen": True, "batch": 65535},
     ):  # fmt: skip
         assert codes(dataclasses.replace(GOOD, slot=slot, **change)) == []
 
@@ -65,6 +66,7 @@ def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> No
         pytest.param({"dtype": "float64"}, "dtype", "got float64", id="row21-fp64"),
         pytest.param({"head_dim": 257}, "head_dim", "257/64 exceed 256", id="row13-wide"),
         pytest.param({"v_head_dim": 264}, "head_dim", "64/264 exceed 256", id="row14-wide-v"),
+        pytest.param({"varlen": True, "batch": 65536}, "too_many_documents", "65536 documents", id="row44-documents"),
         pytest.param({"slot": "cmp", "n_heads": 8192}, "too_many_heads", "131072", id="row44-heads"),
     ],
 )

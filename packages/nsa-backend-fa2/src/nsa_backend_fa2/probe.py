@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.decode import PAGE_ROWS
-from nsa_backend_fa2.operands import MAX_WIDTH, width_of
+from nsa_backend_fa2.operands import MAX_BATCH, MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
 
 OLDEST_GPU = (8, 0)
@@ -62,6 +62,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if heads > MAX_HEADS:
         message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use sdpa"))
+    if request.varlen and request.slot != "sel" and (request.batch or 0) > MAX_BATCH:
+        message = f"{request.batch} documents exceed the {MAX_BATCH} of one call"
+        reasons.append(Reason("too_many_documents", message, "pack fewer, or use triton"))
     return reasons
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 
 from nsa_core.contract import Request
+from nsa_core.layout import BlockGeometry
 
 # The table an architecture reads, by shared memory a block: 163 KiB (80, 87), 99 KiB (86, 89, 120, 121), 227 KiB.
 TABLES = {0: "interpreter", 80: "sm80", 86: "sm86", 87: "sm80", 89: "sm86", 90: "sm90", 100: "sm90", 103: "sm90"}
@@ -73,6 +74,11 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
     return settings
 
 
+def taps(geometry: BlockGeometry) -> int:
+    """Compressed tokens that begin in a selection block, padded to a power of two: tiles of scores hold as many."""
+    return 1 << (geometry.select_block_size // geometry.compress_stride - 1).bit_length()
+
+
 def missing(request: Request, architecture: int) -> list[str]:
     """The kernels of ``request`` that have no row for it: their tiles would not fit."""
     kernels = DECODE[request.slot] if request.phase == "decode" else FORWARD[request.slot]
@@ -85,6 +91,7 @@ def missing(request: Request, architecture: int) -> list[str]:
         "block": request.geometry.select_block_size,
         "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
+        "taps": taps(request.geometry),
         "pointers": 1,  # what every call can take
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

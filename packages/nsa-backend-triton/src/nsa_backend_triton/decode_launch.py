@@ -87,9 +87,9 @@ class Span:
         self.batch, self.heads, self.dk = q.shape[0], q.shape[2], q.shape[3]
         self.groups, self.dv, geometry = k.shape[2], v.shape[3], call.geometry
         group = self.heads // self.groups
-        traits = {"head_dim": self.dk, "v_head_dim": self.dv, "itemsize": q.itemsize, "heads": group}
+        self.taps = configs.taps(geometry)
+        traits = {"head_dim": self.dk, "v_head_dim": self.dv, "itemsize": q.itemsize, "heads": group, "taps": self.taps}
         self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
-        self.taps = power(geometry.select_block_size // geometry.compress_stride)
         self.keys = max(self.chosen["KEYS"], self.taps)
         most = max(1, self.chosen["ROWS"] // group)
         self.tokens = min(power(rows), 1 << (most.bit_length() - 1))

@@ -48,7 +48,7 @@ def probe(request: Request) -> list[Reason]:
             Reason(
                 "no_configuration",
                 f"no tile of {kernel} fits the shared memory that table {name} stands for",
-                "use smaller heads, a narrower dtype, or sdpa",
+                "use smaller heads, a narrower dtype, for blocks of many compressed tokens a longer stride, or sdpa",
             )
             for kernel in lacking
         ]

@@ -256,14 +256,13 @@ def _prepare(
     geometry = call.geometry
     groups, dk = k_cmp.shape[-2:]
     group, n = q.shape[-2] // groups, geometry.num_selected_blocks
-    traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group}
+    taps, slots = configs.taps(geometry), max(16, triton.next_power_of_2(n))
+    traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group, "taps": taps}
     settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
     block_d = max(16, triton.next_power_of_2(dk))
     most = settings["Q_BYTES"] // (block_d * q.itemsize)
     heads, pieces = split_heads(group, settings["COLUMNS"], most)
     tokens = settings["COLUMNS"] // heads
-    ratio = geometry.select_block_size // geometry.compress_stride
-    taps, slots = triton.next_power_of_2(ratio), max(16, triton.next_power_of_2(n))
     keys = max(settings["KEYS"], taps)
     chunks = max(settings["CHUNKS"], triton.cdiv(2 * slots, settings["LANES"]))
     longest = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len

@@ -63,7 +63,9 @@ def spread(
                 except (EOFError, OSError):
                     del crew.workers[connection]
                     why = _end_of(worker)
-                    yield _lost(worker, todo, why)
+                    # Without a successor nobody runs the job on the subjects behind this one, either.
+                    for subject in range(worker.task[1], worker.task[1] + 1 if worker.started else len(subjects)):
+                        yield _lost(worker, subject, todo, why)
                     if worker.started and not stop.came:
                         crew.hire(worker.number, worker.task)
                     continue
@@ -143,8 +145,8 @@ def _end_of(worker: _Worker) -> str:
     return fate(status, "in this check" if worker.started else "while it started")
 
 
-def _lost(worker: _Worker, todo: Sequence[Job], why: str) -> Judged:
-    job, subject = worker.task
+def _lost(worker: _Worker, subject: int, todo: Sequence[Job], why: str) -> Judged:
+    job = worker.task[0]
     detail = why if why.startswith("killed") else f"{why}; what it said is on stderr"
     lost = todo[job]
     finding = Finding(lost.name, "", lost.case.name, dtype_name(lost.dtype), "run", False, detail=detail)

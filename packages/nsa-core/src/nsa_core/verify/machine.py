@@ -132,7 +132,8 @@ class Machine:
     def cast_impl(self, builder: Any, x: Any, to: Any) -> Any:
         """A cast; bf16 through float32, rounded to nearest even."""
         stock, source, target = self._stock["cast_impl"], x.dtype.scalar, to.scalar
-        if source == target:
+        # Stock gives a comparison's truth values the dtype of what it compared.
+        if source == target and x.data.dtype == self._numpy_kind(target):
             return x
         if source == self.tl.bfloat16:
             return self._up(x) if target == self.tl.float32 else stock(builder, self._up(x), to)
