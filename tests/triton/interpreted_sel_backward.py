@@ -220,6 +220,18 @@ def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) 
         assert launch.strides(x, packed=False) == (0, 8, step)
 
 
+@pytest.mark.parametrize(("tokens", "step", "refused"), [
+    (300, 2**31 // 255, False), (300, 2**31 // 255 + 1, True), (2, 2**31 - 1, False), (2, 2**31, True), (1, 2**31, False),
+])  # fmt: skip
+def test_tokens_of_a_tile_further_apart_than_32_bits_are_refused(tokens: int, step: int, refused: bool) -> None:
+    from nsa_backend_triton import launch
+
+    x = torch.empty_strided((1, tokens, 4, 8), (1, step, 8, 1), device="meta")
+    assert launch.strides(x, packed=False, far=True) == (0, step, 8)
+    with pytest.raises(ValueError, match="neighbouring tokens") if refused else contextlib.nullcontext():
+        assert launch.strides(x, packed=False) == (0, step, 8)
+
+
 NEAR = (12, 1)
 EDGES = [  # tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 14], two heads a group
     (3, (2**30 - 7, 2), NEAR, True),  # its last number is the 2^31st

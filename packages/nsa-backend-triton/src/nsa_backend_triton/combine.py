@@ -136,6 +136,6 @@ def _prepare(o: Tensor, packed: bool, backwards: bool, *inputs: Tensor) -> Launc
     settings = dict(configs.pick(name, architecture(o.device), v_head_dim=width, itemsize=o.element_size()))
     return Launch(
         kernel, (triton.cdiv(rows, settings["ROWS"]),),
-        *(stride for x in inputs for stride in strides(x, packed)), rows, lead[-1],
+        *(stride for x in inputs for stride in strides(x, packed, far=True)), rows, lead[-1],
         HEADS=heads, WIDTH=width, COLS=triton.next_power_of_2(width), ACC=accumulator(o.dtype), **settings,
     )  # fmt: skip

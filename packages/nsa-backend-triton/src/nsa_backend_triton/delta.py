@@ -42,7 +42,7 @@ def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
     size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
     return Launch(
         attention_delta, (triton.cdiv(count, size),),
-        *strides(do, packed), *strides(o, packed), *lse_strides(lse, packed), count, tokens,
+        *strides(do, packed, far=True), *strides(o, packed, far=True), *lse_strides(lse, packed), count, tokens,
         HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, ACC=accumulator(do.dtype), num_warps=8,
     )  # fmt: skip
 

@@ -119,19 +119,27 @@ class Sequences(NamedTuple):
 prepared.READ[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
 
 
-def strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+MOST_TOKENS = 256  # of a tile: no table has more
+
+
+def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, int]:
     """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
 
     A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
 
+    Args:
+        far: for a kernel whose products of token and stride hold whatever it is; else those inside a tile are 32 bits.
+
     Raises:
-        ValueError: the heads lie further apart than the kernels' 32-bit products of head and stride hold.
+        ValueError: heads, or the tokens of a tile, lie further apart than the kernels' 32-bit products hold.
     """
-    if (x.shape[-2] - 1) * x.stride(-2) >= 2**31:
-        raise ValueError(
-            f"the {x.shape[-2]} heads of a tensor {list(x.shape)} with strides {list(x.stride())} must lie within 2^31 "
-            "elements: pass it as x.contiguous(), tokens before heads"
-        )
+    counts = {"heads": x.shape[-2], "neighbouring tokens": 0 if far else min(x.shape[-3], MOST_TOKENS)}
+    for (name, count), step in zip(counts.items(), (x.stride(-2), x.stride(-3))):
+        if (count - 1) * step >= 2**31:
+            raise ValueError(
+                f"{count} {name} of a tensor {list(x.shape)} with strides {list(x.stride())} must lie within 2^31 "
+                "elements: pass it as x.contiguous(), tokens before heads"
+            )
     if packed:
         return 0, x.stride(0), x.stride(1)
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)

@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
     def strides(self) -> tuple[int, ...]:
         """(sequence, token, head) strides of q, k, v, do."""
-        each = [launch.strides(x, self.seqs.packed) for x in (self.q, self.k, self.v, self.do)]
+        each = [launch.strides(x, self.seqs.packed, far=True) for x in (self.q, self.k, self.v, self.do)]
         return tuple(number for three in each for number in three)
 
     def constants(self) -> dict[str, object]:
@@ -116,7 +116,7 @@ def _wide(problem: Problem) -> bool:
     ends = [
         last * token + (problem.heads - 1) * head + x.shape[-1]
         for x in (q, problem.do)
-        for _, token, head in (launch.strides(x, seqs.packed),)
+        for _, token, head in (launch.strides(x, seqs.packed, far=True),)
     ]
     return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
 
