@@ -44,7 +44,7 @@ def test_slot_is_right(slot: str, case: Case, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-@EACH_SLOT
+@pytest.mark.parametrize("slot", [s if s == "sel" else pytest.param(s, marks=pytest.mark.slow) for s in SLOTS])
 def test_same_bits_in_any_order_of_programs_when_demanded(slot: str, case: Case) -> None:
     subject, asked = under_test(slot), point(case, "float32", deterministic=True)
     data, inputs = subject.data(asked)

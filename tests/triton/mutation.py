@@ -28,6 +28,7 @@ import nsa_backend_triton
 from launches import Launch
 
 PATIENCE_S, PATIENCE = 0.5, 5  # of processor time: more than this many times a launch's own is a loop without end
+OF_ITS_OWN = 8  # times more is a launch worth that has killed mutants of the same function
 LISTED_ON = 3  # launches, the smallest, on which equivalent mutants are seen to live
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
 ANY = ("result", "work")
@@ -184,15 +185,16 @@ def survivors(
     mutants: Iterable[Mutant], launches: Sequence[Launch], folder: Path, by: Collection[str] = ANY
 ) -> list[str]:
     """Keys of the mutants that no launch kills; asked first are launches that are quick, and have killed others."""
-    kills: collections.Counter[Launch] = collections.Counter()
+    kills: collections.Counter[tuple[str, Launch]] = collections.Counter()  # of a function, and of all
     alive = []
     for mutant in mutants:
         asked = [launch for launch in launches if mutant.name in launch.ran]
-        found = killer(mutant, sorted(asked, key=lambda one: one.seconds / (1 + kills[one])), folder, by)
+        hope = {one: 1 + kills["", one] + OF_ITS_OWN * kills[mutant.name, one] for one in asked}
+        found = killer(mutant, sorted(asked, key=lambda one: one.seconds / hope[one]), folder, by)
         if found is None:
             alive.append(mutant.key)
         else:
-            kills[found] += 1
+            kills.update([("", found), (mutant.name, found)])
     return alive
 
 

@@ -30,7 +30,7 @@ def unseen(*tensors: torch.Tensor | None) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return False
-    for tensor in tensors:  # noqa: SIM110  a generator is twice the time
+    for tensor in tensors:
         # The dispatcher alone gives an operator the values of a view that is negated lazily (x.conj().imag).
         if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg()):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -266,14 +267,13 @@ class NSAttention(nn.Module):
         device, dtype, varlen, long = self._last or (self.qkv.weight.device, self.qkv.weight.dtype, False, False)
         return default_plan(self.config, device, dtype, varlen, self._wants_grad(), self.backends, long)
 
-    def _wants_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+    def _wants_grad(self, *inputs: torch.Tensor) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in chain(inputs, self.parameters()))
 
     def plan_of(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
         """Who runs a call on x that is not over a cache; ``plan`` where one is given."""
         if plan is None:
-            grad = (torch.is_grad_enabled() and x.requires_grad) or self._wants_grad()
-            long = is_long(q, varlen)
+            grad, long = self._wants_grad(x), is_long(q, varlen)
             plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)
@@ -294,8 +294,6 @@ class NSAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by repr."""
-        return ", ".join(
-            f"{f.name}={getattr(self.config, f.name)!r}"
-            for f in dataclasses.fields(self.config)
-            if f.default is dataclasses.MISSING or getattr(self.config, f.name) != f.default
-        )
+        config, fields = self.config, dataclasses.fields(self.config)
+        told = {f.name: getattr(config, f.name) for f in fields if getattr(config, f.name) != f.default}
+        return ", ".join(f"{name}={value!r}" for name, value in told.items())
