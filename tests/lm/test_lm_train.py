@@ -101,7 +101,15 @@ def test_the_loop_resumed_is_the_loop(trainer, tmp_path, number, ends):
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
-def test_a_second_interrupt_ends_at_once(trainer, tmp_path):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, which it does not in a job that a shell put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
     def twice(progress):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)  # os.kill may hand both to a thread that takes them as one

@@ -25,6 +25,11 @@ def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collec
     return InterpretedFile.from_parent(parent, path=module_path)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files first: begun last, minutes of one of them would keep one worker when the others have nothing left."""
+    items.sort(key=lambda item: not isinstance(item, InterpretedRun))
+
+
 class InterpretedFile(pytest.File):
     """A file that runs elsewhere, as one item."""
 
