@@ -136,6 +136,9 @@ def test_torch_too_old_missing_or_crashing(monkeypatch) -> None:
     assert "2.7.1 is too old, nsa-core needs torch>=2.8" in old["message"]
     (crash,) = health._torch_troubles(Tried({}, Reason("crashes", "killed its process with SIGILL")))
     assert "SIGILL" in crash["message"]
+    assert crash["hint"] == "pip install --force-reinstall torch"
+    (slow,) = health._torch_troubles(Tried({}, Reason("hangs", "did not end within 60 s")))
+    assert slow["hint"].startswith("nsa doctor --limit 300 ")
     monkeypatch.setattr(health, "_installed", lambda name: None)
     (missing,) = health._torch_troubles(Tried({"missing": "torch", "error": "No module named 'torch'"}, None))
     assert missing["hint"] == "pip install torch"

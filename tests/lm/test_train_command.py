@@ -73,6 +73,7 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         (["--out", str(tmp_path / "no" / "run")], "does not exist"),
         (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
         (["--out", str(out), "--resume", "--batch", "4", "--lr", "1"], "--batch, --lr: with --resume the checkpoint"),
+        (["--out", str(out), "--resume", "--held-out-rows", "5"], "--held-out-rows: with --resume the checkpoint"),
         (["--out", str(out), "--resume"], "cannot be read as a checkpoint"),
         (["--out", str(tmp_path / "new"), "--size", "huge"], "one of tiny, toy, m7c_125m, got 'huge'"),
         (["--out", str(tmp_path / "new"), "--data", "nowhere"], "no such file or folder"),

@@ -86,6 +86,29 @@ def test_operators_are_called_where_somebody_looks_on_and_change_no_bit(monkeypa
         assert all(torch.equal(x, got[0]) for x in got)
 
 
+class Special(torch.Tensor):
+    pass
+
+
+def traced(function):
+    return lambda x: torch.jit.trace(function, x, check_trace=False)  # which calls it outside of the trace, too
+
+
+@pytest.mark.parametrize("over", [torch.func.vmap, torch.func.grad, traced])
+def test_transforms_and_traces_look_on(over):
+    told = []
+    shape = (4, 3) if over is torch.func.vmap else (3,)
+    over(lambda x: (told.append(unseen(x)), x.sum())[1])(torch.ones(shape))
+    assert told
+    assert not any(told)
+
+
+def test_a_kind_of_tensor_of_its_own_is_seen():
+    x = torch.ones(3)
+    assert unseen(x, torch.nn.Parameter(x))
+    assert not unseen(x, x.as_subclass(Special))
+
+
 def test_lazily_negated_inputs():
     given = inputs(CONFIG, 1, 37, dtype=torch.float32)
     lazy = torch.view_as_complex(torch.stack((torch.zeros_like(given.q), -given.q), -1)).conj().imag

@@ -98,22 +98,14 @@ def verify(
     with output.exit_codes(), held() as stop:
         output.check_writable(json_file, force)
         names, place = dtype_names(dtype), pick_device(device.value)
-        given = (
-            place,
-            _dtypes(names),
-            preset.value,
-            read_text(text),
-            seed,
-            phase.value,
-            reads,
-            jobs or _jobs(place),
-            stop,
+        dtypes, words = _dtypes(names), read_text(text)
+        combinations = _every(named, place, dtypes, phase.value) if every else [named]
+        reports = _run(
+            combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs or _jobs(place), stop
         )
+        report: dict[str, Any] = reports[0]
         if every:
-            reports = _run(_every(named, place, given[1], phase.value), *given)
-            report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "combinations": reports}
-        else:
-            (report,) = _run([named], *given)
+            report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         if json_file is not None:
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
         code = _print_combinations(report["combinations"]) if every else _print_report(report)

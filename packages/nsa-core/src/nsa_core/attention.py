@@ -105,7 +105,7 @@ def nsa_attention(
     wants_grad = _check_inputs({n: t for n, t in given.items() if t is not None}, config, cu_seqlens, max_seqlen)
     if plan is None:
         varlen = cu_seqlens is not None
-        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q, varlen))
+        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen))
     else:
         _check_plan(plan, config, q, cu_seqlens is not None, wants_grad)
     if k_cmp is None or v_cmp is None:

@@ -24,12 +24,10 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 
-def is_long(q: torch.Tensor, varlen: bool) -> bool:
-    """Whether a call on q [B, S, Hq, Dk], or packed [T, Hq, Dk], has the plan of long sequences."""
-    if varlen:
-        return False
+def is_long(tokens: int, varlen: bool) -> bool:
+    """Whether a call on sequences of ``tokens``, not on packed documents, has the plan of long sequences."""
     # A branch, so that torch.compile has a constant and a guard where S is a symbol.
-    return True if q.shape[1] >= LONG_SEQUENCE else False  # noqa: SIM210
+    return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 
 
 class _Plans:

@@ -273,7 +273,7 @@ class NSAttention(nn.Module):
     def plan_of(self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None) -> Plan:
         """Who runs a call on x that is not over a cache; ``plan`` where one is given."""
         if plan is None:
-            grad, long = self._wants_grad(x), is_long(q, varlen)
+            grad, long = self._wants_grad(x), is_long(q.shape[1], varlen)
             plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)

@@ -30,6 +30,7 @@ from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
+from nsa_core.default_plan import is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.interruption import NEVER, Interruption
 from nsa_core.plan import Plan, resolve
@@ -146,7 +147,7 @@ class Bench:
         combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, self._gradients)
         case = gate_case(config, s.device, s.seed)
         judged = []
-        for long, combo in itertools.product(sorted({n >= LONG_SEQUENCE for n in s.lengths}), combos):
+        for long, combo in itertools.product(sorted({is_long(n, False) for n in s.lengths}), combos):
             if self._stop.came:
                 return
             plan, small = self._plan(config, dtype, combo, long), self._plan(case.config, dtype, combo, long)
@@ -167,7 +168,7 @@ class Bench:
         )  # fmt: skip
 
     def _plans_of(self, problem: Problem) -> dict[str, Plan]:
-        return self._plans.get((problem.shape, problem.dtype, problem.length >= LONG_SEQUENCE), {})
+        return self._plans.get((problem.shape, problem.dtype, is_long(problem.length, False)), {})
 
     def _rivals(self, problem: Problem) -> list[Dense]:
         key = f"{problem.shape} {problem.dtype}"

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.default_plan import default_plan
+from nsa_core.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.lm import checkpoint
 from nsa_core.lm.checkpoint import Checkpoint
@@ -95,7 +94,7 @@ class Trainer:
         if not isinstance(attn, NSAttention):
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
-        long = not packed and self.data.rows.length >= LONG_SEQUENCE
+        long = is_long(self.data.rows.length, packed)
         return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends, long)
 
     def step(self, stopping: bool = False) -> Measured:
