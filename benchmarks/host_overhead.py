@@ -16,6 +16,7 @@ import contextlib
 import cProfile
 import dataclasses
 import functools
+import itertools
 import pstats
 import time
 from collections import Counter
@@ -42,17 +43,20 @@ from nsa_core.plan import Plan
 from nsa_core.survey import request_of
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
-DEVICE = 99  # not one that real kernels are kept for
+devices = itertools.count(99)  # not ones that real kernels are kept for
 
 
+@dataclasses.dataclass
 class NoDriver:
     """A CUDA driver's answers, without one."""
+
+    device: int
 
     class utils:  # noqa: N801  as triton names it
         fill_tma_descriptor = staticmethod(lambda *arguments: 0)
 
     def get_current_device(self) -> int:
-        return DEVICE
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -92,10 +96,11 @@ def _answer(answer: Any, _: object) -> Any:
 def no_gpu() -> Iterator[list[NoKernel]]:
     """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is launched."""
     made: list[NoKernel] = []
+    driver = NoDriver(next(devices))
 
     def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
         made.append(NoKernel(signature))
-        kernel.device_caches[DEVICE][0][key] = made[-1]
+        kernel.device_caches[driver.device][0][key] = made[-1]
         return made[-1]
 
     with contextlib.ExitStack() as stack:
@@ -103,7 +108,8 @@ def no_gpu() -> Iterator[list[NoKernel]]:
         for owner, name, answer in ((launch, "_capability", ARCHITECTURE), (prepared, "remembers", True)):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
         stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", NoDriver()))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        prepared.forget()  # what an earlier block's kernels were launched with
         yield made
 
 
@@ -281,15 +287,12 @@ def main() -> None:
                     if asked.only not in piece:
                         continue
                     row = measure(backend, piece, step, kernels, asked.repeats)
-                    counts = f"{row.launches:3} launches {sum(row.ops.values()):4} ops"
-                    said = f"  {row.ops}" if asked.ops else ""
-                    print(f"{backend:8} {piece:24} {row.us:8.1f} us {counts}{said}", flush=True)
+                    said = f"{sum(row.ops.values()):4} ops" + f"  {row.ops}" * asked.ops
+                    print(f"{backend:8} {piece:24} {row.us:8.1f} us {row.launches:3} launches {said}", flush=True)
                     if asked.profile:
-                        profiler = cProfile.Profile()
-                        profiler.enable()
-                        for _ in range(asked.repeats):
-                            step()
-                        profiler.disable()
+                        with cProfile.Profile() as profiler:
+                            for _ in range(asked.repeats):
+                                step()
                         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 

@@ -175,6 +175,17 @@ def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
         assert asked == ["combine_forward"] * 4, "an address that is not on 16 bytes is never taken for one that is"
 
 
+def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> None:
+    if launching.interpreted():
+        pytest.skip("the interpreter launches by itself")
+    seen = []
+    for _ in range(2):
+        with bench.no_gpu() as kernels:
+            steps(bench, False)["combine.forward"]()
+            seen.append([k.launches for k in kernels])
+    assert seen == [[1], [1]]
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "remembers", lambda x: True)
     monkeypatch.setattr(prepared, "MOST", 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nsa_core import default_plan
 from nsa_core.bench import run as room
 from nsa_core.bench.combos import Combo
 
@@ -16,7 +17,8 @@ def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(run, registry_
         taken = backends if seq_len is None else {**backends, "win": "other"}
         return resolve(config, backends=taken, seq_len=seq_len, **others)
 
-    monkeypatch.setattr(room, "LONG_SEQUENCE", 64)
+    for where in (room, default_plan):
+        monkeypatch.setattr(where, "LONG_SEQUENCE", 64)
     monkeypatch.setattr(room, "resolve", by_length)
     registry = registry_with("other", lambda o: o * factor)
     result = run(registry, lengths=[48, 64], phases=["forward"], combos=(Combo("auto", {}),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-import pathlib
 import sys
 
 import pytest
@@ -199,49 +198,6 @@ def test_bad_requests(nsa, arguments, code, said):
     done = nsa("bench", "--device", "cpu", *arguments)
     assert done.code == code
     assert said in done.err
-
-
-def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "r.json"
-    file.write_text(run(phases=["forward"]).to_json())
-    made = {name: tmp_path / f"r.{name}" for name in ("png", "svg", "html")}
-    done = nsa("bench", "report", str(file), *(x for n, p in made.items() for x in (f"--{n}", str(p))))
-    assert done.code == 0, done.err
-    assert made["png"].read_bytes().startswith(b"\x89PNG")
-    assert b"</svg>" in made["svg"].read_bytes()
-    page = made["html"].read_text()
-    assert page.rstrip().endswith("</html>")
-    assert "data:image/png;base64," in page
-    assert not [word for word in ("http://", "https://", "<script", "<link") if word in page]
-
-
-def test_times_within_a_decade_have_labels():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    from nsa_cli.plots import _over_length
-
-    result = read_result(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "core.json")
-    cells = [m for m in result.measurements if m.performance and 2 < m.performance.median_ms < 8]
-    assert len(cells) > 2
-    axes = figure.subplots()
-    _over_length(axes, cells, result, {m.subject: "#000000" for m in cells})
-    figure.draw_without_rendering()
-    low, high = axes.get_ylim()
-    ticks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
-    texts = [x.label1.get_text() for x in ticks if low < x.get_loc() < high and x.label1.get_text()]
-    assert texts
-    assert [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks()] == ["32k", "64k"]
-
-
-def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeypatch, tmp_path):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    done = nsa("bench", *SMALL, "--png", str(tmp_path / "r.png"))
-    assert done.code == 3
-    assert "pip install 'nsa-cli[plot]'" in done.err
-    assert not (tmp_path / "r.png").exists()
 
 
 def test_a_cell_over_its_limit_says_what_it_left_out(run):

@@ -27,6 +27,8 @@ from nsa_core.contract import SlotCall
 
 MOST = 4096  # calls remembered by each function: lengths of a server that never repeats one are not kept for ever
 
+_tables: list[dict[Hashable, Any]] = []  # one of each remembered function
+
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
@@ -92,6 +94,7 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     no boundaries for it.
     """
     known: dict[Hashable, Made] = {}
+    _tables.append(known)
 
     @functools.wraps(make)
     def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
@@ -109,6 +112,12 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         return made
 
     return look_up
+
+
+def forget() -> None:
+    """Forget every call remembered so far, and with it the binaries of its launches: for a change of the driver."""
+    for known in _tables:
+        known.clear()
 
 
 def _tensor(x: Tensor) -> Hashable:
