@@ -1,16 +1,18 @@
 """Files named interpreted_*.py run with TRITON_INTERPRET=1, which must be set before anything imports triton.
 
-The ordinary run imports torch, and with it triton, for hundreds of other tests. So each such file is one item there,
-which runs the file in a pytest of its own; with the variable set (TRITON_INTERPRET=1 pytest tests/triton) its tests
-are collected as usual.
+A run without it imports torch, and with it triton, for hundreds of other tests. So each such file is one item there,
+which runs the file in a pytest of its own; with the variable set (TRITON_INTERPRET=1 pytest tests/triton), as nox
+sets it, its tests are collected as usual.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,8 +28,8 @@ def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collec
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files first: begun last, minutes of one of them would keep one worker when the others have nothing left."""
-    items.sort(key=lambda item: not isinstance(item, InterpretedRun))
+    """What takes longest first: begun last, a minute of it would keep one worker when the other has nothing left."""
+    items.sort(key=lambda item: not (isinstance(item, InterpretedRun) or "mutants" in item.path.name))
 
 
 class InterpretedFile(pytest.File):
@@ -52,3 +54,12 @@ class InterpretedRun(pytest.Item):
         if done.returncode:
             pytest.fail(done.stdout + done.stderr, pytrace=False)
         self.user_properties.append(("interpreted", f"{self.path.name}: {done.stdout.strip().splitlines()[-1]}"))
+
+
+@pytest.fixture(autouse=True)
+def strictly() -> Iterator[None]:
+    """Every kernel of an interpreted test runs in the strict interpreter, which is also the quicker one."""
+    from nsa_core.verify.interpreter import strict
+
+    with strict() if INTERPRETED else contextlib.nullcontext():
+        yield

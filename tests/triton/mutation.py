@@ -48,8 +48,18 @@ class Mutant:
     key: str
     module: str
     function: str
-    source: str
-    line: int
+    _tree: ast.FunctionDef
+    _change: tuple[Any, str, Any]  # which field of which node becomes what
+
+    def source(self) -> str:
+        """Its text."""
+        node, field, value = self._change
+        healthy = getattr(node, field)
+        setattr(node, field, value)
+        try:
+            return ast.unparse(self._tree)
+        finally:
+            setattr(node, field, healthy)
 
     @property
     def name(self) -> str:
@@ -86,8 +96,9 @@ def mutants(name: str) -> list[Mutant]:
         text = f"{name}: {before} -> {ast.unparse(node)}"
         seen[text] = seen.get(text, 0) + 1
         key = text + (f" #{seen[text]}" if seen[text] > 1 else "")
-        made.append(Mutant(key, module.__name__, function.name, ast.unparse(function), getattr(node, "lineno", 0)))
         setattr(target, field, healthy)
+        change = (target, field, value)
+        made.append(Mutant(key, module.__name__, function.name, function, change))
     return made
 
 
@@ -215,7 +226,7 @@ def _in_place(mutant: Mutant, folder: Path) -> Iterator[None]:
     module = sys.modules[mutant.module]
     healthy = vars(module)[mutant.function]
     file = folder / f"mutant_{abs(hash(mutant.key))}.py"
-    file.write_text(f"from __future__ import annotations\n\n{mutant.source}\n")
+    file.write_text(f"from __future__ import annotations\n\n{mutant.source()}\n")
     exec(compile(file.read_text(), str(file), "exec"), vars(module))
     changed = vars(module)[mutant.function]
     places = [(m, n) for m in modules() for n, value in vars(m).items() if value is healthy]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 if TYPE_CHECKING:
-    from nsa_core.verify.machine import Seen
+    from nsa_core.verify.machine import Machine, Seen
 
 
 def interpreted() -> bool:
@@ -36,26 +36,38 @@ def interpreted() -> bool:
     return isinstance(tl.max, interpreter.InterpretedFunction)
 
 
+_running: list[Machine] = []  # the machine of the block around, if there is one
+
+
 @contextlib.contextmanager
 def strict(seed: int = 0) -> Iterator[Seen]:
     """Interpret kernels strictly inside the block; ``seed`` fixes the order in which the programs of a grid run.
 
+    A block inside another one counts for itself.
+
     Raises:
         Violation: a kernel did what a GPU would punish; triton wraps it in an InterpreterError that quotes it.
     """
+    if _running:
+        with _running[0].anew(seed) as seen:
+            yield seen
+        return
     import numpy as np
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from nsa_core.verify.machine import Machine
+    from nsa_core.verify.quick import quickly
 
-    machine = Machine(interpreter, seed)
-    options = interpreter.InterpreterOptions(debug=True)
+    machine, options = Machine(interpreter, seed), interpreter.InterpreterOptions(debug=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(interpreter.InterpreterBuilder, **machine.builder_methods()))
         stack.enter_context(mock.patch.multiple(interpreter.GridExecutor, **machine.executor_methods()))
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
         stack.enter_context(mock.patch.multiple(interpreter, **machine.module_functions()))
         stack.enter_context(mock.patch.multiple(TritonSemantic, **machine.semantic_methods()))
+        stack.enter_context(quickly(interpreter))
         stack.enter_context(np.errstate(all="ignore"))
+        _running.append(machine)
+        stack.callback(_running.clear)
         yield machine.seen

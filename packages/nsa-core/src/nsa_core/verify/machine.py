@@ -5,13 +5,16 @@ Needs triton and numpy. Written against triton 3.6.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from nsa_core.verify.quick import method
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -67,15 +70,25 @@ class Machine:
         self._owner: dict[int, tuple[int, ...]] = {}
         self._dim, self._order, self._now = (1, 1, 1), np.zeros(1, np.int64), (0, 0, 0)
 
+    @contextlib.contextmanager
+    def anew(self, seed: int) -> Iterator[Seen]:
+        """Counts of their own, and an order of their own, for the launches inside the block."""
+        outer = self.seen, self._order_of
+        self.seen, self._order_of = Seen(), np.random.default_rng(seed)
+        try:
+            yield self.seen
+        finally:
+            self.seen, self._order_of = outer
+
     def builder_methods(self) -> dict[str, Any]:
         """Replacements of InterpreterBuilder's methods; each gets the builder as its first argument."""
-        return {name: functools.partialmethod(_call, getattr(self, name)) for name in self._BUILDER}
+        return {name: method(getattr(self, name)) for name in self._BUILDER}
 
     def executor_methods(self) -> dict[str, Any]:
         """Replacements of GridExecutor's methods."""
         return {
-            "_init_args_hst": functools.partialmethod(_call, self.arguments),
-            "__call__": functools.partialmethod(_call, self.launch),
+            "_init_args_hst": method(self.arguments),
+            "__call__": method(self.launch),
         }
 
     def module_functions(self) -> dict[str, Any]:
@@ -94,7 +107,7 @@ class Machine:
 
     def semantic_methods(self) -> dict[str, Any]:
         """Replacements of TritonSemantic's methods."""
-        return {"binary_op_sanitize_overflow_impl": functools.partialmethod(_call, self.overflow)}
+        return {"binary_op_sanitize_overflow_impl": method(self.overflow)}
 
     def patch_tensor(self, tensor: Any, scope: Any) -> None:
         """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer does."""
@@ -120,7 +133,7 @@ class Machine:
             raise Violation(f"{kind} overflow in {op.__name__} in program {self._now}")
 
     def _bf16(self, handle: Any) -> bool:
-        return bool(handle.dtype.scalar == self.tl.bfloat16)
+        return bool(handle.dtype.scalar.name == "bf16")  # by name: dtypes are compared by a function of Python
 
     def _up(self, handle: Any) -> Any:
         tl = self.tl
@@ -236,7 +249,3 @@ class Machine:
         self._patched.clear()
         with torch.profiler.record_function(executor.fn.__name__):
             return self._stock_call(executor, *args, **kwargs)
-
-
-def _call(instance: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    return method(instance, *args, **kwargs)

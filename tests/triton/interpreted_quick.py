@@ -1,0 +1,133 @@
+"""The quicker interpreter leaves the bits that triton's own leaves: kernels of what it does in another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from nsa_core.verify.quick import quickly
+
+
+@pytest.fixture(autouse=True)
+def strictly() -> None:
+    """No other interpreter around."""
+
+
+@triton.jit
+def pair(a, n, b, m):
+    """Neither commutative nor associative, and wider than its arguments: each step is rounded to theirs."""
+    return a * 0.3 - b.to(tl.float64), n * 2 + m % 3
+
+
+@triton.jit
+def later(a, b):
+    return b - a // 2
+
+
+@triton.jit
+def folds(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x, n = tl.load(X + at), tl.load(N + at)
+    total, count = tl.reduce((x, n), AXIS, pair, keep_dims=KEEP)
+    tl.store(OUT + at, tl.broadcast_to(total if KEEP else tl.expand_dims(total, AXIS), ROWS, SIZE))
+    tl.store(COUNT + at, tl.broadcast_to(count if KEEP else tl.expand_dims(count, AXIS), ROWS, SIZE))
+
+
+@triton.jit
+def folds_all(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, KEEP: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    count = tl.reduce(tl.load(N + at), None, later, keep_dims=KEEP)
+    tl.store(COUNT + at, tl.broadcast_to(count, ROWS, SIZE))
+    tl.store(OUT + at, tl.load(X + at))
+
+
+@triton.jit
+def scans(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    total, count = tl.associative_scan((tl.load(X + at), tl.load(N + at)), AXIS, pair, reverse=REVERSE)
+    tl.store(OUT + at, total)
+    tl.store(COUNT + at, count)
+
+
+@triton.jit
+def numbers(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, shift, factor):
+    row, column = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    at = row[:, None] * SIZE + column
+    x, n = tl.load(X + at), tl.load(N + at)
+    zeros = tl.where(n > 0, x * 0.0, x * -0.0)  # of both signs
+    x = (n + x) * 0.3 + x / (x * x + 1) * 0.7 + x + 4 + tl.sum(x, 1)[:, None] - tl.max(x, 0)[None, :] * factor
+    x = tl.where((column == 1)[None, :], x * 2, x * 2.0) + (row * 1.5)[:, None]
+    n = (n + 4 >> 1) + (n.to(tl.uint32) >> 1).to(tl.int32) - n * 4 + (n == 4).to(tl.int32) + shift * 2 + 1
+    n = tl.where(n % 4 != n // 4, n, -n) | (n & 4) ^ 1
+    tl.store(OUT + at, tl.where((column == 0)[None, :], zeros, x))
+    tl.store(COUNT + at, n)
+
+
+SHAPES = [(4, 8), (1, 8), (4, 1), (1, 1)]
+
+
+def left(kernel, shape, dtype, *rest) -> list[torch.Tensor]:
+    """What the kernel leaves, as bits."""
+    torch.manual_seed(0)
+    rows, size = shape
+    x, n = torch.randn(rows, size).to(dtype), torch.randint(-9, 9, (rows, size), dtype=torch.int32)
+    out, count = torch.empty_like(x), torch.empty_like(n)
+    kernel[(1,)](x, n, out, count, rows, size, *rest)
+    return [out.view(torch.uint8), count]
+
+
+def check(kernel, shape, dtype, *rest) -> None:
+    stock = left(kernel, shape, dtype, *rest)
+    with quickly(interpreter):
+        for _ in range(2):  # what is remembered of the first serves the second
+            for found, expected in zip(left(kernel, shape, dtype, *rest), stock):
+                assert torch.equal(found, expected)
+    for found, expected in zip(left(kernel, shape, dtype, *rest), stock):
+        assert torch.equal(found, expected), "something of it is still in place"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+class TestOfKernelsOwn:
+    @pytest.mark.parametrize("keep", [False, True])
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_reductions(self, shape, dtype, axis, keep) -> None:
+        check(folds, shape, dtype, axis, keep)
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_scans(self, shape, dtype, axis, reverse) -> None:
+        check(scans, shape, dtype, axis, reverse)
+
+    def test_arithmetic_of_numbers_scalars_and_other_shapes(self, shape, dtype) -> None:
+        check(numbers, shape, dtype, 3, 0.75)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reductions_of_everything(shape, keep) -> None:
+    """Stock keeps one dimension instead of all, which is not what a GPU does."""
+    stock = left(folds_all, shape, torch.float32, False)
+    with quickly(interpreter):
+        found = left(folds_all, shape, torch.float32, keep)
+    assert torch.equal(found[1], stock[1])
+
+
+@triton.jit
+def misfit(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    tl.store(OUT, tl.sum(tl.arange(0, ROWS) + tl.arange(0, SIZE)))
+
+
+@triton.jit
+def no_number(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    tl.store(OUT + 1, 0.0)
+    tl.store(OUT * 1, 0.0)
+
+
+@pytest.mark.parametrize(("kernel", "said"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")])
+def test_what_stock_refuses_is_refused(kernel, said) -> None:
+    with quickly(interpreter), pytest.raises(Exception, match=said):
+        left(kernel, (4, 8), torch.float32)
