@@ -47,6 +47,7 @@ def test_bump_writes_all_five_and_the_pins_between_them(repo, tmp_path):
     stub = (
         "import types, sys; nox = types.ModuleType('nox'); nox.session = lambda *a, **k: (a[0] if a else lambda f: f)\n"
     )
+    stub += "nox.command = sys.modules['nox.command'] = types.ModuleType('nox.command');"
     stub += "nox.options = types.SimpleNamespace(); nox.Session = object; sys.modules['nox'] = nox\n"
     stub += "import noxfile; noxfile.bump(types.SimpleNamespace(posargs=['9.8.7'], log=print))"
     done = subprocess.run([sys.executable, "-c", stub], cwd=tmp_path, capture_output=True, text=True, check=False)
