@@ -22,7 +22,8 @@ TEST_TOOLS = (
     "setuptools>=77", "wheel",
     "triton==3.6.0; sys_platform == 'linux'",  # docs/kernels.md holds what this compiler makes
 )  # fmt: skip
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two workers share two cores
+# Two workers share two cores; and hundreds of child processes import what the first of them compiled.
+FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 nox.options.sessions = ["lint", "typecheck", "tests"]
 nox.options.default_venv_backend = "virtualenv"  # uv, where present, would not follow pip's settings
@@ -30,16 +31,17 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 
 
-def install(session: nox.Session, *packages: str) -> None:
-    """Install torch first, then ``packages``.
+def install(session: nox.Session, *packages: str, runs: bool = True) -> None:
+    """Install torch first, then ``packages``; unless it ``runs`` them, nothing is compiled to byte code.
 
     Torch goes first and pinned, so that nothing after it pulls in another one. An environment that already sees a
     torch of the user's keeps it.
     """
+    options = [] if runs else ["--no-compile"]  # of torch's two thousand files, most of a minute
     probe = "import importlib.util as u; print(u.find_spec('torch') is not None)"
     if "True" not in str(session.run("python", "-c", probe, silent=True)):
-        session.install(TORCH)
-    session.install(*packages)
+        session.install(*options, TORCH)
+    session.install(*options, *packages)
 
 
 def install_ours(session: nox.Session) -> None:
@@ -57,9 +59,9 @@ def run_pytest(session: nox.Session, selection: str) -> None:
     install_ours(session)
     ordinary = ["-n", "2", "--dist", "worksteal", "--ignore", "tests/triton"]
     interpreted = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/triton"]
-    runs = [(ordinary, ONE_THREAD), (interpreted, ONE_THREAD | {"TRITON_INTERPRET": "1"})]
+    runs = [(ordinary, FOR_TESTS), (interpreted, FOR_TESTS | {"TRITON_INTERPRET": "1"})]
     red = 0
-    for arguments, environment in [(session.posargs, ONE_THREAD)] if session.posargs else runs:
+    for arguments, environment in [(session.posargs, FOR_TESTS)] if session.posargs else runs:
         try:
             session.run("python", "-m", "pytest", "-m", selection, *arguments, env=environment)
         except nox.command.CommandFailed:  # what the other run says is worth the time
@@ -79,14 +81,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every package."""
-    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8", "matplotlib>=3.8")
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8", "matplotlib>=3.8", runs=False)
     session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 
 @nox.session(venv_params=["--system-site-packages"])
 def tests(session: nox.Session) -> None:
     """The ordinary suite."""
-    run_pytest(session, "not slow")
+    run_pytest(session, "not slow and not gpu")
 
 
 @nox.session(venv_params=["--system-site-packages"])

@@ -27,6 +27,7 @@ def job(name: str, case: str) -> suite.Job:
     return found[0]
 
 
+@pytest.mark.slow  # in the ordinary run the template's own test, and its command, say so
 def test_a_sound_backend_passes(made) -> None:
     sound = made("sound")
     sound.test_is_installed_and_loads()

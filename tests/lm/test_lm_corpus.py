@@ -154,6 +154,7 @@ def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
         open_corpus(str(file))
 
 
+@pytest.mark.slow
 def test_the_documentation_inside_python():
     found = library_documents()
     assert len(found) == len(set(found)) > 1000

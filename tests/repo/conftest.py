@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import subprocess
 
 import pytest
 
 SKIPPED = {".git", ".nox", ".venv", "build", "dist"}
+
+
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    """The file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +37,10 @@ class Repository:
         return path.relative_to(self.root).as_posix()
 
     def python(self, *folders: str) -> dict[str, ast.Module]:
-        """Name to syntax tree of the Python files, all of them or those under ``folders``."""
+        """Name to syntax tree of the Python files, all of them or those under ``folders``; nobody changes the trees."""
         names = {self.name(p): p for p in self.files() if p.suffix == ".py"}
         return {
-            name: ast.parse(path.read_text(encoding="utf-8"), filename=name)
+            name: parsed(path)
             for name, path in names.items()
             if not folders or name.startswith(tuple(f"{folder}/" for folder in folders))
         }

@@ -108,5 +108,18 @@ def test_command_line_imports_without_torch():
     assert "torch" not in loaded_by("import nsa_cli.app")
 
 
+def test_a_layer_imports_without_the_compiler():
+    """torch._dynamo takes as long again as torch itself; only who compiles should wait for it."""
+    rooms = ("module", "attention", "verify.suite", "bench.run")
+    assert "torch._dynamo" not in loaded_by("\n".join(f"import nsa_core.{name}" for name in rooms))
+
+
+def test_a_result_is_marked_constant_as_torch_marks_it():
+    torch = pytest.importorskip("torch")
+    from nsa_core.default_plan import constant_result
+
+    assert vars(constant_result(lambda: 0)) == vars(torch.compiler.assume_constant_result(lambda: 0)) != {}
+
+
 def test_public_names_of_core_resolve():
     loaded_by("import nsa_core\nfor name in nsa_core.__all__: getattr(nsa_core, name)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from nsa_core.errors import Unsupported
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
 
+Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
 
 
@@ -60,7 +61,13 @@ def default_plan(
     return plan
 
 
-@torch.compiler.assume_constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
+def constant_result(function: Function) -> Function:
+    """torch.compiler.assume_constant_result, which would import the compiler: as long again as torch itself takes."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
 def _plan_name(
     values: tuple[Any, ...],  # of the config: torch.compile passes plain values on, not every torch a dataclass
     device: torch.device,

@@ -13,7 +13,6 @@ from torch import nn
 
 from nsa_core.attention import nsa_attention
 from nsa_core.cache.setup import CacheSizes, make_cache
-from nsa_core.cache.step import step
 from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
@@ -126,6 +125,8 @@ class NSAttention(nn.Module):
         """
         self._refuse(x, cu_seqlens, attention_mask, context, key_value_states)
         if cache is not None or new is not None:
+            from nsa_core.cache.step import step  # whose exemption from torch.compile imports the compiler
+
             over_cache: torch.Tensor = step(self, x, cache, new, plan, packed=cu_seqlens is not None)
             return over_cache
         q, k, v, k_cmp, v_cmp = self.project(x, cu_seqlens)
