@@ -31,17 +31,17 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 
 
-def install(session: nox.Session, *packages: str, runs: bool = True) -> None:
-    """Install torch first, then ``packages``; unless it ``runs`` them, nothing is compiled to byte code.
+def install(session: nox.Session, *packages: str) -> None:
+    """Install torch first, then ``packages``.
 
     Torch goes first and pinned, so that nothing after it pulls in another one. An environment that already sees a
-    torch of the user's keeps it.
+    torch of the user's keeps it. Nothing is compiled to byte code before it is imported: of torch's files most never
+    are, and they take most of a minute.
     """
-    options = [] if runs else ["--no-compile"]  # of torch's two thousand files, most of a minute
     probe = "import importlib.util as u; print(u.find_spec('torch') is not None)"
     if "True" not in str(session.run("python", "-c", probe, silent=True)):
-        session.install(*options, TORCH)
-    session.install(*options, *packages)
+        session.install("--no-compile", TORCH)
+    session.install("--no-compile", *packages)
 
 
 def install_ours(session: nox.Session) -> None:
@@ -81,7 +81,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every package."""
-    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8", "matplotlib>=3.8", runs=False)
+    install(session, MYPY, "pluggy", "packaging", "typer", "rich", "pytest>=8", "matplotlib>=3.8")
     session.run("python", "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 

@@ -76,6 +76,16 @@ def count_positive(X, Y, SIZE: tl.constexpr):
     tl.store(Y + tl.arange(0, SIZE), positive + positive)
 
 
+def test_a_block_inside_another_one_counts_for_itself() -> None:
+    x, y = torch.ones(8), torch.empty(8)
+    with strict() as outer:
+        with strict() as inner:
+            copy_rows[(2,)](x, y, 8, STEP=4, SIZE=4)
+        assert (inner.programs, outer.programs) == (2, 0)
+        copy_rows[(1,)](x, y, 4, STEP=4, SIZE=4)
+    assert (inner.programs, outer.programs) == (2, 1)
+
+
 def test_comparisons_of_integers_are_numbers_once_cast() -> None:
     x, y = torch.tensor([3, -1, 0, 7], dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     with strict():
