@@ -96,8 +96,9 @@ SHAPES = {
 DOCUMENTS = (8000, 150, 42)  # lengths of packed documents: what is stated is a bound, for one document of all tokens
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize(
+    ("slot", "shape"), [(slot, s) for slot in SLOTS for s in SHAPES if slot == "win" or not s.startswith("w>")]
+)
 def test_row_47_workspace_is_what_is_allocated(slot: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = dict(SHAPES[shape])
     request = make_request(slot, fields.pop("seq_len", 5000), **fields)

@@ -108,8 +108,15 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("variant", VARIANTS)
+# In the ordinary run every other variant is packed, the rest dense.
+BOTH = [
+    pytest.param(v, packed, marks=[pytest.mark.slow] * ((i + packed) % 2), id=f"{v}-{'packed' if packed else 'dense'}")
+    for i, v in enumerate(VARIANTS)
+    for packed in (False, True)
+]
+
+
+@pytest.mark.parametrize(("variant", "packed"), BOTH)
 def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) -> None:
     config = dataclasses.replace(CONFIG, num_selected_blocks=3, **VARIANTS[variant])
     state, S = layer_state(config), 35

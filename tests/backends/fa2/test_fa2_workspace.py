@@ -101,7 +101,7 @@ def test_a_copy_more_in_the_code_is_stated(slot: str, monkeypatch: pytest.Monkey
     assert stated(slot=slot, batch=2) > before
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [1, 2, None])
 def test_sel_continued_in_a_line_is_what_every_chunk_gives(
     batch: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
