@@ -131,3 +131,19 @@ def no_number(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
 def test_what_stock_refuses_is_refused(kernel, said) -> None:
     with quickly(interpreter), pytest.raises(Exception, match=said):
         left(kernel, (4, 8), torch.float32)
+
+
+def test_a_size_is_an_integer_even_where_an_equal_number_is_known() -> None:
+    with quickly(interpreter):
+        tl.block_type(tl.float32, [4])
+        with pytest.raises(TypeError, match="must have type"):
+            tl.block_type(tl.float32, [4.0])
+
+
+def test_types_older_than_the_block_share_its_descriptions() -> None:
+    """Constants are remembered by the identity of a shape: one that dies would leave its place to another."""
+    old = tl.block_type(tl.float32, [4])
+    with quickly(interpreter):
+        handle = interpreter.TensorHandle(torch.zeros(4).numpy(), tl.float32)
+        one, other = (tl.tensor(handle, kind) for kind in (old, tl.block_type(tl.float32, [4])))
+        assert one.shape is other.shape

@@ -76,6 +76,11 @@ def count_positive(X, Y, SIZE: tl.constexpr):
     tl.store(Y + tl.arange(0, SIZE), positive + positive)
 
 
+def test_a_test_of_this_folder_runs_strictly_without_a_word() -> None:
+    with pytest.raises(Exception, match="outside every argument"):
+        read_past[(1,)](torch.ones(3), torch.empty(4), 3, SIZE=4)
+
+
 def test_a_block_inside_another_one_counts_for_itself() -> None:
     x, y = torch.ones(8), torch.empty(8)
     with strict() as outer:

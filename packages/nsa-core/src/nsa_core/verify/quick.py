@@ -35,7 +35,7 @@ class Shapes:
     def __init__(self, language: Any) -> None:
         core, semantic = language.core, language.semantic.TritonSemantic
         self._core, self._semantic = core, semantic
-        self._stock_block, self._stock_tensor = core.block_type.__init__, core.tensor.__init__
+        self._stock_block = core.block_type.__init__
         self._stock_operands, self._stock_alike = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
         self._by_size: dict[tuple[Any, ...], _Shape] = {}
         self._by_block: dict[int, _Shape] = {}  # id of _Shape.block, which lives as long as this
@@ -54,31 +54,38 @@ class Shapes:
             },
         }
 
-    def block_type(self, block: Any, element_ty: Any, shape: Any) -> None:
-        """block_type.__init__."""
+    def _known(self, shape: Any) -> _Shape | None:
+        """The description of ``shape``, of integers or constexprs, if there is one already."""
         known = self._by_block.get(id(shape))
         if known is None:
             size = tuple(getattr(n, "value", n) for n in shape)
-            known = self._by_size.get(size)
-            if known is None:
-                self._stock_block(block, element_ty, shape)
-                of_tensor = self._core.tuple([self._core.constexpr(n) for n in size])
-                numel = self._core.constexpr(math.prod(size))
-                known = _Shape(block.shape, block.numel, of_tensor, numel, str(block.shape))
-                self._by_size[size] = self._by_block[id(block.shape)] = known
+            if all(type(n) is int for n in size):  # 4.0 is found under 4, but is no size
+                known = self._by_size.get(size)
+        return known
+
+    def _describe(self, block: Any) -> _Shape:
+        size = tuple(block.shape.values)
+        of_tensor = self._core.tuple([self._core.constexpr(n) for n in size])
+        made = _Shape(block.shape, block.numel, of_tensor, self._core.constexpr(math.prod(size)), str(block.shape))
+        self._by_size[size] = self._by_block[id(block.shape)] = made
+        return made
+
+    def block_type(self, block: Any, element_ty: Any, shape: Any) -> None:
+        """block_type.__init__."""
+        known = self._known(shape)
+        if known is None:
+            self._stock_block(block, element_ty, shape)
+            known = self._describe(block)
         block.element_ty, block.shape, block.numel = element_ty, known.block, known.numel
         block.name = f"<{known.text}, {element_ty.name}>"
 
     def tensor(self, tensor: Any, handle: Any, kind: Any) -> None:
         """tensor.__init__."""
-        if not kind.is_block():
-            tensor.shape, tensor.numel = self._scalar
-        else:
-            known = self._by_block.get(id(kind.shape))
-            if known is None:  # a type made before the first launch
-                self._stock_tensor(tensor, handle, kind)
-                return
+        if kind.is_block():
+            known = self._known(kind.shape) or self._describe(kind)  # a type may be older than this
             tensor.shape, tensor.numel = known.tensor, known.tensor_numel
+        else:
+            tensor.shape, tensor.numel = self._scalar
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
 
     def operands(self, semantic: Any, a: Any, b: Any, *rest: bool, **named: bool) -> Any:
