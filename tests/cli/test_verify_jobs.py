@@ -65,10 +65,10 @@ def test_each_job_is_taken_once_and_kernels_stay_with_a_worker():
     assert (one_pile.take(0), one_pile.take(1)) == (0, 12)
 
 
-def test_a_gpu_is_judged_on_by_as_many_as_there_are_cores(monkeypatch):
+def test_a_gpu_and_the_interpreter_are_judged_on_by_as_many_as_there_are_cores(monkeypatch):
     for cores, many in ((2, 2), (64, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
-        assert (_jobs("cuda"), _jobs("cpu")) == (many, 1)
+        assert (_jobs("cuda", False), _jobs("cpu", True), _jobs("cpu", False)) == (many, many, 1)
 
 
 def test_two_processes_find_what_one_finds():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -29,15 +29,15 @@ def test_the_jobs_are_small_and_leave_no_check_out() -> None:
         assert not isinstance(job.check, suite.OnStep) or max(job.check.step.lengths) <= 80
 
 
-def verify(folder: Path, slots: tuple[str, ...]) -> dict:
+def verify(folder: Path, slots: tuple[str, ...], *more: str) -> dict:
     named = [f"--{slot}={'triton' if slot in slots else 'sdpa'}" for slot in SLOTS]
-    done = CliRunner().invoke(app, ["verify", "--device", "cpu", *named, "--json", str(folder / "report.json")])
+    done = CliRunner().invoke(app, ["verify", "--device", "cpu", *named, *more, "--json", str(folder / "report.json")])
     assert done.exit_code == 0, done.output
     return json.loads((folder / "report.json").read_text())
 
 
 def test_the_command_runs_kernels_strictly(tmp_path: Path) -> None:
-    report = verify(tmp_path, ("combine",))
+    report = verify(tmp_path, ("combine",), "--jobs=1")
     assert report["interpreted"]
     assert report["preset"] == "interpreter"
     profiled = [f for f in report["findings"] if f["quantity"] == "profile" and f["slot"] == "combine"]
@@ -45,8 +45,10 @@ def test_the_command_runs_kernels_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_slot_within_45_seconds(tmp_path: Path) -> None:
-    started = time.process_time()
-    report = verify(tmp_path, SLOTS)
+def test_every_slot_within_45_seconds_of_two_cores(tmp_path: Path) -> None:
+    """In processor time, of the processes that judge too: others use the machine."""
+    started = sum(os.times()[:4])
+    report = verify(tmp_path, SLOTS, "--jobs=2")
     assert {f["slot"] for f in report["findings"]} >= set(SLOTS)
-    assert time.process_time() - started < 45
+    spent = sum(os.times()[:4]) - started
+    assert 5 < spent < 2 * 45

@@ -53,8 +53,8 @@ _Jobs = Annotated[
     int | None,
     typer.Option(
         "--jobs", min=1, show_default=False,
-        help="Processes that judge, and compile kernels, at once, to the same report; by default one a core on cuda, "
-        "8 at most, and one on the CPU.",
+        help="Processes that judge, and compile kernels, at once, to the same report; by default one a core on cuda "
+        "and in triton's interpreter, 8 at most, and one on the CPU otherwise.",
     ),
 ]  # fmt: skip
 
@@ -100,9 +100,7 @@ def verify(
         names, place = dtype_names(dtype), pick_device(device.value)
         dtypes, words = _dtypes(names), read_text(text)
         combinations = _every(named, place, dtypes, phase.value) if every else [named]
-        reports = _run(
-            combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs or _jobs(place), stop
-        )
+        reports = _run(combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs, stop)
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -112,10 +110,13 @@ def verify(
     raise typer.Exit(code)
 
 
-def _jobs(device: str) -> int:
-    """On a GPU a process for each core this one may use, eight at most: each holds half a gigabyte of its memory."""
+def _jobs(device: str, interpreted: bool) -> int:
+    """A process for each core this one may use, on a GPU and in triton's interpreter, which is plain Python.
+
+    Eight at most: each holds half a gigabyte of a GPU's memory.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8) if device == "cuda" else 1
+    return min(cores, 8) if device == "cuda" or interpreted else 1
 
 
 def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
@@ -183,7 +184,7 @@ def _run(
     seed: int,
     phase: str,
     reads: bool,
-    jobs: int,
+    jobs: int | None,
     stop: Interruption,
 ) -> list[dict[str, Any]]:
     """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
@@ -201,6 +202,7 @@ def _run(
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
+    jobs = jobs or _jobs(device, interpreted)
     with output.progress(len(todo) * len(subjects)) as advance:
         done = judge(subjects, todo, processes=jobs, strict=interpreted, stop=stop, advance=advance)
     counted: list[dict[str, Any]] = [{} for _ in subjects]
