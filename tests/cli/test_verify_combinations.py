@@ -71,9 +71,9 @@ def test_the_command_runs_each_and_sums_up(
 
     def run(
         combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int,
-        phase: str, reads: bool, jobs: int, stop: Any,
+        phase: str, reads: bool, jobs: int | None, stop: Any,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        assert (phase, reads, jobs) == ("both", False, 1)
+        assert (phase, reads, jobs) == ("both", False, None)
         finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
         return [
             {

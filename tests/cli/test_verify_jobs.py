@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import nsa_cli.verify
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
+from nsa_cli.app import app
 from nsa_cli.verify import _jobs
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.interruption import held
 from nsa_core.registry import Registry
-from nsa_core.verify import cases, suite
+from nsa_core.verify import cases, judging, suite
 from nsa_core.verify.judging import judge
 from nsa_core.verify.piles import Piles
 from nsa_core.verify.subject import Finding, Subject
@@ -69,6 +72,17 @@ def test_a_gpu_and_the_interpreter_are_judged_on_by_as_many_as_there_are_cores(m
     for cores, many in ((2, 2), (64, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
         assert (_jobs("cuda", False), _jobs("cpu", True), _jobs("cpu", False)) == (many, many, 1)
+
+
+@pytest.mark.parametrize(("given", "many"), [((), 7), (("--jobs", "3"), 3)])
+def test_processes_left_out_are_as_many_as_fit(monkeypatch, given, many):
+    def judge(*_, processes, **named):
+        raise KeyError(processes)
+
+    monkeypatch.setattr(nsa_cli.verify, "_jobs", lambda device, interpreted: 7)
+    monkeypatch.setattr(judging, "judge", judge)
+    done = CliRunner().invoke(app, ["verify", "--device", "cpu", *given])
+    assert repr(done.exception) == f"KeyError({many})"
 
 
 def test_two_processes_find_what_one_finds():
