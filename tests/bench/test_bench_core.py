@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nsa_core import oracle, resolve
+from nsa_core.bench.baselines import Dense
 from nsa_core.bench.cells import TOTAL, works_of
 from nsa_core.bench.inputs import make_inputs
 from nsa_core.bench.shapes import PAPER_BLOCKS, parse_shape
@@ -56,6 +57,27 @@ def test_backward_gives_the_gradients_of_what_came_in(phase: str) -> None:
     assert [r.slot for r in trace if r.direction == "forward"] == ([] if phase == "backward" else list(SLOTS))
     wanted = torch.autograd.grad(by_hand(x, plan), [getattr(x, name) for name in INPUTS], x.do)
     assert all(torch.equal(got, want) for got, want in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["dense", "rival"])
+@pytest.mark.parametrize("phase", ["backward", "both"])
+def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind: str) -> None:
+    """A leaf first used on one stream ends its backwards there: captured on another, they would be no CUDA graph."""
+    x, seen = make_inputs("random", CONFIG, batch=1, length=8, dtype=torch.float64, device="cpu", seed=0), []
+
+    def forward(given):  # type: ignore[no-untyped-def]
+        seen.append(given)
+        return given.q * 2 + (given.gates.sum() + given.k.sum() + given.v.sum())
+
+    (work,) = works_of(x, CONFIG, phase, {}, [Dense("other", forward, kind=kind)])
+    for call in (work.make(), work.make()):
+        assert torch.equal(call()[0], 2 * x.do)
+    first, second = seen
+    for name in ("q", "k", "v", "gates")[: 3 if kind == "dense" else 4]:
+        leaves = [getattr(inputs, name) for inputs in (x, first, second)]
+        assert len({id(leaf) for leaf in leaves}) == 3
+        assert len({leaf.data_ptr() for leaf in leaves}) == 1
+        assert all(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
 
 
 def test_the_layer_that_is_timed_is_that_of_the_published_figures() -> None:

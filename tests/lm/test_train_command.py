@@ -186,7 +186,6 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
     assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
 
 
-@pytest.mark.slow
 def test_the_benchmark_runs_every_section_small(tmp_path):
     file = tmp_path / "train.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--quick", "--device", "cpu", "--json", str(file)]

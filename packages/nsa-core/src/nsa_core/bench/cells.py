@@ -50,11 +50,11 @@ def works_of(
     """
     works: list[Work] = []
     for rival in (r for r in rivals if r.kind == "dense"):
-        works.append(Work(rival.name, _phased(_rival(rival, x), [x.q, x.k, x.v], x.do, phase), True))
+        works.append(Work(rival.name, _phased(_rival(rival, x), _leaves(x)[:3], x.do, phase), True))
     for name, plan in plans.items():
-        works.append(Work(TOTAL + name, _phased(_core(x, config, plan), [x.q, x.k, x.v, x.gates], x.do, phase), True))
+        works.append(Work(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True))
     for rival in (r for r in rivals if r.kind != "dense"):
-        make = _phased(_rival(rival, x), [x.q, x.k, x.v, x.gates], x.do, phase)
+        make = _phased(_rival(rival, x), _leaves(x), x.do, phase)
         works.append(Work(rival.name, guarded(make), True))
     if not parts:
         return works
@@ -73,41 +73,48 @@ def works_of(
 Call = Callable[[], Any]
 
 
-def _phased(forward: Call, leaves: Sequence[torch.Tensor], do: Any, phase: str) -> Callable[[], Call]:
-    """A setup that returns the call of ``phase`` of ``forward``."""
+def _phased(forward: Callable[..., Any], leaves: Sequence[torch.Tensor], do: Any, phase: str) -> Callable[[], Call]:
+    """A setup that returns the call of ``phase`` of ``forward``, a function of ``leaves``.
 
-    def only_forward() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    def both() -> Any:
-        return torch.autograd.grad(forward(), leaves, do)
+    Each setup has leaves of its own over the same memory: autograd ends a backward on the stream where a leaf was first
+    used, and a CUDA graph that captures on another stream would be invalid.
+    """
 
     def make() -> Call:
+        own = [leaf.detach().requires_grad_(phase != "forward") for leaf in leaves]
+
+        def only_forward() -> Any:
+            with torch.no_grad():
+                return forward(*own)
+
         if phase == "forward":
             return only_forward
         if phase == "both":
-            return both
-        o = forward()
-        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+            return lambda: torch.autograd.grad(forward(*own), own, do)
+        o = forward(*own)
+        return lambda: torch.autograd.grad(o, own, do, retain_graph=True)
 
     return make
 
 
-def _core(x: Inputs, config: NSAConfig, plan: Plan) -> Call:
-    return lambda: nsa_attention(x.q, x.k, x.v, x.gates, config=config, plan=plan)
+def _leaves(x: Inputs) -> list[torch.Tensor]:
+    return [x.q, x.k, x.v, x.gates]
 
 
-def _rival(rival: Dense, x: Inputs) -> Call:
-    return lambda: rival.forward(x)
+def _core(config: NSAConfig, plan: Plan) -> Callable[..., Any]:
+    return lambda q, k, v, gates: nsa_attention(q, k, v, gates, config=config, plan=plan)
+
+
+def _rival(rival: Dense, x: Inputs) -> Callable[..., Any]:
+    return lambda *leaves: rival.forward(Inputs(*leaves, *[*_leaves(x), x.do][len(leaves) :]))
 
 
 def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return mean_compress(x.k, config.geometry), mean_compress(x.v, config.geometry)
+    def forward(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mean_compress(k, config.geometry), mean_compress(v, config.geometry)
 
     with torch.no_grad():
-        do = [torch.ones_like(part) for part in forward()]
+        do = [torch.ones_like(part) for part in forward(x.k, x.v)]
     return _phased(forward, [x.k, x.v], do, phase)
 
 
@@ -119,8 +126,8 @@ def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -
         if slot == "select":
             kernel = plan.select
             return lambda: kernel(*tensors)
-        leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
-        return _phased(lambda: _first(getattr(plan, slot)(*tensors)), leaves, x.do, phase)()
+        leaves, blocks = ([t for t in tensors if t.is_floating_point() is floats] for floats in (True, False))
+        return _phased(lambda *own: _first(getattr(plan, slot)(*own, *blocks)), leaves, x.do, phase)()
 
     return Work(part_key(slot, plan), make)
 
