@@ -32,7 +32,10 @@ from nsa_core.verify import dense
 from nsa_core.verify.judge import heads_first, judge
 
 GEOMETRY = BlockGeometry()
-SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
+SHAPES = {  # heads, kv heads, Dk, Dv, tokens
+    "64/4/128": (64, 4, 128, 128, 65536), "32/8/128": (32, 8, 128, 128, 32768), "12/2/64": (12, 2, 64, 64, 65536),
+    "64/4/192/128": (64, 4, 192, 128, 32768),
+}  # fmt: skip
 AIM = {"64/4/128": (29.9, 15), "32/8/128": (18.2, 6), "12/2/64": (6.3, 3)}  # ms: best rival, what we want
 BASE = {"KEYS": 64, "SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
 ADDED = [  # TURN, ROWS, num_warps, num_stages
@@ -40,6 +43,9 @@ ADDED = [  # TURN, ROWS, num_warps, num_stages
 ]  # fmt: skip
 REST = [(0, 32, 4, 3), (0, 64, 8, 2), (0, 64, 4, 3), (1, 64, 8, 2)]  # dk and dv alone
 TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 3)]  # KEYS, ROWS, num_warps, num_stages
+WIDE_ADDED = [(0, 64, 8, 2, 32), (0, 32, 4, 2, 32)]  # the same and KEYS: Dk above 128, held in 256 columns
+WIDE_REST = [(0, 16, 8, 3), (0, 64, 8, 2, 32), (0, 128, 8, 2, 32), (0, 32, 4, 2, 32), (0, 16, 4, 2), (0, 32, 4, 2)]
+WIDE_TILES = [(32, 64, 8, 2), (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2)]
 SEGMENTS = (8192, 131072)
 WORKERS = 12
 
@@ -52,24 +58,32 @@ class Kind:
     rows: int
     warps: int
     stages: int
+    keys: int = BASE["KEYS"]
     ordered: bool = False  # then dq is left to the tiles
 
     def settings(self, segment: int = BASE["SEGMENT"]) -> dict[str, int]:
         """As a row of the tuned table."""
         tile = {"TURN": self.turn, "ROWS": self.rows, "num_warps": self.warps, "num_stages": self.stages}
+        tile |= {"KEYS": self.keys}
         return BASE | tile | {"SEGMENT": segment}
 
     def __str__(self) -> str:
         what = "dk dv ordered" if self.ordered else "dq dk dv"
-        return f"{what:13} TURN={self.turn} ROWS={self.rows} warps={self.warps} stages={self.stages}"
+        tile = f"KEYS={self.keys} ROWS={self.rows}"
+        return f"{what:13} TURN={self.turn} {tile} warps={self.warps} stages={self.stages}"
 
 
-def kinds(quick: bool) -> list[Kind]:
+def kinds(shape: str, quick: bool) -> list[Kind]:
     """All that are timed, the likeliest first."""
+    added, rest = (WIDE_ADDED, WIDE_REST) if SHAPES[shape][2] > 128 else (ADDED, REST)
     if quick:
-        return [Kind(*tile) for tile in ADDED[:3]]
-    some = [Kind(*tile) for tile in ADDED]
-    return some + [Kind(*tile, ordered=True) for tile in REST]
+        return [Kind(*tile) for tile in added[:3]]
+    return [Kind(*tile) for tile in added] + [Kind(*tile, ordered=True) for tile in rest]
+
+
+def tiles_of(shape: str) -> list[tuple[int, int, int, int]]:
+    """Those of dq's pass."""
+    return WIDE_TILES if SHAPES[shape][2] > 128 else TILES
 
 
 def dq_settings(tile: tuple[int, int, int, int]) -> dict[str, int]:
@@ -96,16 +110,16 @@ def past_blocks(kind: str, length: int, groups: int) -> Tensor:
 
 def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCall]:
     """do, q, k, v, o, lse, and the call."""
-    heads, groups, width, full = SHAPES[shape]
+    heads, groups, dk, dv, full = SHAPES[shape]
     length = length or full
     torch.manual_seed(0)
     made = [
         torch.randn((1, length, n, width), device="cuda", dtype=torch.bfloat16)
-        for n in (heads, heads, groups, groups, heads)
+        for n, width in ((heads, dv), (heads, dk), (groups, dk), (groups, dv), (heads, dv))
     ]
     seen = GEOMETRY.num_selected_blocks * GEOMETRY.select_block_size
     lse = torch.full((1, heads, length), math.log(seen) + 0.5, device="cuda")
-    return [*made, lse], SlotCall(GEOMETRY, width**-0.5)
+    return [*made, lse], SlotCall(GEOMETRY, dk**-0.5)
 
 
 CASES = [(16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128), (12, 256, 256)]  # h, Dk, Dv
@@ -192,11 +206,10 @@ def measure(shape: str, kind: str, quick: bool) -> None:
     tensors, call = problem(shape)
     do, q, k, v, o, lse = tensors
     blocks = past_blocks(kind, q.shape[1], k.shape[-2])
-    rival, aim = AIM[shape]
-    print(f"{shape} S={q.shape[1]} {kind}: rival {rival} ms, aim {aim} ms", flush=True)
+    print(f"{shape} S={q.shape[1]} {kind}: best rival and aim in ms: {AIM.get(shape, 'none')}", flush=True)
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
     lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
-    product = 2 * int(lists.offsets[-1]) * what.heads * GEOMETRY.select_block_size * q.shape[-1]
+    product = int(lists.offsets[-1]) * what.heads * GEOMETRY.select_block_size * (q.shape[-1] + v.shape[-1])
 
     def rate(count: int) -> Callable[[float], str]:
         return lambda ms: f"{count * product / ms / 1e9:6.0f} TFLOP/s"
@@ -214,10 +227,10 @@ def measure(shape: str, kind: str, quick: bool) -> None:
         one = functools.partial(one, ordered=form.ordered)
         return attempt(f"{form} SEGMENT={segment}", one, rate(4 if form.ordered else 5))
 
-    taken = {form: block_pass(form) for form in kinds(quick)}
+    taken = {form: block_pass(form) for form in kinds(shape, quick)}
     for segment in SEGMENTS:
         block_pass(min((form for form in taken if not form.ordered), key=lambda form: taken[form]), segment)
-    for tile in TILES:
+    for tile in tiles_of(shape):
         tile_pass = functools.partial(sel_backward.tile_gradients, what, blocks, dq_settings(tile))
         attempt(f"dq by tile, {dq_settings(tile)}", tile_pass, rate(3))
 
@@ -231,7 +244,7 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # in the pool's processes
-    start, forms = time.time(), [*kinds(arguments.quick), *TILES]
+    start = time.time()
     with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
 
         def begin(function: Callable[..., list[str]], *given: Any) -> concurrent.futures.Future[list[str]]:
@@ -239,7 +252,8 @@ def main() -> None:
             task.add_done_callback(report)
             return task
 
-        tasks = [begin(compiled, shape, form) for form, shape in itertools.product(forms, arguments.shape)]
+        forms = {shape: [*kinds(shape, arguments.quick), *tiles_of(shape)] for shape in arguments.shape}
+        tasks = [begin(compiled, shape, form) for shape in forms for form in forms[shape]]
         cases = [] if arguments.no_check else list(itertools.product((False, True), CASES))
         tasks += [begin(judged, torch.bfloat16, packed, *case) for packed, case in cases]
         tasks += [begin(judged, torch.float16, packed, *case) for packed, case in cases[::2]]

@@ -29,7 +29,10 @@ from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry()
-SHAPES = {"64/4/128": (64, 4, 128, 65536), "32/8/128": (32, 8, 128, 32768), "12/2/64": (12, 2, 64, 65536)}
+SHAPES = {  # heads, kv heads, Dk, Dv, tokens
+    "64/4/128": (64, 4, 128, 128, 65536), "32/8/128": (32, 8, 128, 128, 32768), "12/2/64": (12, 2, 64, 64, 65536),
+    "64/4/192/128": (64, 4, 192, 128, 32768),
+}  # fmt: skip
 # ms on an H200: what the piece is to beat, forward and backward.
 TARGETS = {
     ("win", "64/4/128"): (2.5, 7.0), ("cmp", "64/4/128"): (9.0, 25.0), ("win", "32/8/128"): (1.2, 3.7),
@@ -71,6 +74,26 @@ CANDIDATES = {
         (64, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 2, 0, 1),
     ),
 }  # fmt: skip
+WIDE = {  # Dk above 128, held in 256 columns
+    ("win", "forward"): rows(FORWARD, (128, 4, 64, 8, 2, 0, 1), (64, 4, 64, 4, 2, 0, 1), (64, 4, 32, 4, 2, 168, 1)),
+    ("cmp", "forward"): rows(FORWARD, (128, 1, 64, 8, 2, 0, 1), (64, 1, 64, 4, 2, 0, 1), (64, 1, 32, 4, 2, 168, 1)),
+    ("win", "dq"): rows(
+        DQ, (64, 4, 32, 4, 2, 0, 1), (64, 4, 64, 4, 2, 0, 1), (128, 4, 64, 8, 2, 0, 1), (128, 4, 32, 8, 2, 0, 1),
+        (64, 4, 32, 4, 2, 0, 0),
+    ),
+    ("cmp", "dq"): rows(
+        DQ, (64, 1, 32, 4, 2, 0, 1), (64, 1, 64, 4, 2, 0, 1), (128, 1, 64, 8, 2, 0, 1), (128, 1, 32, 8, 2, 0, 1),
+        (64, 1, 32, 4, 2, 0, 0),
+    ),
+    ("win", "dkdv"): rows(
+        DKDV, (128, 32, 1, 8, 2, 0, 1), (64, 64, 1, 8, 2, 0, 1), (32, 64, 1, 8, 2, 0, 1), (32, 64, 1, 8, 2, 128, 1),
+        (32, 64, 1, 8, 2, 0, 0), (64, 32, 1, 4, 2, 0, 1), (64, 16, 1, 4, 3, 0, 1),
+    ),
+    ("cmp", "dkdv"): rows(
+        DKDV, (128, 32, 1, 8, 2, 0, 1), (128, 32, 4, 8, 2, 0, 0), (64, 64, 4, 8, 2, 0, 1), (32, 64, 4, 8, 2, 0, 1),
+        (32, 64, 4, 8, 2, 128, 1), (32, 64, 4, 8, 2, 0, 0), (64, 32, 4, 4, 2, 0, 1), (64, 16, 4, 4, 3, 0, 1),
+    ),
+}  # fmt: skip
 
 
 def span_of(slot: str) -> tuple[int, int, int]:
@@ -91,12 +114,12 @@ def visible(slot: str, length: int, keys: int, device: str) -> Tensor:
 class Case:
     """One slot and shape at one length, with everything the pieces read."""
 
-    def __init__(self, slot: str, heads: int, groups: int, width: int, length: int) -> None:
-        self.slot, self.span, self.scale = slot, span_of(slot), width**-0.5
+    def __init__(self, slot: str, heads: int, groups: int, dk: int, dv: int, length: int) -> None:
+        self.slot, self.span, self.scale = slot, span_of(slot), dk**-0.5
         keys = length if slot == "win" else GEOMETRY.num_compressed(length)
         torch.manual_seed(0)
-        shapes = ((heads, length), (groups, keys), (groups, keys), (heads, length))
-        made = [torch.randn((1, n, h, width), device="cuda", dtype=torch.bfloat16) for h, n in shapes]
+        shapes = ((length, heads, dk), (keys, groups, dk), (keys, groups, dv), (length, heads, dv))
+        made = [torch.randn((1, *shape), device="cuda", dtype=torch.bfloat16) for shape in shapes]
         self.q, self.k, self.v, self.do = made
         self.seqs = Sequences.of(self.q, SlotCall(GEOMETRY, self.scale))
         self.o, self.lse = span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale)
@@ -175,8 +198,7 @@ def attempt(run: Callable[[], Any]) -> Any:
 @functools.cache
 def short(slot: str, shape: str) -> tuple[Case, dict[str, tuple[Tensor, ...]]]:
     """A case of 700 tokens and its truth."""
-    heads, groups, width, _ = SHAPES[shape]
-    case = Case(slot, heads, groups, width, 700)
+    case = Case(slot, *SHAPES[shape][:4], 700)
     return case, case.truth()
 
 
@@ -186,23 +208,23 @@ def check(slot: str, shape: str, piece: str, settings: dict[str, int] | None) ->
     return attempt(lambda: distance(getattr(case, piece)(settings), truth[piece]))  # type: ignore[no-any-return]
 
 
-def operations(slot: str, heads: int, width: int, length: int) -> float:
+def operations(slot: str, heads: int, widths: int, length: int) -> float:
     """Forward operations."""
     size, stride, window = span_of(slot)
     if window:
         pairs = length * window - window * (window - 1) / 2
     else:
         pairs = sum(max(0, (t + 1 - size) // stride + 1) for t in range(length))
-    return 4.0 * pairs * heads * width
+    return 2.0 * pairs * heads * widths
 
 
 def measure(slot: str, shape: str, work: list[tuple[str, Any]], errors: list[float | str]) -> None:
     """Time and print every configuration of one slot and shape."""
-    heads, groups, width, length = SHAPES[shape]
-    big = Case(slot, heads, groups, width, length)
-    forward_operations = operations(slot, heads, width, length)
+    heads, _, dk, dv, length = SHAPES[shape]
+    big = Case(slot, *SHAPES[shape])
+    forward_operations = operations(slot, heads, dk + dv, length)
     share = {"forward": 1.0, "dq": 2.5 * 6 / 14, "dkdv": 2.5 * 8 / 14, "backward": 2.5}
-    print(f"\n{slot} {shape} S={length}; targets forward {TARGETS[slot, shape][0]}, backward {TARGETS[slot, shape][1]}")
+    print(f"\n{slot} {shape} S={length}; targets, forward and backward: {TARGETS.get((slot, shape), 'none')}")
     for (piece, settings), error in zip(work, errors):
         label = " ".join(f"{k}={v}" for k, v in settings.items()) if settings else "shipped"
         ms = error
@@ -228,7 +250,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}", flush=True)
     work = [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
     tables = {
-        (slot, shape): [(p, s) for p in options.piece for s in CANDIDATES[slot, p]] + work
+        (slot, shape): [
+            (p, s) for p in options.piece for s in (WIDE if SHAPES[shape][2] > 128 else CANDIDATES)[slot, p]
+        ]
+        + work
         for shape in options.shape
         for slot in options.slot
     }
