@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import types
@@ -92,15 +93,29 @@ def test_what_cannot_be_captured_says_so(device):
 class FakeCuda:
     """Streams and modes of torch.cuda, without a device; a capture fails as torch's does, its stream left current."""
 
-    def __init__(self, monkeypatch, capture_fails: bool) -> None:
+    def __init__(self, monkeypatch, capture_fails: bool, replay_fails: bool = False, open_after: bool = True) -> None:
         self.current, self.mode, self.captures, self.fails = "before", 0, 0, capture_fails
+        self.open_after, self.given_back = open_after, []
         names = ("stream", "graph", "set_stream", "get_sync_debug_mode", "set_sync_debug_mode")
         for name in names:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda other: None))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+        replay = self.refuse if replay_fails else lambda: None
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=replay))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, functools.partial(self.give_back, name), raising=False)
+
+    def give_back(self, name, device, pool):
+        if not self.open_after:
+            raise RuntimeError("not recording")
+        self.given_back.append((name, device, pool))
+
+    def refuse(self):
+        raise RuntimeError("no replay")
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -111,7 +126,7 @@ class FakeCuda:
             self.current = before
 
     @contextlib.contextmanager
-    def graph(self, graph, stream):
+    def graph(self, graph, pool, stream):
         self.captures += 1
         self.current = stream
         yield
@@ -135,6 +150,22 @@ def test_a_failed_capture_leaves_the_stream_and_the_mode_as_they_were(monkeypatc
         None, "RuntimeError: operation failed due to a previous error during capture",
     )  # fmt: skip
     assert (cuda.current, cuda.mode, cuda.captures) == ("before", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fails", "given_back"),
+    [
+        ({"capture_fails": True}, [(f"_cuda_{name}", 3, "pool") for name in ("endAllocateToPool", "releasePool")]),
+        ({"capture_fails": True, "open_after": False}, []),  # a torch that has ended it itself
+        ({"capture_fails": False, "replay_fails": True}, []),  # torch has the pool in hand
+        ({"capture_fails": False}, []),
+    ],
+)
+def test_a_failed_capture_gives_its_memory_back(monkeypatch, fails, given_back):
+    cuda = FakeCuda(monkeypatch, **fails)
+    replay, why = CudaClock._captured(ScriptedClock(), lambda: lambda: None)
+    assert (replay is None) == any(fails.get(name) for name in ("capture_fails", "replay_fails")), why
+    assert cuda.given_back == given_back
 
 
 def test_a_call_that_waits_for_the_device_is_found_out_before_a_capture(monkeypatch):

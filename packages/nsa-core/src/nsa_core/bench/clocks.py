@@ -140,7 +140,7 @@ class CudaClock:
         """The call as a graph; or None, and why it cannot be captured (it waits for the device, say)."""
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool, captures = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
         try:
             with torch.cuda.stream(stream):
                 call = make()  # a backward runs on its forward's stream: both on the one that captures
@@ -148,13 +148,17 @@ class CudaClock:
                 with _waiting_raises():
                     call()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
+            captures = True
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 call()
+            captures = False
             graph.replay()
             torch.cuda.synchronize()
         except (RuntimeError, NSAError) as error:
             torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture fails
             torch.cuda.synchronize()
+            if captures:
+                _give_back(pool)
             return None, describe_error(error)
 
         def replay() -> Any:
@@ -175,6 +179,16 @@ def _waiting_raises() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def _give_back(pool: Any) -> None:
+    """End the capture into ``pool``, which has failed, for the allocator too.
+
+    torch (2.11 is one) leaves it open there: then no cached memory is freed any more, and a GPU fills up.
+    """
+    with contextlib.suppress(RuntimeError):  # a torch that has ended it itself
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 class EagerClock:
