@@ -24,10 +24,13 @@ def decode_figure(result: Result) -> Any:
     figure = Figure(figsize=(13, sum(heights) + 0.6), layout="constrained")
     grid = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
     colours = colours_of(result)
-    for axes, (group, found) in zip(grid, groups.items()):
+    for axes, height, (group, found) in zip(grid, heights, groups.items()):
         _times(axes[0], [m for m in found if m.performance], colours)
         axes[0].set_title(f"{group[0]} {group[1]}: a step (cache: {group[2]})")
-        _shares(axes[1], [m for m in found if shares_of(m)])
+        if shared := [m for m in found if shares_of(m)]:
+            _shares(axes[1], shared, below=0.6 / height)
+        else:
+            axes[1].set_axis_off()
     figure.suptitle(f"nsa bench --phase decode on {result.environment.get('device', '?')}")
     return figure
 
@@ -45,9 +48,11 @@ def _times(axes: Any, found: list[Measurement], colours: dict[str, str]) -> None
             assert m.performance is not None  # the caller's choice
             p = m.performance
             axes.barh(place, p.median_ms, color=colours[m.subject], height=0.8, alpha=0.9)
+            right = p.median_ms
             if m.kind != "layer":
                 axes.plot([m.floor_ms] * 2, [place - 0.4, place + 0.4], color="black", lw=1.5)
-            axes.text(p.median_ms * 1.05, place, f"{number(p.median_ms)} ms", va="center", fontsize=8)
+                right = max(right, m.floor_ms)  # a dense kernel sits on its floor: the number stands behind both
+            axes.text(right * 1.08, place, f"{number(p.median_ms)} ms", va="center", fontsize=8)
             ticks.append((place, f"{m.subject}  {cell}"))
             place += 1
         place += 0.6
@@ -55,12 +60,12 @@ def _times(axes: Any, found: list[Measurement], colours: dict[str, str]) -> None
     axes.set_ylim(place, -0.8)
     axes.set(xscale="log", xlabel="ms per step (median; black: the floor of its bytes and operations)")
     low, high = axes.get_xlim()
-    axes.set_xlim(low, high * 2.5)
+    axes.set_xlim(low, high * (high / low) ** 0.15)  # room for the numbers
     axes.grid(alpha=0.25, axis="x")
 
 
-def _shares(axes: Any, found: list[Measurement]) -> None:
-    """Each slot alone over the step by its slots, a bar per cell."""
+def _shares(axes: Any, found: list[Measurement], below: float) -> None:
+    """Each slot alone over the step by its slots, a bar per cell; the legend ``below`` the axes, in their height."""
     for height, m in enumerate(found):
         left = 0.0
         for name, share in shares_of(m).items():
@@ -73,4 +78,4 @@ def _shares(axes: Any, found: list[Measurement]) -> None:
     axes.set_ylim(len(found) - 0.3, -0.7)
     axes.set_xlim(0, max([1.0, *(sum(shares_of(m).values()) for m in found)]) * 1.25)
     axes.set(xlabel="time of each slot over that of the step by its slots", title="shares")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False, ncols=3)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3)
