@@ -74,7 +74,7 @@ CANDIDATES = {
         (64, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 2, 0, 1),
     ),
 }  # fmt: skip
-WIDE = {  # Dk above 128, held in 256 columns
+WIDE = {  # Dk above 128, held in 256 columns; TMA has no effect at 192, which descriptors_fit does not take yet
     ("win", "forward"): rows(FORWARD, (128, 4, 64, 8, 2, 0, 1), (64, 4, 64, 4, 2, 0, 1), (64, 4, 32, 4, 2, 168, 1)),
     ("cmp", "forward"): rows(FORWARD, (128, 1, 64, 8, 2, 0, 1), (64, 1, 64, 4, 2, 0, 1), (64, 1, 32, 4, 2, 168, 1)),
     ("win", "dq"): rows(

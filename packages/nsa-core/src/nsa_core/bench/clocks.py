@@ -186,7 +186,7 @@ def _give_back(pool: Any) -> None:
 
     torch (2.11 is one) leaves it open there: then no cached memory is freed any more, and a GPU fills up.
     """
-    with contextlib.suppress(RuntimeError):  # a torch that has ended it itself
+    with contextlib.suppress(RuntimeError, AttributeError):  # a torch that has ended it itself, or hides how
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
