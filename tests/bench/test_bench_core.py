@@ -73,6 +73,7 @@ def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind:
     for call in (work.make(), work.make()):
         assert torch.equal(call()[0], 2 * x.do)
     first, second = seen
+    assert all(given.do is x.do and (given.gates is x.gates) == (kind == "dense") for given in seen)
     for name in ("q", "k", "v", "gates")[: 3 if kind == "dense" else 4]:
         leaves = [getattr(inputs, name) for inputs in (x, first, second)]
         assert len({id(leaf) for leaf in leaves}) == 3

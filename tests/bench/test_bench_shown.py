@@ -8,6 +8,8 @@ import pytest
 
 from nsa_core.bench.result import read_result
 
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
 
 def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
     pytest.importorskip("matplotlib")
@@ -28,7 +30,7 @@ def test_times_within_a_decade_have_labels():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     from nsa_cli.plots import _over_length
 
-    result = read_result(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "core.json")
+    result = read_result(RESULTS / "core.json")
     cells = [m for m in result.measurements if m.performance and 2 < m.performance.median_ms < 8]
     assert len(cells) > 2
     axes = figure.subplots()
@@ -39,6 +41,26 @@ def test_times_within_a_decade_have_labels():
     texts = [x.label1.get_text() for x in ticks if low < x.get_loc() < high and x.label1.get_text()]
     assert texts
     assert [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks()] == ["32k", "64k"]
+
+
+def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
+    pytest.importorskip("matplotlib")
+    from nsa_cli.bench_decode import shares_of
+    from nsa_cli.plots_decode import decode_figure
+
+    result = read_result(RESULTS / "decode.json")
+    figure = decode_figure(result)
+    figure.draw_without_rendering()
+    numbers = 0
+    for axes in figure.axes[::2]:
+        marks = {round(line.get_ydata().mean(), 3): line.get_window_extent().x1 for line in axes.lines}
+        for text in axes.texts:
+            box, numbers = text.get_window_extent(), numbers + 1
+            assert marks.get(round(text.get_position()[1], 3), 0) + 2 < box.x0 < box.x1 < axes.bbox.x1, text.get_text()
+    assert numbers == sum(m.performance is not None for m in result.measurements)
+    shown = [axes.axison for axes in figure.axes[1::2]]
+    shapes = list(dict.fromkeys(m.shape for m in result.measurements))
+    assert shown == [any(m.shape == shape and shares_of(m) for m in result.measurements) for shape in shapes]
 
 
 def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeypatch, tmp_path):

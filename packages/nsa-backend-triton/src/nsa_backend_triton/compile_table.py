@@ -28,9 +28,9 @@ SHAPES = {
 STEPS = {"step": 1, "steps": 4}  # new tokens a sequence
 MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
 MORE_SPILLS = {
-    # Timed on an H200 beside forms that spill less, which are slower: three programs a multiprocessor.
+    # With three programs a multiprocessor it was faster, at six heads on an H200, than forms of two that spill less.
     "select_forward | sm_90 | select, h=4 | 64/64 bfloat16": 1600,
-    # The tile shape of width 128, timed there; at 96 masks take registers as well.
+    # The tile shape of width 128, chosen by time there, where it spills 324; at 96 masks take registers as well.
     "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16": 640,
 }
 _BASE = Request(
@@ -45,8 +45,9 @@ that ship, from the launches that a call of its slot makes: 64 query heads over 
 l=32, d=16, l'=64, n=16, w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536
 tokens, one new token each, `steps`: four each. A test compiles a part of this table again in every ordinary run, and
 all of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
-{wide} in float32 (which is there to verify the compiled logic, not to be fast), but for {more} rows whose tile shapes
-were faster on an H200 than those that spill less; the figures as printed here where triton's version is the same.
+{wide} in float32 (which is there to verify the compiled logic, not to be fast), but for {more} rows, named with
+the reason in `nsa_backend_triton.compile_table.MORE_SPILLS`; the figures as printed here where triton's version is the
+same.
 
 sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares that of sm_80,
 sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.

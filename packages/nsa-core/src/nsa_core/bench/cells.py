@@ -20,6 +20,7 @@ from nsa_core.plan import Plan
 
 PHASES = ("forward", "backward", "both")
 TOTAL = "total "
+LEAVES = ("q", "k", "v", "gates")  # of Inputs; dense attention has no gates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _phased(forward: Callable[..., Any], leaves: Sequence[torch.Tensor], do: Any
 
 
 def _leaves(x: Inputs) -> list[torch.Tensor]:
-    return [x.q, x.k, x.v, x.gates]
+    return [getattr(x, name) for name in LEAVES]
 
 
 def _core(config: NSAConfig, plan: Plan) -> Callable[..., Any]:
@@ -106,7 +107,7 @@ def _core(config: NSAConfig, plan: Plan) -> Callable[..., Any]:
 
 
 def _rival(rival: Dense, x: Inputs) -> Callable[..., Any]:
-    return lambda *leaves: rival.forward(Inputs(*leaves, *[*_leaves(x), x.do][len(leaves) :]))
+    return lambda *leaves: rival.forward(dataclasses.replace(x, **dict(zip(LEAVES, leaves))))
 
 
 def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
