@@ -63,7 +63,8 @@ def sel_program(
     )  # fmt: skip
     is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV)
     if is_last:
-        o, lse = finish(m, l, acc)
+        divisor, lse = finish(m, l)
+        o = acc / divisor[:, None]
         wide = tl.arange(0, BLOCK_DV)
         mask = exists[:, None] & (wide < DV)[None, :]
         if GATED:

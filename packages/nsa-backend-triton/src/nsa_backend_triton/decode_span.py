@@ -74,7 +74,8 @@ def span_program(
     if ATTEND:
         is_last, m, l, acc = hand_in(m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV)
         if is_last:
-            o, lse = finish(m, l, acc)
+            divisor, lse = finish(m, l)
+            o = acc / divisor[:, None]
             wide = tl.arange(0, BLOCK_DV)
             o_at = O + seq * o_seq + (local * o_row + head * DV)[:, None] + wide[None, :]
             tl.store(o_at, o.to(O.dtype.element_ty), mask=exists[:, None] & (wide < DV)[None, :])

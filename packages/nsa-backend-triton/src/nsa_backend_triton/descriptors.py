@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_backend_triton.launch import band
+
 
 def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
-    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D a power of two from 16.
+    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D whole bands.
 
     Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
     """
@@ -16,7 +17,7 @@ def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
         x.numel()
         and x.data_ptr() % 16 == 0
         and all(n > 0 and n * x.itemsize % 16 == 0 for n in x.stride()[:-1])
-        and x.shape[-1] == max(16, triton.next_power_of_2(x.shape[-1]))
+        and x.shape[-1] % band(x.shape[-1]) == 0
         for x in rows
     )
 
@@ -29,9 +30,8 @@ class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no type
 
 
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, G, D], read in tiles of ``block`` rows of one head; zero past its end."""
-    width = x.shape[3]
-    return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, max(16, 1 << (width - 1).bit_length())])
+    """x [B, L, G, D], read in tiles of ``block`` rows of one head, a band of columns at a time; zero past its end."""
+    return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, band(x.shape[3])])
 
 
 def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor:

@@ -81,6 +81,12 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def band(width: int) -> int:
+    """Columns of a band of rows ``width`` wide, see tile.py: a power of two that holds them, or a third of them."""
+    whole = max(16, 1 << (width - 1).bit_length())
+    return whole // 4 if whole >= 64 and 4 * width <= 3 * whole else whole
+
+
 Shape: TypeAlias = Sequence[int]
 
 

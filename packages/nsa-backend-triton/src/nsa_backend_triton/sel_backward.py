@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -55,9 +54,9 @@ class Problem(NamedTuple):
         width_k, width_v = self.k.shape[-1], self.v.shape[-1]
         return {
             "HEADS": self.heads, "GROUPS": self.k.shape[-2], "DIM_K": width_k, "DIM_V": width_v,
-            "WIDTH_K": max(16, triton.next_power_of_2(width_k)), "WIDTH_V": max(16, triton.next_power_of_2(width_v)),
+            "WIDTH_K": launch.band(width_k), "WIDTH_V": launch.band(width_v),
             "SIZE": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
-            "ACC": launch.accumulator(self.q.dtype), "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+            "ACC": launch.accumulator(self.q.dtype),
         }  # fmt: skip
 
 
@@ -139,7 +138,7 @@ def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: config
     add = [
         Launch(
             sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head, chunk,
-            GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=triton.next_power_of_2(x.shape[-1]),
+            GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=launch.band(x.shape[-1]),
             SIZE=call.geometry.select_block_size, KEYS=settings["KEYS"], VARLEN=seqs.packed,
             ACC=launch.accumulator(x.dtype),
         )

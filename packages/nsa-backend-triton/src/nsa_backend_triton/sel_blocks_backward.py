@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.tile import LOG2E, owner, place
+from nsa_backend_triton.tile import LOG2E, add_dot, dot_columns, owner, place, scale_rows, turn, zero_rows
 
 
 @triton.jit
@@ -77,30 +77,34 @@ def sel_chunk(OFFSETS, item, n_buckets, chunk):
 
 @triton.jit
 def sel_load(X, at, head, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [N, WIDTH] of x, 0 where not ``ok`` [N] and from column DIM on.
+    """Rows [N, DIM] of X in bands, 0 where not ``ok`` [N].
 
     They begin at offsets ``at`` + ``head`` [N], of which ``head`` (None: 0) is a loop's constant.
     """
-    col = tl.arange(0, WIDTH)
-    mask = ok[:, None] if DIM == WIDTH else ok[:, None] & (col < DIM)[None, :]
-    # Constants are added to each other first: in a loop an offset is one multiplication and addition.
-    inner = col[None, :] if head is None else head[:, None] + col[None, :]
-    return tl.load(X + (at[:, None] + inner), mask=mask, other=0.0)
+    x = ()
+    for first in tl.static_range(0, DIM, WIDTH):
+        col = first + tl.arange(0, WIDTH)
+        mask = ok[:, None] if first + WIDTH <= DIM else ok[:, None] & (col < DIM)[None, :]
+        # Constants are added to each other first: in a loop an offset is one multiplication and addition.
+        inner = col[None, :] if head is None else head[:, None] + col[None, :]
+        x = x + (tl.load(X + (at[:, None] + inner), mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return x
 
 
 @triton.jit
 def sel_put(X, at, head, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
     """Inverse of sel_load: store, or add without an order. ``ok`` None: every row is there."""
-    col = tl.arange(0, WIDTH)
-    mask = None if DIM == WIDTH else (col < DIM)[None, :]
-    if ok is not None:
-        mask = ok[:, None] if DIM == WIDTH else ok[:, None] & mask
-    inner = col[None, :] if head is None else head[:, None] + col[None, :]
-    where = X + (at[:, None] + inner)
-    if ADD:
-        tl.atomic_add(where, x, mask=mask, sem="relaxed")
-    else:
-        tl.store(where, x, mask=mask)
+    for i in tl.static_range((DIM + WIDTH - 1) // WIDTH):
+        col = i * WIDTH + tl.arange(0, WIDTH)
+        mask = None if (i + 1) * WIDTH <= DIM else (col < DIM)[None, :]
+        if ok is not None:
+            mask = ok[:, None] if mask is None else ok[:, None] & mask
+        inner = col[None, :] if head is None else head[:, None] + col[None, :]
+        where = X + (at[:, None] + inner)
+        if ADD:
+            tl.atomic_add(where, x[i], mask=mask, sem="relaxed")
+        else:
+            tl.store(where, x[i].to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -150,7 +154,7 @@ def sel_rows_backward(
     Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows (token, head) [ROWS], ``ok`` those there. Returns dk, dv with the tile added.
 
@@ -167,27 +171,30 @@ def sel_rows_backward(
     lse, delta = sel_row_numbers(LSE, DELTA, at, ok, ROWS)
     seen = None
     if TURN:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dk.dtype)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dk.dtype)
+        s = dot_columns(q, turn(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(do, turn(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if MASKED:
             seen = key[None, :] <= token[:, None]
         p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
-        p, ds = tl.trans(p.to(do.dtype)), tl.trans(ds.to(k.dtype))
+        p, ds = tl.trans(p.to(do[0].dtype)), tl.trans(ds.to(k[0].dtype))
     else:
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=dk.dtype)
+        s = dot_columns(k, turn(q, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(v, turn(do, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if MASKED:
             seen = key[:, None] <= token[None, :]
         p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
-        p, ds = p.to(do.dtype), ds.to(k.dtype)
-    dv = tl.dot(p, do, dv, input_precision=PRECISION, out_dtype=dk.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+        p, ds = p.to(do[0].dtype), ds.to(k[0].dtype)
+    dv = add_dot(dv, p, do, DIM_V, WIDTH_V, ACC)
+    dk = add_dot(dk, ds, q, DIM_K, WIDTH_K, ACC)
     if not ORDERED:
-        if TURN:
-            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=dk.dtype)
-        else:
-            # Turned, so that D is the side that may not be short of 64.
-            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION, out_dtype=dk.dtype))
+        dq = ()
+        for i in tl.static_range((DIM_K + WIDTH_K - 1) // WIDTH_K):
+            if TURN:
+                x = tl.dot(tl.trans(ds), k[i], input_precision="ieee", out_dtype=ACC)
+            else:
+                # Turned, so that D is the side that may not be short of 64.
+                x = tl.trans(tl.dot(tl.trans(k[i]), ds, input_precision="ieee", out_dtype=ACC))
+            dq = dq + (x,)  # type: ignore[assignment]  # noqa: RUF005
         # No mask: what a row adds that is not there is 0.
         sel_put(DQ, wide * (ALL_HEADS * DIM_K), head * DIM_K, dq, None, DIM_K, WIDTH_K, True)
     return dk, dv
@@ -199,7 +206,7 @@ def sel_walk_backward(
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
     HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv with the tiles [low, high) of whole tokens."""
     pair, head, ok = sel_tile_rows(low, pairs, HEADS, ROWS)
@@ -210,7 +217,7 @@ def sel_walk_backward(
         next_token = tl.load(TOKENS + first + next_pair)
         dk, dv = sel_rows_backward(
             dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED, PRECISION,
+            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED, ACC,
         )  # fmt: skip
         token, head, ok = next_token, next_head, next_ok
     return dk, dv
@@ -225,7 +232,7 @@ def sel_block_backward(
     scale, n_seqs, seq_len, n_buckets, per_head, segments, chunk,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
-    TURN: tl.constexpr, WIDE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    TURN: tl.constexpr, WIDE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items, parts, KEYS, D].
 
@@ -262,8 +269,8 @@ def sel_block_backward(
         LSE += rows_0
         DELTA += rows_0
         DQ += rows_0 * DIM_K
-        dk = tl.zeros([KEYS, WIDTH_K], dtype=ACC)
-        dv = tl.zeros([KEYS, WIDTH_V], dtype=ACC)
+        dk = zero_rows(KEYS, DIM_K, WIDTH_K, ACC)
+        dv = zero_rows(KEYS, DIM_V, WIDTH_V, ACC)
         seen_from = tl.where(real, key, 2147483647)
         pairs = end - begin
         each: tl.constexpr = max(ROWS // HEADS, 1)
@@ -276,19 +283,29 @@ def sel_block_backward(
             dk, dv = sel_walk_backward(
                 dk, dv, k, v, seen_from, 0, cut, begin, pairs,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, True, PRECISION,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, True, ACC,
             )  # fmt: skip
         dk, dv = sel_walk_backward(
             dk, dv, k, v, seen_from, cut, tiles, begin, pairs,
             Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, False, PRECISION,
+            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, False, ACC,
         )  # fmt: skip
         if ORDERED:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
         else:
             at = (token_0 + key) * GROUPS + group
-        sel_put(DK, at * DIM_K, None, dk * scale, real, DIM_K, WIDTH_K, not ORDERED)
+        dk = scale_rows(dk, scale, DIM_K, WIDTH_K)
+        sel_put(DK, at * DIM_K, None, dk, real, DIM_K, WIDTH_K, not ORDERED)
         sel_put(DV, at * DIM_V, None, dv, real, DIM_V, WIDTH_V, not ORDERED)
+
+
+@triton.jit
+def sel_add(x, y, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows x + y [R, D]."""
+    both = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        both = both + (x[i] + y[i],)  # type: ignore[assignment]  # noqa: RUF005
+    return both
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head", "chunk"])
@@ -307,13 +324,13 @@ def sel_add_chunks(
     first = tl.load(OFFSETS + bucket)
     chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first, chunk)
     item = (first // chunk + bucket).to(tl.int64)
-    total = tl.zeros([KEYS, WIDTH], dtype=ACC)
-    for turn in tl.range(0, chunks):
-        at = ((item + turn) * PARTS + part) * KEYS + tl.arange(0, KEYS)
-        total += sel_load(PARTIAL, at * DIM, None, real, DIM, WIDTH)
+    total = zero_rows(KEYS, DIM, WIDTH, ACC)
+    for nth in tl.range(0, chunks):
+        at = ((item + nth) * PARTS + part) * KEYS + tl.arange(0, KEYS)
+        total = sel_add(total, sel_load(PARTIAL, at * DIM, None, real, DIM, WIDTH), DIM, WIDTH)
     token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
     at = ((token_0 + block + inside) * GROUPS + group) * DIM
-    sel_put(OUT, at, None, total.to(OUT.dtype.element_ty), real, DIM, WIDTH, False)
+    sel_put(OUT, at, None, total, real, DIM, WIDTH, False)
 
 
 @triton.jit

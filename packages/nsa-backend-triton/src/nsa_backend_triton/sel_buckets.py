@@ -8,19 +8,6 @@ import triton.language as tl
 from nsa_backend_triton import tile
 
 
-@triton.jit
-def sel_read(X, at, columns, D: tl.constexpr, DP: tl.constexpr, mask):
-    """Rows ``at`` of X padded to DP columns, 0 where ``mask`` [rows, 1] is off; mask None: every row is there."""
-    where = X + at[:, None] + columns[None, :]
-    if mask is not None:
-        x = tl.load(where, mask=mask & (columns < D)[None, :], other=0.0)
-    elif D != DP:
-        x = tl.load(where, mask=(columns < D)[None, :], other=0.0)
-    else:
-        x = tl.load(where)
-    return x
-
-
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
 def sel_bucket_kernel(
     Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
@@ -55,12 +42,10 @@ def sel_bucket_kernel(
     lane = tl.arange(0, KEYS)
     key = key_row + lane
     there = (lane < L) & (key < length)
-    columns_k = tl.arange(0, DKP)
-    columns_v = tl.arange(0, DVP)
     at_k = K + seq * sk_b + (start + key_row) * sk_t + group * sk_h
     at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
-    k = tl.trans(sel_read(at_k, lane * sk_t, columns_k, DK, DKP, there[:, None]))
-    v = sel_read(at_v, lane * sv_t, columns_v, DV, DVP, there[:, None])
+    k = tile.turn(tile.load_at(at_k, lane * sk_t, there, DK, DKP), DK, DKP)
+    v = tile.load_at(at_v, lane * sv_t, there, DV, DVP)
     at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
     tokens = TOKENS + first_pair.to(tl.int64)
     slots = SLOTS + first_pair.to(tl.int64)
@@ -89,7 +74,6 @@ def sel_attend_pairs(
     """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT: keys may lie behind."""
     rows = tl.arange(0, M)
     head = rows % H
-    columns_k, columns_v = tl.arange(0, DKP), tl.arange(0, DVP)
     # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
     at = first + rows // H
     inside = (rows < T * H) & (at < count)
@@ -101,24 +85,26 @@ def sel_attend_pairs(
         next_t = tl.load(tokens + at, mask=next_inside, other=0)
         next_slot = tl.load(slots + at, mask=next_inside, other=0)
         # A row that is not there reads token 0's queries, and is not stored: no mask.
-        q = sel_read(at_q, t.to(tl.int64) * sq_t + head * sq_h, columns_k, DK, DKP, None)
-        dots = tl.dot(q, k, out_dtype=ACC, input_precision="ieee")
+        q = tile.load_at(at_q, t.to(tl.int64) * sq_t + head * sq_h, None, DK, DKP)
+        dots = tile.dot_columns(q, k, DK, DKP, ACC)
         scores = dots * factor
         m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
         if CUT:
             scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
             m = tl.max(scores, 1)
         p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-        o = tl.dot(p.to(v.dtype), v, out_dtype=ACC, input_precision="ieee")
         l = tl.sum(p, 1)
-        _, lse = tile.finish(m, l, o)
-        o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
+        divisor, lse = tile.finish(m, l)
+        inverse = (1.0 / divisor)[:, None]
         part = ((flat + t) * groups + group) * N + slot
         into = (part * H + head) * DV
-        tl.store(
-            PARTS + into[:, None] + columns_v[None, :], o.to(PARTS.dtype.element_ty),
-            mask=inside[:, None] & (columns_v < DV)[None, :], eviction_policy="evict_first",
-        )  # fmt: skip
+        for i in tl.static_range((DV + DVP - 1) // DVP):
+            o = tl.dot(p.to(v[i].dtype), v[i], out_dtype=ACC, input_precision="ieee") * inverse
+            columns = i * DVP + tl.arange(0, DVP)
+            tl.store(
+                PARTS + into[:, None] + columns[None, :], o.to(PARTS.dtype.element_ty),
+                mask=inside[:, None] & (columns < DV)[None, :], eviction_policy="evict_first",
+            )  # fmt: skip
         tl.store(PART_LSE + part * H + head, lse, mask=inside)
         inside = next_inside
         t = next_t

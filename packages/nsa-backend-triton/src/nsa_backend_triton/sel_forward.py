@@ -22,14 +22,16 @@ from nsa_backend_triton.launch import (
     Sequences,
     accumulator,
     architecture,
+    band,
     lse_strides,
     new_lse_strides,
     new_strides,
     strides,
 )
 from nsa_backend_triton.prepared import Launch, aligned, remembered
-from nsa_backend_triton.sel_buckets import sel_bucket_kernel, sel_read
+from nsa_backend_triton.sel_buckets import sel_bucket_kernel
 from nsa_backend_triton.sel_merge import sel_merge_kernel
+from nsa_backend_triton.span_tiles import fetch_rows
 from nsa_core.contract import SlotCall
 
 PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
@@ -142,9 +144,16 @@ def _options(chosen: Mapping[str, int]) -> dict[str, int]:
 
 def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, object]:
     """Constants that every kernel here takes."""
-    dims = {"DK": q.shape[-1], "DV": v.shape[-1]}
-    padded = {f"{name}P": max(16, triton.next_power_of_2(width)) for name, width in dims.items()}
-    return {**dims, **padded, "H": heads, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype)}
+    dk, dv = q.shape[-1], v.shape[-1]
+    return {
+        "DK": dk,
+        "DV": dv,
+        "DKP": band(dk),
+        "DVP": band(dv),
+        "H": heads,
+        "VARLEN": seqs.packed,
+        "ACC": accumulator(q.dtype),
+    }
 
 
 class _Buckets(NamedTuple):
@@ -177,7 +186,8 @@ def _prepare_buckets(
     merge = Launch(
         sel_merge_kernel, (triton.cdiv(rows[1], size) * groups,),
         seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
-        DV=shapes["DV"], DVP=shapes["DVP"], H=heads, VARLEN=seqs.packed, ACC=shapes["ACC"], N=n,
+        DV=v.shape[-1], DVP=max(16, triton.next_power_of_2(v.shape[-1])), H=heads, VARLEN=seqs.packed,
+        ACC=shapes["ACC"], N=n,
         T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
     )  # fmt: skip
     return _Buckets(attend, merge, (rows[1] * groups * n, heads, v.shape[-1]))
@@ -211,8 +221,6 @@ def _walk(
     PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = L % KEYS == 0
     lane = tl.arange(0, KEYS)
-    columns_k = tl.arange(0, DKP)
-    columns_v = tl.arange(0, DVP)
     # An entry is read a turn before its keys: an address that waits for a load is not fetched ahead.
     block = tl.load(LIST + low, mask=low < high, other=0)
     members = tl.load(LIST + N_LIST + low, mask=low < high, other=0)
@@ -225,14 +233,14 @@ def _walk(
         key = block * L + inner
         there = None
         if CUT:
-            there = ((key < length) & (inner < L))[:, None]
+            there = (key < length) & (inner < L)
         elif not WHOLE:
-            there = (inner < L)[:, None]
+            there = inner < L
         if TMA:
-            k = K_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DKP)
+            k = fetch_rows(K_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DK, DKP)
         else:
-            k = sel_read(K + at_block * stride_k, inner * stride_k, columns_k, DK, DKP, there)
-        dots = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision="ieee")
+            k = tile.load_at(K + at_block * stride_k, inner * stride_k, there, DK, DKP)
+        dots = tile.dot_columns(q, tile.turn(k, DK, DKP), DK, DKP, ACC)
         scores = dots * factor
         # Of the products as they are: the multiplication above then joins the subtraction below.
         top = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor
@@ -249,15 +257,25 @@ def _walk(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         if TMA:
-            v = V_TMA.load([seq, block * L + i % PARTS * KEYS, group, 0]).reshape(KEYS, DVP)
+            v = fetch_rows(V_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DV, DVP)
         else:
-            v = sel_read(V + at_block * stride_v, inner * stride_v, columns_v, DV, DVP, there)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], out_dtype=ACC, input_precision="ieee")
+            v = tile.load_at(V + at_block * stride_v, inner * stride_v, there, DV, DVP)
+        acc = tile.scale_rows(acc, alpha[:, None], DV, DVP)
+        acc = tile.add_dot(acc, p.to(v[0].dtype), v, DV, DVP, ACC)
         m = m_new
         ever |= members
         block = next_block
         members = next_members
     return m, l, acc, ever
+
+
+@triton.jit
+def _keep(x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows x [R, D], 0 where not ``ok`` [R]."""
+    kept = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        kept = kept + (tl.where(ok[:, None], x[i], 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return kept
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
@@ -288,7 +306,7 @@ def sel_forward_kernel(
     first = start.to(tl.int64)
     head = group * H + rows % H
     at_q = Q + seq * sq_b + (first + row) * sq_t
-    q = sel_read(at_q, local * sq_t + head * sq_h, tl.arange(0, DKP), DK, DKP, inside[:, None])
+    q = tile.load_at(at_q, local * sq_t + head * sq_h, inside, DK, DKP)
     k = K + seq * sk_b + first * sk_t + group * sk_h
     v = V + seq * sv_b + first * sv_t + group * sv_h
     entries = ENTRIES + program.to(tl.int64) * (2 * T * N)
@@ -297,7 +315,7 @@ def sel_forward_kernel(
     bit = tl.where(inside, tl.full([M], 1, tl.int32) << local, 0)
     m = tl.full([M], float("-inf"), ACC)
     l = tl.zeros([M], ACC)
-    acc = tl.zeros([M, DVP], ACC)
+    acc = tile.zero_rows(M, DV, DVP, ACC)
     ever = tl.full([], 0, tl.int32)
     m, l, acc, ever = _walk(
         q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
@@ -309,8 +327,8 @@ def sel_forward_kernel(
     )  # fmt: skip
     # A token without blocks got nothing but, from a query that is NaN, NaN.
     chose = (ever & bit) != 0
-    out, lse = tile.finish(m, tl.where(chose, l, 0.0), tl.where(chose[:, None], acc, 0.0))
-    columns = tl.arange(0, DVP)
-    at_o = O + seq * so_b + (first + row) * so_t + (local * so_t + head * so_h)[:, None] + columns[None, :]
-    tl.store(at_o, out.to(O.dtype.element_ty), mask=inside[:, None] & (columns < DV)[None, :])
+    divisor, lse = tile.finish(m, tl.where(chose, l, 0.0))
+    at_o = O + seq * so_b + (first + row) * so_t
+    out = tile.divide_rows(_keep(acc, chose, DV, DVP), divisor, DV, DVP)
+    tile.store_at(at_o, local * so_t + head * so_h, out, inside, DV, DVP)
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)

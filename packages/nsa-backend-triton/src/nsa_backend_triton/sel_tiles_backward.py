@@ -16,14 +16,15 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.sel_blocks_backward import sel_load, sel_put, sel_scores_backward
-from nsa_backend_triton.tile import place
+from nsa_backend_triton.span_tiles import fetch_rows
+from nsa_backend_triton.tile import add_dot, dot_columns, place, scale_rows, turn, zero_rows
 
 
 @triton.jit
 def sel_union_backward(
     dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, ENTRIES, low, high, k_t, v_t, length, scale,
     MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq [ROWS, WIDTH_K] with the entries low .. high of the tile's list added, KEYS keys at a time.
 
@@ -49,14 +50,14 @@ def sel_union_backward(
         if CUT:
             real &= key < length
         if TMA:
-            k = K_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_K)
-            v = V_TMA.load([seq, block * SIZE + i % PARTS * KEYS, group, 0]).reshape(KEYS, WIDTH_V)
+            k = fetch_rows(K_TMA, seq, block * SIZE + i % PARTS * KEYS, group, KEYS, DIM_K, WIDTH_K)
+            v = fetch_rows(V_TMA, seq, block * SIZE + i % PARTS * KEYS, group, KEYS, DIM_V, WIDTH_V)
         else:
             base = (block * SIZE).to(tl.int64)
             k = sel_load(K + base * k_t, inside * k_t, None, real, DIM_K, WIDTH_K)
             v = sel_load(V + base * v_t, inside * v_t, None, real, DIM_V, WIDTH_V)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=dq.dtype)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=dq.dtype)
+        s = dot_columns(q, turn(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(do, turn(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if TMA and not CUT:
             # A row that did not choose the block costs no operation a key: infinity takes its p to 0.
             _, ds = sel_scores_backward(
@@ -67,7 +68,7 @@ def sel_union_backward(
             if CUT:
                 seen &= key[None, :] <= t[:, None]
             _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+        dq = add_dot(dq, ds.to(k[0].dtype), k, DIM_K, WIDTH_K, ACC)
         if TMA:
             block, members = next_block, next_members
     return dq
@@ -80,7 +81,7 @@ def sel_tile_backward(
     scale, n_seqs, seq_len, tiles,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    MOST: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; ENTRIES, COUNTS of sel_union; DQ [B, S, Hq, DIM_K], rounded once.
 
@@ -107,13 +108,13 @@ def sel_tile_backward(
     entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MOST)
     count = tl.load(COUNTS + tl.program_id(0) * 2)
     cut = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
-    dq = tl.zeros([ROWS, WIDTH_K], dtype=ACC)
+    dq = zero_rows(ROWS, DIM_K, WIDTH_K, ACC)
     dq = sel_union_backward(
         dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, 0, cut, k_t, v_t, length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, True, PRECISION,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, True, ACC,
     )  # fmt: skip
     dq = sel_union_backward(
         dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t, v_t, length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, PRECISION,
+        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, ACC,
     )  # fmt: skip
-    sel_put(DQ, at * DIM_K, None, (dq * scale).to(DQ.dtype.element_ty), ok, DIM_K, WIDTH_K, False)
+    sel_put(DQ, at * DIM_K, None, scale_rows(dq, scale, DIM_K, WIDTH_K), ok, DIM_K, WIDTH_K, False)

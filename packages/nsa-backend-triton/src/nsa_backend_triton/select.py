@@ -29,23 +29,24 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, lse_strides, multiprocessors, strides
+from nsa_backend_triton.launch import Sequences, accumulator, architecture, band, lse_strides, multiprocessors, strides
 from nsa_backend_triton.prepared import Launch, remembered
 from nsa_backend_triton.select_rank import rank_rows
 from nsa_backend_triton.span_forward import launch_options
-from nsa_backend_triton.tile import LOG2E, num_compressed, place
+from nsa_backend_triton.tile import LOG2E, dot_columns, load_at, num_compressed, place, turn
 from nsa_core.contract import SlotCall
 
 
 @triton.jit
 def _sum_heads(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    k, q, lse, factor, seen, DK: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """sum over heads of p, [KEYS, TOKENS]: k [KEYS, D], q PIECES of [HEADS * TOKENS, D], lse in base 2."""
     for piece in tl.static_range(PIECES):
-        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
+        s = dot_columns(k, turn(q[piece], DK, BLOCK_D), DK, BLOCK_D, ACC)
         x = s * factor - lse[piece][None, :]
-        part = tl.sum(tl.exp2(tl.reshape(x, [k.shape[0], HEADS, x.shape[1] // HEADS])), 1)
+        part = tl.sum(tl.exp2(tl.reshape(x, [s.shape[0], HEADS, x.shape[1] // HEADS])), 1)
         total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821
     if MASKED:
         total = tl.where(seen, total, 0.0)
@@ -108,20 +109,14 @@ def _walk(
     tap = at // (BLOCKS * PAIR * MIDDLE) * (MIDDLE * PAIR) + at // LOW % MIDDLE * PAIR + at // (LOW * MIDDLE) % PAIR
     of_tile = at // (LOW * MIDDLE * PAIR) % HIGH * LOW + at % LOW
     of_tile = of_tile * RATIO + tl.minimum(tap, RATIO - 1)  # taps that pad RATIO to a power of two weigh nothing
-    column = tl.arange(0, BLOCK_D)
     to = tl.arange(0, TOKENS)[None, :, None] * row_length + tl.arange(0, BLOCKS)[:, None, None] * 2
     to += tl.arange(1, 3)[None, None, :]  # the second of a block's pair, the first of the next one's
     for tile in tl.range(begin, end):
         key = tile * (BLOCKS * RATIO) + of_tile
-        k_at = K + tl.cast(tile, tl.int64) * (BLOCKS * RATIO) * k_row + of_tile[:, None] * k_row + column[None, :]
-        if MASKED:
-            k = tl.load(k_at, mask=(key < visible)[:, None] & (column < DK)[None, :], other=0.0)
-        elif DK == BLOCK_D:
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(column < DK)[None, :], other=0.0)
+        there = (key < visible) if MASKED else None
+        k = load_at(K + tl.cast(tile, tl.int64) * (BLOCKS * RATIO) * k_row, of_tile * k_row, there, DK, BLOCK_D)
         seen = (key * STRIDE + SIZE - 1)[:, None] <= token[None, :]
-        total = _sum_heads(k, q, lse, factor, seen, HEADS, PIECES, ACC, MASKED)
+        total = _sum_heads(k, q, lse, factor, seen, DK, BLOCK_D, HEADS, PIECES, ACC, MASKED)
         scores = _sum_taps(total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, RATIO, SIZE // STRIDE)
         tl.store(SCORES + tile * (BLOCKS * 2) + to, scores)
 
@@ -133,14 +128,13 @@ def _load_queries(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """PIECES of q [HEADS * TOKENS, D], head slowest, and of lse in base 2; heads past GROUP add nothing: lse inf."""
-    at, column = tl.arange(0, HEADS * TOKENS), tl.arange(0, BLOCK_D)
+    at = tl.arange(0, HEADS * TOKENS)
     row = at % TOKENS
     q, lse = (), ()
     for piece in tl.static_range(PIECES):
         head = piece * HEADS + at // TOKENS
         here = inside & (head < GROUP)
-        q_at = Q + (row * q_row + head * q_head)[:, None] + column[None, :]
-        rows = tl.load(q_at, mask=here[:, None] & (column < DK)[None, :], other=0.0)
+        rows = load_at(Q, row * q_row + head * q_head, here, DK, BLOCK_D)
         sums = tl.load(LSE + row + head * lse_head, mask=here, other=float("inf")) * LOG2E
         q, lse = q + (rows,), lse + (sums,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
     return q, lse
@@ -217,9 +211,9 @@ def select_forward(
     programs, mine = tl.num_programs(0), tl.program_id(0)
     row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
     SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
-    for turn in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
+    for lap in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
         # There and back: each program gets long and short tiles alike.
-        index = turn * programs + tl.where(turn % 2 == 0, mine, programs - 1 - mine)
+        index = lap * programs + tl.where(lap % 2 == 0, mine, programs - 1 - mine)
         if index < tiles * GROUPS:
             _choose(index, Q, K, LSE, OUT, SCORES, CU, CU_CMP, q_seq, q_row, q_head, k_seq, k_row,
                     k_head, lse_seq, lse_head, factor, n_seqs, seq_len, longest, key_rows, row_length, tiles,
@@ -259,8 +253,8 @@ def _prepare(
     taps, slots = configs.taps(geometry), max(16, triton.next_power_of_2(n))
     traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group, "taps": taps}
     settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
-    block_d = max(16, triton.next_power_of_2(dk))
-    most = settings["Q_BYTES"] // (block_d * q.itemsize)
+    block_d = band(dk)
+    most = settings["Q_BYTES"] // (triton.cdiv(dk, block_d) * block_d * q.itemsize)
     heads, pieces = split_heads(group, settings["COLUMNS"], most)
     tokens = settings["COLUMNS"] // heads
     keys = max(settings["KEYS"], taps)

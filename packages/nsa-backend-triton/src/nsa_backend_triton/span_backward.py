@@ -21,6 +21,7 @@ from nsa_backend_triton.launch import (
     Sequences,
     accumulator,
     architecture,
+    band,
     lse_strides,
     new_lse_strides,
     new_strides,
@@ -118,8 +119,7 @@ def _pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> co
 
 
 def _blocks(dk: int, dv: int) -> dict[str, int]:
-    width = {"BLOCK_DK": max(16, triton.next_power_of_2(dk)), "BLOCK_DV": max(16, triton.next_power_of_2(dv))}
-    return {"DK": dk, "DV": dv, **width}
+    return {"DK": dk, "DV": dv, "BLOCK_DK": band(dk), "BLOCK_DV": band(dv)}
 
 
 @remembered

@@ -18,10 +18,31 @@ from torch import Tensor
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.launch import Sequences, accumulator, architecture, new_lse_strides, new_strides, strides
+from nsa_backend_triton.launch import (
+    Sequences,
+    accumulator,
+    architecture,
+    band,
+    new_lse_strides,
+    new_strides,
+    strides,
+)
 from nsa_backend_triton.prepared import Launch, aligned, remembered
-from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows
-from nsa_backend_triton.tile import LOG2E, finish, num_compressed, place
+from nsa_backend_triton.span_tiles import fetch_rows, hide, key_place, key_span, load_rows
+from nsa_backend_triton.tile import (
+    LOG2E,
+    add_dot,
+    divide_rows,
+    dot_columns,
+    finish,
+    load_at,
+    num_compressed,
+    place,
+    scale_rows,
+    store_at,
+    turn,
+    zero_rows,
+)
 
 TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a NaN
 
@@ -43,10 +64,10 @@ def _walk(
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
         if TMA:
-            k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
+            k = fetch_rows(K_TMA, batch, j, kv_head, BLOCK_N, DK, BLOCK_DK)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         if MASKED:
             s = hide(s, column, left - j, right - j, WINDOW > 0, True)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)
@@ -57,10 +78,11 @@ def _walk(
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         if TMA:
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+            v = fetch_rows(V_TMA, batch, j, kv_head, BLOCK_N, DV, BLOCK_DV)
         else:
             v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+        acc = scale_rows(acc, alpha[:, None], DV, BLOCK_DV)
+        acc = add_dot(acc, p.to(v[0].dtype), v, DV, BLOCK_DV, ACC)
         m = m_new
     return m, l, acc
 
@@ -92,12 +114,10 @@ def span_forward(
     local, h = at // HEADS, at % HEADS
     token = row + local
     inside = token < length
-    column = tl.arange(0, BLOCK_DK)
     Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-    q_mask = inside[:, None] & (column < DK)[None, :]
-    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + column[None, :], mask=q_mask, other=0.0)
+    q = load_at(Q, local * q_row + h * q_head, inside, DK, BLOCK_DK)
     if NEGATIVE:
-        q = -q  # exact; then a row's largest product is its largest score
+        q = scale_rows(q, -1.0, DK, BLOCK_DK)  # exact; then a row's largest product is its largest score
 
     kv_head = head // GROUP
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + kv_head * k_head
@@ -106,7 +126,7 @@ def span_forward(
     low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
     m = tl.full([TOKENS * HEADS], float("-inf"), ACC)
     l = tl.zeros([TOKENS * HEADS], ACC)
-    acc = tl.zeros([TOKENS * HEADS, BLOCK_DV], ACC)
+    acc = zero_rows(TOKENS * HEADS, DV, BLOCK_DV, ACC)
     left = token - WINDOW + 1
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
@@ -119,12 +139,10 @@ def span_forward(
         q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right, factor,
         k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
-    o, lse = finish(m, l, acc)
-
-    column = tl.arange(0, BLOCK_DV)
+    l, lse = finish(m, l)
     O += batch * o_seq + tl.cast(start + row, tl.int64) * o_row + head * o_head
-    o_at = O + (local * o_row + h * o_head)[:, None] + column[None, :]
-    tl.store(o_at, o.to(O.dtype.element_ty), mask=inside[:, None] & (column < DV)[None, :])
+    o = divide_rows(acc, l, DV, BLOCK_DV)
+    store_at(O, local * o_row + h * o_head, o, inside, DV, BLOCK_DV)
     tl.store(LSE + batch * lse_seq + (start + row) + local + (head + h) * lse_head, lse, mask=inside)
 
 
@@ -166,7 +184,7 @@ def _launch(
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
-        BLOCK_DK=max(16, triton.next_power_of_2(dk)), BLOCK_DV=max(16, triton.next_power_of_2(dv)),
+        BLOCK_DK=band(dk), BLOCK_DV=band(dv),
         TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
         ACC=accumulator(q.dtype), TMA=tma, **launch_options(settings),

@@ -5,8 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.span_tiles import hide, key_place, key_span, load_rows, query_span, store_rows
-from nsa_backend_triton.tile import LOG2E, num_compressed, place
+from nsa_backend_triton.span_tiles import (
+    fetch_rows,
+    hide,
+    key_place,
+    key_span,
+    load_rows,
+    query_span,
+    store_rows,
+)
+from nsa_backend_triton.tile import (
+    LOG2E,
+    add_dot,
+    dot_columns,
+    load_at,
+    num_compressed,
+    place,
+    scale_rows,
+    store_at,
+    turn,
+    zero_rows,
+)
 
 
 @triton.jit
@@ -23,12 +42,12 @@ def _walk_keys(
         if MASKED:
             j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
         if TMA:
-            k = K_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DK)
-            v = V_TMA.load([batch, j, kv_head, 0]).reshape(BLOCK_N, BLOCK_DV)
+            k = fetch_rows(K_TMA, batch, j, kv_head, BLOCK_N, DK, BLOCK_DK)
+            v = fetch_rows(V_TMA, batch, j, kv_head, BLOCK_N, DV, BLOCK_DV)
         else:
             k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
             v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         s = s * factor - lse[:, None]
         if MASKED:
             if WINDOW > 0:  # one unsigned comparison for both sides
@@ -37,10 +56,19 @@ def _walk_keys(
             else:
                 s = hide(s, column, left - j, right - j, False, True)
         p = tl.exp2(s)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=ACC)
+        dp = dot_columns(do, turn(v, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
+        dq = add_dot(dq, ds.to(k[0].dtype), k, DK, BLOCK_DK, ACC)
     return dq
+
+
+@triton.jit
+def sum_products(x, y, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Sums [R] of x y over the columns of rows [R, D]."""
+    total = tl.sum(x[0].to(ACC) * y[0].to(ACC), 1)
+    for i in tl.static_range(1, (D + BLOCK - 1) // BLOCK):
+        total += tl.sum(x[i].to(ACC) * y[i].to(ACC), 1)
+    return total
 
 
 @triton.jit(do_not_specialize=[
@@ -77,16 +105,12 @@ def span_dq(
     local, h = at // HEADS, at % HEADS
     token = row + local
     inside = token < length
-    k_column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    k_mask = inside[:, None] & (k_column < DK)[None, :]
-    v_mask = inside[:, None] & (v_column < DV)[None, :]
     Q += batch * q_seq + first * q_row + head * q_head
-    q = tl.load(Q + (local * q_row + h * q_head)[:, None] + k_column[None, :], mask=k_mask, other=0.0)
+    q = load_at(Q, local * q_row + h * q_head, inside, DK, BLOCK_DK)
     DO += batch * do_seq + first * do_row + head * do_head
-    do = tl.load(DO + (local * do_row + h * do_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
+    do = load_at(DO, local * do_row + h * do_head, inside, DV, BLOCK_DV)
     O += batch * o_seq + first * o_row + head * o_head
-    o = tl.load(O + (local * o_row + h * o_head)[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+    delta = sum_products(load_at(O, local * o_row + h * o_head, inside, DV, BLOCK_DV), do, DV, BLOCK_DV, ACC)
     at_stats = STATS + batch * stats_seq + start + token + (head + h) * stats_head
     tl.store(at_stats, delta, mask=inside)
     lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
@@ -98,7 +122,7 @@ def span_dq(
     V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + head // GROUP * v_head
     last = tl.minimum(row + TOKENS, length) - 1
     low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
-    dq = tl.zeros([TOKENS * HEADS, BLOCK_DK], ACC)
+    dq = zero_rows(TOKENS * HEADS, DK, BLOCK_DK, ACC)
     left = token - WINDOW + 1
     right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
@@ -113,8 +137,8 @@ def span_dq(
         factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
-    dq_at = DQ + (local * dq_row + h * dq_head)[:, None] + k_column[None, :]
-    tl.store(dq_at, (dq * scale).to(DQ.dtype.element_ty), mask=k_mask)
+    dq = scale_rows(dq, scale, DK, BLOCK_DK)
+    store_at(DQ, local * dq_row + h * dq_head, dq, inside, DK, BLOCK_DK)
 
 
 @triton.jit
@@ -135,8 +159,8 @@ def _walk_queries(
     for step in tl.range(0, heads * tiles):
         if TMA:
             t = low + (i + tl.where(i >= skip_from, skip_to - skip_from, 0)) * BLOCK_M
-            q = Q_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DK)
-            do = DO_TMA.load([batch, t, head_0 + head, 0]).reshape(BLOCK_M, BLOCK_DV)
+            q = fetch_rows(Q_TMA, batch, t, head_0 + head, BLOCK_M, DK, BLOCK_DK)
+            do = fetch_rows(DO_TMA, batch, t, head_0 + head, BLOCK_M, DV, BLOCK_DV)
             # A row that is not there: all of it 0, and so is what it adds.
             delta = STATS_TMA.load([0, batch, head_0 + head, t]).reshape(BLOCK_M)
             lse = STATS_TMA.load([1, batch, head_0 + head, t]).reshape(BLOCK_M)
@@ -155,18 +179,18 @@ def _walk_queries(
             else:
                 lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
+        s = dot_columns(k, turn(q, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         if TMA:  # while the units are busy, before p is made of the first product
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
+            dp = dot_columns(v, turn(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
         s = s * factor - lse[None, :]
         if MASKED:
             s = hide(s, row, left - t, right - t, True, WINDOW > 0)
         p = tl.exp2(s)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee", out_dtype=ACC)
+        dv = add_dot(dv, p.to(do[0].dtype), do, DV, BLOCK_DV, ACC)
         if not TMA:
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=ACC)
+            dp = dot_columns(v, turn(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+        dk = add_dot(dk, ds.to(q[0].dtype), q, DK, BLOCK_DK, ACC)
         if TMA:
             head += tl.where(i == 0, 1, 0)
             i = tl.where(i == 0, tiles, i) - 1
@@ -225,8 +249,8 @@ def span_dkdv(
     DO += batch * do_seq + tl.cast(start, tl.int64) * do_row + head * do_head
     LSE += batch * lse_seq + start + head * lse_head
     DELTA += batch * delta_seq + start + head * delta_head
-    dk = tl.zeros([BLOCK_N, BLOCK_DK], ACC)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
+    dk = zero_rows(BLOCK_N, DK, BLOCK_DK, ACC)
+    dv = zero_rows(BLOCK_N, DV, BLOCK_DV, ACC)
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
     dk, dv = _walk_queries(
@@ -241,7 +265,7 @@ def span_dkdv(
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
-    store_rows(DK_OUT, column, keys - j, dk_row, dk * scale, DK, BLOCK_DK)
+    store_rows(DK_OUT, column, keys - j, dk_row, scale_rows(dk, scale, DK, BLOCK_DK), DK, BLOCK_DK)
     store_rows(DV_OUT, column, keys - j, dv_row, dv, DV, BLOCK_DV)
 
 

@@ -71,19 +71,35 @@ def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [R, BLOCK] of X; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
-    columns = tl.arange(0, BLOCK)
-    at = X + rows[:, None] * stride + columns[None, :]
-    if MASKED:
-        return tl.load(at, mask=((rows >= 0) & (rows < limit))[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    if WIDTH < BLOCK:
-        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-    return tl.load(at)
+    """Rows [R, WIDTH] of X in bands; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
+    x = ()
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        at = X + rows[:, None] * stride + columns[None, :]
+        if MASKED:
+            mask = ((rows >= 0) & (rows < limit))[:, None] & (columns < WIDTH)[None, :]
+            band = tl.load(at, mask=mask, other=0.0)
+        elif first + BLOCK > WIDTH:
+            band = tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            band = tl.load(at)
+        x = x + (band,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+    return x
+
+
+@triton.jit
+def fetch_rows(X, batch, row, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows row .. row + ROWS of a head of X, a descriptor of [B, L, H, WIDTH], in bands."""
+    x = ()
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        x = x + (X.load([batch, row, head, first]).reshape(ROWS, BLOCK),)  # type: ignore[assignment]  # noqa: RUF005
+    return x
 
 
 @triton.jit
 def store_rows(X, rows, limit, stride, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store x [R, BLOCK], rounded to X's dtype, into the rows of X below ``limit``."""
-    columns = tl.arange(0, BLOCK)
-    mask = (rows < limit)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(X + rows[:, None] * stride + columns[None, :], x.to(X.dtype.element_ty), mask=mask)
+    """Store x [R, WIDTH], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
+    for i in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
+        columns = i * BLOCK + tl.arange(0, BLOCK)
+        mask = (rows < limit)[:, None] & (columns < WIDTH)[None, :]
+        tl.store(X + rows[:, None] * stride + columns[None, :], x[i].to(X.dtype.element_ty), mask=mask)

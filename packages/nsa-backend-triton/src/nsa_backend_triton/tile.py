@@ -1,4 +1,8 @@
-"""Pieces that every kernel shares: where a tile lies, and the end of an online softmax."""
+"""What every kernel shares: where a tile lies, rows of a head's width, and the end of an online softmax.
+
+Rows of D columns are a tuple of bands of BLOCK columns, a power of two: one band, or three where D would fill at most
+three quarters of one (192 as 3 x 64, not as 256, see launch.band). Columns past D's end hold zeros.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +58,87 @@ def num_compressed(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def finish(m, l, acc):
-    """o [M, D] and the natural-log LSE [M] of an online softmax; a row without keys: 0 and -inf."""
+def finish(m, l):
+    """What divides the output [M] and the natural-log LSE [M] of an online softmax; a row without keys: 1 and -inf."""
     l_safe = tl.where(l == 0.0, 1.0, l)
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * LN2)
-    return acc / l_safe[:, None], lse
+    return l_safe, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * LN2)
+
+
+@triton.jit
+def load_at(X, at, ok, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [R, D] of X that begin at offsets ``at`` [R], 0 where not ``ok`` [R]; ok None: every row is there."""
+    x = ()
+    for first in tl.static_range(0, D, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        where = X + at[:, None] + columns[None, :]
+        if ok is not None:
+            band = tl.load(where, mask=ok[:, None] & (columns < D)[None, :], other=0.0)
+        elif first + BLOCK > D:
+            band = tl.load(where, mask=(columns < D)[None, :], other=0.0)
+        else:
+            band = tl.load(where)
+        x = x + (band,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+    return x
+
+
+@triton.jit
+def store_at(X, at, x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows x [R, D], rounded to X's dtype, where ``ok`` [R], at offsets ``at`` [R]."""
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        columns = i * BLOCK + tl.arange(0, BLOCK)
+        where = X + at[:, None] + columns[None, :]
+        tl.store(where, x[i].to(X.dtype.element_ty), mask=ok[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def zero_rows(ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Rows [ROWS, D] of zeros."""
+    x = ()
+    for _ in tl.static_range(0, D, BLOCK):
+        x = x + (tl.zeros([ROWS, BLOCK], ACC),)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+    return x
+
+
+@triton.jit
+def turn(x, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [R, D] as columns, bands of [BLOCK, R]."""
+    turned = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        turned = turned + (tl.trans(x[i]),)  # type: ignore[assignment]  # noqa: RUF005
+    return turned
+
+
+@triton.jit
+def dot_columns(x, y, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """x y [M, N] of rows x [M, D] and columns y [D, N] in bands."""
+    s = tl.dot(x[0], y[0], input_precision="ieee", out_dtype=ACC)
+    for i in tl.static_range(1, (D + BLOCK - 1) // BLOCK):
+        s = tl.dot(x[i], y[i], s, input_precision="ieee", out_dtype=ACC)
+    return s
+
+
+@triton.jit
+def add_dot(acc, p, x, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Rows acc + p x [M, D] of p [M, N] and rows x [N, D]."""
+    more = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        more = more + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)  # type: ignore[assignment]  # noqa: RUF005
+    return more
+
+
+@triton.jit
+def divide_rows(x, divisor, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows x [R, D] over divisor [R]."""
+    over = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        over = over + (x[i] / divisor[:, None],)  # type: ignore[assignment]  # noqa: RUF005
+    return over
+
+
+@triton.jit
+def scale_rows(x, factor, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows x [R, D] times factor: [R, 1], or a number."""
+    scaled = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        scaled = scaled + (x[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
+    return scaled
