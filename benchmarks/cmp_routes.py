@@ -1,12 +1,14 @@
 """The compressed branch by every route there is, forward and backward, over lengths: which one `auto` should take.
 
-    python benchmarks/cmp_routes.py
+    python benchmarks/cmp_routes.py [64/4/192/128 ...]
 
 triton: kernels of nsa-backend-triton. cudnn: sdpa's residues on cuDNN, a call a sequence. fold: sdpa's other route, one
 folded causal call. fa2: the fold on FlashAttention-2. Milliseconds of forward + backward in a CUDA graph, bf16.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from graph_time import graph_ms
@@ -15,7 +17,7 @@ from nsa_backend_sdpa import cudnn
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import NSAError
 
-SHAPES = ((12, 2, 64), (64, 4, 128), (32, 8, 128))
+SHAPES = ("12/2/64", "64/4/128", "32/8/128", "64/4/192/128")  # heads, kv heads, Dk, and Dv where it is another
 LENGTHS = ((1, 2048), (8, 2048), (1, 8192), (4, 8192), (1, 16384), (1, 32768), (1, 65536))  # (B, S)
 ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
 
@@ -23,8 +25,8 @@ ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
 def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[float, float]:
     """Forward and backward of one backend's cmp."""
 
-    def normal(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn((batch, rows, heads, config.qk_dim), device="cuda", dtype=torch.bfloat16)
+    def normal(rows: int, heads: int, width: int) -> torch.Tensor:
+        return torch.randn((batch, rows, heads, width), device="cuda", dtype=torch.bfloat16)
 
     kernel = resolve(config, device="cuda", dtype=torch.bfloat16, backends={"cmp": backend}, needs_grad=True).cmp
     # The operator itself: autograd would run it on the stream of the forward, which is not the one that is captured.
@@ -32,8 +34,9 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     backward = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
     rest = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
     keys = config.geometry.num_compressed(length)
-    q, k, v = normal(length, config.n_heads), normal(keys, config.n_kv_heads), normal(keys, config.n_kv_heads)
-    do = torch.randn_like(q)
+    heads, groups = config.n_heads, config.n_kv_heads
+    q, do = (normal(length, heads, width) for width in (config.qk_dim, config.v_dim))
+    k, v = (normal(keys, groups, width) for width in (config.qk_dim, config.v_dim))
     o, lse = kernel(q, k, v)
     return (
         graph_ms(lambda: kernel(q, k, v), repeats=5),
@@ -44,10 +47,11 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
 def main() -> None:
     """A line per shape and length."""
     least = cudnn.LEAST_TOKENS
-    for heads, groups, width in SHAPES:
-        config = NSAConfig(dim=heads * width, n_heads=heads, n_kv_heads=groups, head_dim=width)
+    for shape in sys.argv[1:] or SHAPES:
+        heads, groups, dk, *rest = map(int, shape.split("/"))
+        config = NSAConfig(heads * dk, heads, groups, head_dim=dk, v_head_dim=rest[0] if rest else None)
         for batch, length in LENGTHS:
-            cells = [f"{heads}/{groups}/{width} B={batch} S={length}:"]
+            cells = [f"{shape} B={batch} S={length}:"]
             for name, backend in ROUTES.items():
                 cudnn.LEAST_TOKENS = 1 << 30 if name == "fold" else least
                 try:

@@ -91,8 +91,10 @@ def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
         {"span_forward": {"HEADS": 4, "BLOCK_N": 32}, "span_dq": {"HEADS": 4}, "span_dkdv": {"CHUNKS": 3}},
         {"span_forward": {"BLOCK_M": 32}, "span_dq": {"BLOCK_N": 32}, "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16}},
         {"span_forward": {"BLOCK_M": 64, "HEADS": 4}, "span_dkdv": {"BLOCK_M": 32}},
+        {"span_dkdv": {"APART": 1}},
+        {"span_dkdv": {"APART": 1, "TMA": 1}},
     ],
-    ids=["heads apart", "heads together", "wide keys", "tall queries"],
+    ids=["heads apart", "heads together", "wide keys", "tall queries", "dk and dv apart", "apart by descriptors"],
 )
 @BOTH
 def test_any_tile_shape(slot: str, settings: dict[str, dict[str, int]], tiles: dict[str, dict[str, int]]) -> None:
@@ -102,13 +104,17 @@ def test_any_tile_shape(slot: str, settings: dict[str, dict[str, int]], tiles: d
     assert_right(slot, call, given, run(slot, call, given))
 
 
-@pytest.mark.parametrize("settings", [{"TMA": 1}, {"TMA": 1, "HEADS": 1}], ids=["descriptors", "heads apart"])
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [({"TMA": 1}, 16), ({"TMA": 1, "HEADS": 1}, 16), ({"TMA": 1}, 48)],
+    ids=["descriptors", "heads apart", "three bands"],
+)
 @pytest.mark.parametrize(("slot", "scale"), [("cmp", 0.25), ("win", -0.25)])
 def test_what_descriptors_read(
-    slot: str, scale: float, settings: dict[str, int], tiles: dict[str, dict[str, int]]
+    slot: str, scale: float, settings: dict[str, int], width: int, tiles: dict[str, dict[str, int]]
 ) -> None:
     call = SlotCall(geometry(), scale)
-    given = problem(slot, call, 45, batch=2, heads=2, groups=1)
+    given = problem(slot, call, 45, batch=2, heads=2, groups=1, width=width)
     tiles |= dict.fromkeys(("span_forward", "span_dq", "span_dkdv"), settings)
     made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +141,7 @@ def test_what_descriptors_read(
 )
 def test_what_descriptors_cannot_read(change, packed: bool) -> None:
     k = torch.zeros(3, 8, 4, 16)
-    assert span_forward.descriptors_fit(False, k)
+    assert span_forward.descriptors_fit(False, k, torch.zeros(3, 8, 4, 48), torch.zeros(3, 8, 4, 192))
     assert not span_forward.descriptors_fit(packed, change(k))
 
 

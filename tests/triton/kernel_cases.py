@@ -30,6 +30,7 @@ CASES = (
     _case("h=3, Dk 24 Dv 8, w > S", 25, n_heads=6, head_dim=24, v_head_dim=8, window_size=80, fused=True),
     _case("h=1, D 12 in 16", 75, n_heads=2, head_dim=12, v_head_dim=12, num_selected_blocks=4, init_blocks=1),
     _case("h=7, l=l', l'=d", 35, n_heads=7, n_kv_heads=1, compress_block_size=16, compress_stride=16),
+    _case("widths of three bands", 21, head_dim=48, v_head_dim=40, num_selected_blocks=1),
     _case("S < l", 5, batch=2),
     _case("S=1", 1),
 )

@@ -142,6 +142,10 @@ SPAN_CASES = {
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
     "cmp in thirds": Tiny("cmp", (13,), groups=2, dk=40, dv=48, tiles=SMALL),
     "win described in thirds": Tiny("win", (9,), batch=2, dk=48, dv=48, geometry=WIDE, tiles=DESCRIBED),
+    "cmp apart": Tiny("cmp", (17,), groups=2, tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}}),
+    "win apart": Tiny(
+        "win", (9,), dk=16, dv=16, tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "APART": 1}}
+    ),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
     "cmp documents": Tiny("starts", (5,) * 2048),
     "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),

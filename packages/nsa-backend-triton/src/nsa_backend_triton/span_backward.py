@@ -98,7 +98,8 @@ def _dkdv(
         sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
     of_q, of_do = (key_descriptor(q, made.rows), key_descriptor(do, made.rows)) if made.rows else (None, None)
     of_stats = stats_descriptor(stats, lse.shape[-1], made.rows) if made.rows else None
-    made.dkdv(q, k, v, do, of_q, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
+    for launch in made.dkdv:
+        launch(q, k, v, do, of_q, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
     for add, part, grad in zip(made.add, sums, grads):
         add(part, grad, seqs.cu_cmp)
     return grads
@@ -148,9 +149,9 @@ def _launch_dq(
 
 
 class _Sums(NamedTuple):
-    """How dk and dv are made: a launch of span_dkdv, and of span_sum for each where they come in parts."""
+    """How dk and dv are made: span_dkdv, once or for each (APART), and span_sum for each where they come in parts."""
 
-    dkdv: Launch
+    dkdv: tuple[Launch, ...]
     add: tuple[Launch, ...]
     parts: int  # 0: the first launch writes the gradients
     rows: int  # of a descriptor's tile; 0: none
@@ -168,7 +169,7 @@ def _launch_dkdv(
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
     direct, tma = bool(span[2]), bool(settings.get("TMA"))
-    launch = Launch(
+    launches = tuple(Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
         *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
         *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
@@ -178,8 +179,8 @@ def _launch_dkdv(
         N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
-        **launch_options(settings),
-    )  # fmt: skip
+        WITH_DK=with_dk, WITH_DV=with_dv, **launch_options(settings),
+    ) for with_dk, with_dv in (((True, False), (False, True)) if settings.get("APART") else ((True, True),)))  # fmt: skip
     add = [
         Launch(
             span_sum, (triton.cdiv(x.numel(), 1024),), seqs.n, x.numel(), x.shape[-2] * x.shape[-1],
@@ -187,4 +188,4 @@ def _launch_dkdv(
         )
         for x in (k, v) if not direct
     ]  # fmt: skip
-    return _Sums(launch, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0)
+    return _Sums(launches, tuple(add), 0 if direct else parts, settings["BLOCK_M"] if tma else 0)
