@@ -140,7 +140,7 @@ SPAN_CASES = {
     "cmp l=d": Tiny("cmp", (31,), heads=3, geometry=BlockGeometry(3, 3, 6, 5), tiles=SMALL),
     "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
-    "cmp in thirds": Tiny("cmp", (13,), groups=2, dk=40, dv=48, tiles=SMALL),
+    "cmp in thirds": Tiny("cmp", (13,), groups=2, dk=33, dv=33, tiles=SMALL),
     "win described in thirds": Tiny("win", (9,), batch=2, dk=48, dv=48, geometry=WIDE, tiles=DESCRIBED),
     "cmp apart": Tiny("cmp", (17,), groups=2, tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}}),
     "win apart": Tiny(
@@ -214,9 +214,9 @@ SEL_CASES = {
     "sel described": Tiny(
         "sel", (38,), batch=2, groups=2, dk=16, dv=32, geometry=PAST, tiles=OF_DESCRIPTORS, deterministic=True
     ),
-    "sel in thirds": Tiny("sel", (11,), heads=3, dk=40, dv=48, geometry=ODD, tiles=FIVE),
+    "sel in thirds": Tiny("sel", (11,), heads=3, dk=33, dv=33, geometry=ODD, tiles=FIVE),
     "sel turned in thirds": Tiny("sel", (11,), dk=48, dv=33, geometry=EVEN, tiles=TURNED),
-    "sel ordered in thirds": Tiny("sel", (9,), dk=48, dv=40, geometry=EVEN, tiles=SHARED, deterministic=True),
+    "sel ordered in thirds": Tiny("sel", (9,), dk=33, dv=33, geometry=EVEN, tiles=SHARED, deterministic=True),
     "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
     "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
     "sel described parts": Tiny("sel", (70,), heads=1, dk=16, dv=16, geometry=PAST, tiles=IN_PARTS, deterministic=True),

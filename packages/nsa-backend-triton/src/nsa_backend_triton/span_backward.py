@@ -169,6 +169,7 @@ def _launch_dkdv(
     chunks = 1 if span[2] else settings["CHUNKS"]
     parts = group // together * chunks
     direct, tma = bool(span[2]), bool(settings.get("TMA"))
+    passes = ((True, False), (False, True)) if settings.get("APART") else ((True, True),)
     launches = tuple(Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * parts,),
         *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
@@ -180,7 +181,7 @@ def _launch_dkdv(
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
         WITH_DK=with_dk, WITH_DV=with_dv, **launch_options(settings),
-    ) for with_dk, with_dv in (((True, False), (False, True)) if settings.get("APART") else ((True, True),)))  # fmt: skip
+    ) for with_dk, with_dv in passes)  # fmt: skip
     add = [
         Launch(
             span_sum, (triton.cdiv(x.numel(), 1024),), seqs.n, x.numel(), x.shape[-2] * x.shape[-1],
