@@ -233,7 +233,7 @@ SEL_CASES = {
     "sel full": Tiny("sel", (3,), geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=PIECES, full=True),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
     "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
-    "sel far apart": Tiny("sel", (30,), heads=1, scale=400.0, geometry=PAST, tiles=APART),
+    "sel far apart": Tiny("sel", (30,), heads=1, dv=16, scale=400.0, geometry=PAST, tiles=APART),
     "sel one token of its own": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=PIECES),
     "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
     "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
