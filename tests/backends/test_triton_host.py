@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_core import BlockGeometry, NSAConfig
+from nsa_core import BlockGeometry, NSAConfig, NSAttention
 from nsa_core.contract import Request
 
 pytest.importorskip("triton")
@@ -173,6 +173,41 @@ def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
         for _ in range(2):
             plan.combine(gates, shifted, shifted, shifted)
         assert asked == ["combine_forward"] * 4, "an address that is not on 16 bytes is never taken for one that is"
+
+
+def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
+    no_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    decode = importlib.import_module("nsa_backend_triton.decode")
+    monkeypatch.setattr("nsa_backend_triton.probe.probe", lambda request: ())
+    monkeypatch.setattr(decode, "BOUND", 8)
+    config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, head_dim=16)
+    layer = NSAttention(config, backends="triton").bfloat16()
+    cache, x = layer.new_cache(2, 24), torch.zeros(2, 1, 64, dtype=torch.bfloat16)
+    stock, asked = JITFunction.run, []
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((kernel.__name__, int(cache.lengths[0])))
+        return stock(kernel, *args, **kwargs)
+
+    with torch.no_grad(), mock.patch.object(JITFunction, "run", run):
+        for _ in range(3):
+            layer(x, cache=cache)
+        by_memory = told(no_gpu)
+        prepared.forget()
+        cache.reset()
+        for _ in range(3):
+            layer(x, cache=cache)
+            prepared.forget()
+        by_triton = told(no_gpu)
+        assert [row[13:] for row in by_memory] == [row[13:] for row in by_triton]
+        assert [row[:3] for row in by_memory] == [row[:3] for row in by_triton]
+        del asked[:]
+        for _ in range(24 - 3):
+            layer(x, cache=cache)
+    assert asked == [("decode_append", 4), ("decode_step", 4), ("decode_step", 9), ("decode_step", 17)]
 
 
 def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> None:

@@ -6,15 +6,19 @@ step   One token: decode_step does it all. Several tokens, and where the table s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_backend_triton import configs
-from nsa_backend_triton.decode_launch import Pair, Sel, Span, Step, allocate
+from nsa_backend_triton.decode_launch import Pair, Sel, Slices, Span, Step, aligned_slices, allocate, cdiv
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_core.contract import DecodeCall
 
+BOUND = 256  # tokens: step by step of so many the launches of a growing cache are cut anew
 SUM_BYTES = 2**28  # of what the choice of blocks reads again: tokens are done in runs that need no more
 
 Settings = configs.Settings | None
@@ -49,7 +53,7 @@ def _span(q: Tensor, cmp: Pair | None, win: Pair | None, call: DecodeCall, chose
     q = _unit(q)
     span = Span(q, q.shape[1], cmp, win, call, True, False, chosen)
     o, lse = _outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
-    span.launch(q, 0, (o, o, lse, lse), None, *allocate(q, *span.sizes(), span.split))
+    span.launch(q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split))
     return o, lse
 
 
@@ -91,7 +95,7 @@ def select(
         part, of = slice(first, first + count), q[:, first : first + count]
         span = Span(of, count, (k_cmp, k_cmp), None, call, False, True, settings)
         stats = (of, of, lse[..., part], lse)
-        span.launch(of, first, stats, blocks[:, part], *allocate(q, *span.sizes(), span.split))
+        span.launch(of, first, stats, blocks[:, part], *allocate(q, aligned_slices(*span.sizes()), span.split))
     return blocks
 
 
@@ -108,7 +112,7 @@ def sel(
     q = _unit(q)
     of = Sel(q, q.shape[1], k, v, call, settings)
     o, lse = _outputs(q, v)
-    of.launch(q, 0, _unit(blocks), o, lse, *allocate(q, *of.sizes(), of.split))
+    of.launch(q, 0, _unit(blocks), o, lse, *allocate(q, aligned_slices(*of.sizes()), of.split))
     return o, lse
 
 
@@ -128,26 +132,62 @@ def step(
     """o [B, m, Hq, Dv] of all branches and gates, and blocks int32 [B, m, G, n]; ``settings`` of span and sel."""
     q, gates, blocks = _unit(q), _unit(gates), _blocks(q, k_cmp, call)
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
+    # A bound that grows with every token would have its launches worked out for every token.
+    call = dataclasses.replace(call, max_len=cdiv(call.max_len, BOUND) * BOUND)
+    stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    for first, made in _prepare(q, gates, *stores, call, settings):
+        (scratch, counters), part = allocate(q, made.scratch, made.zero), slice(first, first + made.rows)
+        # The first token's address is that of all; a slice of all is an operator more.
+        of, gate, out, picked = (x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks))
+        if made.launch is not None:
+            stats, parts, sums, references = scratch[4:]
+            made.launch(of, gate, *stores, out, *scratch[:4], sums, references, stats, parts, *counters, picked,
+                        call.starts, call.lengths, call.block_table)  # fmt: skip
+        else:
+            _by_span_and_sel(made.rows, first, of, gate, stores, out, picked, scratch, counters, call, settings)
+    return o, blocks
+
+
+class _Run(NamedTuple):
+    """What metadata decide of some tokens of a step."""
+
+    rows: int
+    launch: Launch | None  # of all of it; None: several launches
+    scratch: Slices  # o and lse of cmp, then of win, and what the launches ask for
+    zero: bool
+
+
+@remembered
+def _prepare(
+    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
+    call: DecodeCall, settings: tuple[Settings, Settings],
+) -> list[tuple[int, _Run]]:  # fmt: skip
+    """Each run's first token, and the run."""
+    runs = []
     for first, count in _runs(q, call):
-        part = slice(first, first + count)
-        of = q[:, part]
-        span = Span(of, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
-        chosen = Sel(of, count, k_sel, v_sel, call, settings[1], span.keys if span.merge else None)
+        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
+        chosen = Sel(q, count, k_sel, v_sel, call, settings[1], span.keys if span.merge else None)
         whole = Step(span, chosen)
         sizes = [whole.sizes()] if span.merge else [span.sizes(), chosen.sizes()]
-        lead = (q.shape[0], count, q.shape[2])
-        size = lead[0] * lead[1] * lead[2]
-        floats = [size * o.shape[3]] * 2 + [size] * 2 + [n for f, _ in sizes for n in f]
-        zeros = span.merge or span.split or chosen.split
-        scratch, counters = allocate(q, floats, [n for _, i in sizes for n in i], zeros)
-        o_cmp, o_win = (x[: floats[0]].view(*lead, o.shape[3]) for x in scratch[:2])
-        lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[2:4])
-        if span.merge:
-            outputs = (o[:, part], o_cmp, o_win, lse, lse_win)
-            whole.launch(of, gates[:, part], first, outputs, blocks[:, part], scratch[4:], counters)
-        else:
-            span.launch(of, first, (o_cmp, o_win, lse, lse_win), blocks[:, part], scratch[4:8], counters[:1])
-            chosen.launch(
-                of, first, blocks[:, part], o[:, part], lse, scratch[8:], counters[1:], gates[:, part], (o_cmp, o_win)
-            )
-    return o, blocks
+        size = q.shape[0] * count * q.shape[2]
+        floats = [size * v_sel.shape[3]] * 2 + [size] * 2 + [n for f, _ in sizes for n in f]
+        scratch = aligned_slices(floats, [n for _, i in sizes for n in i])
+        launch = whole.launch(q, gates, first, q.shape[1]) if span.merge else None
+        runs.append((first, _Run(count, launch, scratch, span.merge or span.split or chosen.split)))
+    return runs
+
+
+def _by_span_and_sel(
+    count: int, first: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor, blocks: Tensor,
+    scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall, settings: tuple[Settings, Settings],
+) -> None:  # fmt: skip
+    """A run in several launches."""
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores
+    span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
+    chosen = Sel(q, count, k_sel, v_sel, call, settings[1])
+    lead = (q.shape[0], count, q.shape[2])
+    size = lead[0] * lead[1] * lead[2]
+    o_cmp, o_win = (x[: size * o.shape[3]].view(*lead, o.shape[3]) for x in scratch[:2])
+    lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[2:4])
+    span.launch(q, first, (o_cmp, o_win, lse, lse_win), blocks, scratch[4:8], counters[:1])
+    chosen.launch(q, first, blocks, o, lse, scratch[8:], counters[1:], gates, (o_cmp, o_win))

@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa_backend_triton import configs
 from nsa_backend_triton.decode_launch import cdiv, power
 from nsa_backend_triton.launch import architecture
+from nsa_backend_triton.prepared import Launch, remembered
 from nsa_core.contract import DecodeCall
 
 
@@ -122,21 +123,32 @@ def append(
     stores = (*raw, *sel, *win)
     if not all(x.is_contiguous() for x in (*stores, *(rope or ()))):
         raise ValueError("append needs contiguous stores and tables")
-    batch, rows, heads, dk = q.shape
-    groups, dv = k[0].shape[2], v[0].shape[3]
-    chosen = configs.pick("decode_append", architecture(q.device), head_dim=dk, v_head_dim=dv)
     given = [x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = rope or (q, q)
+    rings = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
+    made = _launch(q, *given, cos, call.block_table, rings, rope is not None, rotate_raw)
+    made(q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
+    return out
+
+
+@remembered
+def _launch(
+    q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, cos: Tensor,
+    table: Tensor, rows_of: tuple[int, int, int], rope: bool, rotate_raw: bool,
+) -> Launch:  # fmt: skip
+    """``rows_of``: of the ring of cmp, a page and the ring of win."""
+    batch, rows, heads, dk = q.shape
+    groups, dv = k_raw.shape[2], v_raw.shape[3]
+    chosen = configs.pick("decode_append", architecture(q.device), head_dim=dk, v_head_dim=dv)
     together = min(chosen["HEADS"], power(heads))
     parts = 3 + (cdiv(heads, together) if rope else 0)
-    decode_append[(batch * rows * parts,)](
-        q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table, *q.stride()[:3],
-        *(n for x in given for n in x.stride()[:3]), rows, raw[0].shape[1], sel[0].shape[1], win[0].shape[1],
-        call.block_table.shape[1], cos.shape[0], call.block_table.stride(0),
+    return Launch(
+        decode_append, (batch * rows * parts,),
+        *(n for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win) for n in x.stride()[:3]), rows, *rows_of,
+        table.shape[1], cos.shape[0], table.stride(0),
         N_HEADS=heads, GROUPS=groups, HEADS=together, KV_HEADS=power(groups), DK=dk, DV=dv,
-        BLOCK_DK=max(2, power(dk)), BLOCK_DV=power(dv), ROPE=rope is not None,
+        BLOCK_DK=max(2, power(dk)), BLOCK_DV=power(dv), ROPE=rope,
         ROTATE_RAW=rotate_raw, num_warps=chosen["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip
-    return out

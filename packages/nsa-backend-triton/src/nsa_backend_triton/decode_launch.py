@@ -6,6 +6,8 @@ So a step replays from a CUDA graph with other numbers in the same tensors. Bits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from nsa_backend_triton.decode_sel import decode_sel
 from nsa_backend_triton.decode_span import decode_span
 from nsa_backend_triton.decode_step import decode_step
 from nsa_backend_triton.launch import accumulator, architecture, multiprocessors
+from nsa_backend_triton.prepared import Launch
 from nsa_backend_triton.span_forward import launch_options
 from nsa_backend_triton.tile import LOG2E
 from nsa_core.contract import DecodeCall
@@ -48,14 +51,23 @@ def _splits(units: int, tiles: int, chosen: configs.Settings, device: torch.devi
     return max(1, min(wanted, tiles // chosen["LEAST"]))
 
 
-def allocate(q: Tensor, floats: list[int], ints: list[int], zero: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Scratch in slices of these sizes, each aligned: fp32 (fp64 for fp64 q), and int32, 0 where a launch splits."""
-    rounded = [[-(-size // 64) * 64 for size in sizes] for sizes in (floats, ints)]
+Slices = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def aligned_slices(floats: list[int], ints: list[int]) -> Slices:
+    """Sizes of scratch, rounded so that every slice is aligned."""
+    first, second = (tuple(-(-size // 64) * 64 for size in sizes) for sizes in (floats, ints))
+    return first, second
+
+
+def allocate(q: Tensor, slices: Slices, zero: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Scratch in these slices: fp32 (fp64 for fp64 q), and int32, 0 where a launch splits."""
+    floats, ints = slices
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    first = torch.empty(sum(rounded[0]), dtype=stats, device=q.device)
+    first = torch.empty(sum(floats), dtype=stats, device=q.device)
     make = torch.zeros if zero else torch.empty
-    second = make(sum(rounded[1]), dtype=torch.int32, device=q.device)
-    return list(first.split(rounded[0])), list(second.split(rounded[1]))
+    second = make(sum(ints), dtype=torch.int32, device=q.device)
+    return torch.split_with_sizes(first, floats), torch.split_with_sizes(second, ints)
 
 
 def _store(x: Tensor | None, like: Tensor) -> tuple[Tensor, int, int, int]:
@@ -127,8 +139,8 @@ class Span:
         return floats, [self.programs if self.split else 0]
 
     def launch(
-        self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None, scratch: list[Tensor],
-        counters: list[Tensor],
+        self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None, scratch: Sequence[Tensor],
+        counters: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` of the step on; ``outputs`` (o, o_win, lse, lse_win)."""
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
@@ -217,8 +229,8 @@ class Sel:
         return [2 * parts, parts * self.block_dv], [self.programs if self.split else 0]
 
     def launch(
-        self, q: Tensor, first: int, blocks: Tensor, o: Tensor, lse: Tensor, scratch: list[Tensor],
-        counters: list[Tensor], gates: Tensor | None = None, others: Pair | None = None,
+        self, q: Tensor, first: int, blocks: Tensor, o: Tensor, lse: Tensor, scratch: Sequence[Tensor],
+        counters: Sequence[Tensor], gates: Tensor | None = None, others: Pair | None = None,
     ) -> None:  # fmt: skip
         """Run on ``q`` [B, rows, Hq, Dk] from row ``first`` on; ``others``: o_cmp, o_win [B, rows, Hq, Dv] in fp32."""
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
@@ -252,26 +264,25 @@ class Step:
         flags = span.batch * span.rows * span.groups * 2
         return [2 * parts, parts * span.block_dv, *span.sizes()[0][2:]], [self.programs, flags, 1]
 
-    def launch(
-        self, q: Tensor, gates: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor, scratch: list[Tensor],
-        zeros: list[Tensor],
-    ) -> None:  # fmt: skip
-        """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` on; ``outputs`` (o, o_cmp, o_win, lse, lse_win)."""
-        span, sel, call, (o, o_cmp, _, lse, _) = self.span, self.sel, self.span.call, outputs
-        stats, parts, sums, references = scratch
-        k, *k_at = _store(span.cmp and span.cmp[0], q)
-        v, *v_at = _store(span.cmp and span.cmp[1], q)
-        k_win, *kw_at = _store(span.win and span.win[0], q)
-        v_win, *vw_at = _store(span.win and span.win[1], q)
-        decode_step[(self.programs,)](
-            q, gates, k, v, sel.k, sel.v, k_win, v_win, *outputs, sums, references, stats, parts, *zeros, blocks,
-            call.starts, call.lengths, call.block_table,
-            *q.stride()[:3], *gates.stride()[:3], *k_at, *v_at, *sel.k.stride()[:3], *sel.v.stride()[:3], *kw_at,
-            *vw_at, *blocks.stride()[:3], o.stride(0), o.stride(1), o_cmp.stride(0), o_cmp.stride(1), lse.stride(0),
-            lse.stride(1), call.block_table.stride(0), call.scale * LOG2E.value, first, span.rows,
-            min(span.max_len, sel.max_len),
-            k.shape[1], sel.k.shape[1], k_win.shape[1], span.splits, span.win_splits, sel.splits, span.cmp_programs,
-            span.programs - span.cmp_programs, span.sum_row, span.reference_row,
-            CMP_PAGE=_page(k.shape[1]), PAGE=_page(sel.k.shape[1]), AT_ONCE=span.blocks, **span.constants(q),
+    def launch(self, q: Tensor, gates: Tensor, first: int, rows: int) -> Launch:
+        """For ``q`` [B, span.rows, Hq, Dk], from row ``first`` on of a step of ``rows``, whose outputs are contiguous.
+
+        It takes q, gates, k and v of cmp, sel and win, o, o_cmp, o_win, lse and lse_win (those but o in scratch, of
+        this run's rows), sums, references, stats, parts, the zeros, blocks, starts, lengths, the block table.
+        """
+        span, sel, call = self.span, self.sel, self.span.call
+        assert span.cmp is not None  # a step has both
+        assert span.win is not None
+        stores = (*span.cmp, sel.k, sel.v, *span.win)
+        heads, width, chosen = span.heads, span.heads * span.dv, call.geometry.num_selected_blocks
+        return Launch(
+            decode_step, (self.programs,),
+            *(n for x in (q, gates, *stores) for n in x.stride()[:3]),
+            rows * span.groups * chosen, span.groups * chosen, chosen, rows * width, width,
+            span.rows * width, width, heads * span.rows, span.rows, call.block_table.stride(0),
+            call.scale * LOG2E.value, first, span.rows, min(span.max_len, sel.max_len),
+            stores[0].shape[1], sel.k.shape[1], stores[4].shape[1], span.splits, span.win_splits, sel.splits,
+            span.cmp_programs, span.programs - span.cmp_programs, span.sum_row, span.reference_row,
+            CMP_PAGE=_page(stores[0].shape[1]), PAGE=_page(sel.k.shape[1]), AT_ONCE=span.blocks, **span.constants(q),
             **span.choice(), **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from nsa_core.contract import SlotCall
+from nsa_core.contract import DecodeCall, SlotCall
 
 MOST = 4096  # calls remembered by each function: lengths of a server that never repeats one are not kept for ever
 
@@ -128,6 +128,7 @@ def _tensor(x: Tensor) -> Hashable:
 READ: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
     SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
+    DecodeCall: lambda x: (x.geometry, x.scale, x.max_len, x.block_table.shape, x.block_table.stride()),
     dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
 }
 
