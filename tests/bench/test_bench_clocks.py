@@ -263,7 +263,7 @@ def test_the_report_tells_both_times_and_what_was_not_captured(result):
 
 
 def test_results_of_before_these_fields_are_read(result, tmp_path):
-    for name in ("core.json", "h200.json"):
+    for name in ("core_64k.json", "h200.json"):
         old = read_result(RESULTS / name)
         assert {m.performance.host_ms for m in old.measurements if m.performance} == {None}
         assert not [c for c in compare(old, old, fail_over=0.0) if c.verdict not in ("same", "missing")]

@@ -30,7 +30,7 @@ def test_times_within_a_decade_have_labels():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     from nsa_cli.plots import _over_length
 
-    result = read_result(RESULTS / "core.json")
+    result = read_result(RESULTS / "core_64k.json")
     cells = [m for m in result.measurements if m.performance and 2 < m.performance.median_ms < 8]
     assert len(cells) > 2
     axes = figure.subplots()

@@ -27,12 +27,6 @@ SHAPES = {
 }
 STEPS = {"step": 1, "steps": 4}  # new tokens a sequence
 MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
-MORE_SPILLS = {
-    # With three programs a multiprocessor it was faster, at six heads on an H200, than forms of two that spill less.
-    "select_forward | sm_90 | select, h=4 | 64/64 bfloat16": 1600,
-    # The tile shape of width 128, chosen by time there, where it spills 324; at 96 masks take registers as well.
-    "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16": 640,
-}
 _BASE = Request(
     slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
     device="cuda", needs_grad=True, batch=1, seq_len=8192,
@@ -45,9 +39,8 @@ that ship, from the launches that a call of its slot makes: 64 query heads over 
 l=32, d=16, l'=64, n=16, w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536
 tokens, one new token each, `steps`: four each. A test compiles a part of this table again in every ordinary run, and
 all of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
-{wide} in float32 (which is there to verify the compiled logic, not to be fast), but for {more} rows, named with
-the reason in `nsa_backend_triton.compile_table.MORE_SPILLS`; the figures as printed here where triton's version is the
-same.
+{wide} in float32 (which is there to verify the compiled logic, not to be fast); the figures as printed here where
+triton's version is the same.
 
 sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares that of sm_80,
 sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.
@@ -91,7 +84,7 @@ class Row:
     @property
     def most_spills(self) -> int:
         """Bytes a thread that it may spill."""
-        return MORE_SPILLS.get(self.title, MOST_SPILLS[self.dtype])
+        return MOST_SPILLS[self.dtype]
 
     def line(self) -> str:
         """The row of the table; compiles the kernel."""
@@ -148,7 +141,7 @@ def page() -> Iterator[str]:
     """The page as Markdown, line by line."""
     limits = {f"s{a}": offline.SHARED[a] // 1024 for a in ARCHITECTURES}
     narrow, wide = MOST_SPILLS["bfloat16"], MOST_SPILLS["float32"]
-    yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, more=len(MORE_SPILLS), **limits)
+    yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, **limits)
     yield "| kernel | GPU | slot | Dk/Dv | shared KiB | registers | spilled bytes | instructions |"
     yield "|---" * 8 + "|"
     for row in rows():

@@ -123,12 +123,16 @@ def append(
     stores = (*raw, *sel, *win)
     if not all(x.is_contiguous() for x in (*stores, *(rope or ()))):
         raise ValueError("append needs contiguous stores and tables")
-    given = [x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair]
+    k_raw, v_raw, k_sel, v_sel, k_win, v_win = given = [
+        x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair
+    ]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = rope or (q, q)
     rings = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
-    made = _launch(q, *given, cos, call.block_table, rings, rope is not None, rotate_raw)
+    made = _launch(
+        q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, cos, call.block_table, rings, rope is not None, rotate_raw
+    )
     made(q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
     return out
 
