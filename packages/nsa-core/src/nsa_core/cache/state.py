@@ -66,7 +66,6 @@ class NSACache:
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
             self.stores = Stores(self.config, batch, pages, rings, max_len, self.max_step, self.dtype, device)
-            # Each with an address of its own: kernels are told that tensors begin on 16 bytes.
             self.lengths, self.starts = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
             self.overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
         self.bounds = [0] * batch  # what the host knows of the lengths: they are at most this,
