@@ -87,7 +87,7 @@ def sel_load(X, at, head, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
         mask = ok[:, None] if first + WIDTH <= DIM else ok[:, None] & (col < DIM)[None, :]
         # Constants are added to each other first: in a loop an offset is one multiplication and addition.
         inner = col[None, :] if head is None else head[:, None] + col[None, :]
-        x = x + (tl.load(X + (at[:, None] + inner), mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        x = x + (tl.load(X + (at[:, None] + inner), mask=mask, other=0.0),)
     return x
 
 
@@ -194,7 +194,7 @@ def sel_rows_backward(
             else:
                 # Turned, so that D is the side that may not be short of 64.
                 x = tl.trans(tl.dot(tl.trans(k[i]), ds, input_precision="ieee", out_dtype=ACC))
-            dq = dq + (x,)  # type: ignore[assignment]  # noqa: RUF005
+            dq = dq + (x,)
         # No mask: what a row adds that is not there is 0.
         sel_put(DQ, wide * (ALL_HEADS * DIM_K), head * DIM_K, dq, None, DIM_K, WIDTH_K, True)
     return dk, dv
@@ -304,7 +304,7 @@ def sel_add(x, y, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows x + y [R, D]."""
     both = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        both = both + (x[i] + y[i],)  # type: ignore[assignment]  # noqa: RUF005
+        both = both + (x[i] + y[i],)
     return both
 
 

@@ -274,7 +274,7 @@ def _keep(x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows x [R, D], 0 where not ``ok`` [R]."""
     kept = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        kept = kept + (tl.where(ok[:, None], x[i], 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        kept = kept + (tl.where(ok[:, None], x[i], 0.0),)
     return kept
 
 

@@ -136,7 +136,7 @@ def _load_queries(
         here = inside & (head < GROUP)
         rows = load_at(Q, row * q_row + head * q_head, here, DK, BLOCK_D)
         sums = tl.load(LSE + row + head * lse_head, mask=here, other=float("inf")) * LOG2E
-        q, lse = q + (rows,), lse + (sums,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+        q, lse = q + (rows,), lse + (sums,)
     return q, lse
 
 

@@ -83,7 +83,7 @@ def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
             band = tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
         else:
             band = tl.load(at)
-        x = x + (band,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+        x = x + (band,)
     return x
 
 
@@ -92,7 +92,7 @@ def fetch_rows(X, batch, row, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLO
     """Rows row .. row + ROWS of a head of X, a descriptor of [B, L, H, WIDTH], in bands."""
     x = ()
     for first in tl.static_range(0, WIDTH, BLOCK):
-        x = x + (X.load([batch, row, head, first]).reshape(ROWS, BLOCK),)  # type: ignore[assignment]  # noqa: RUF005
+        x = x + (X.load([batch, row, head, first]).reshape(ROWS, BLOCK),)
     return x
 
 

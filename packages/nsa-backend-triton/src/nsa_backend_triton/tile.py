@@ -77,7 +77,7 @@ def load_at(X, at, ok, D: tl.constexpr, BLOCK: tl.constexpr):
             band = tl.load(where, mask=(columns < D)[None, :], other=0.0)
         else:
             band = tl.load(where)
-        x = x + (band,)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+        x = x + (band,)
     return x
 
 
@@ -95,7 +95,7 @@ def zero_rows(ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.
     """Rows [ROWS, D] of zeros."""
     x = ()
     for _ in tl.static_range(0, D, BLOCK):
-        x = x + (tl.zeros([ROWS, BLOCK], ACC),)  # type: ignore[assignment]  # noqa: RUF005  triton knows no stars
+        x = x + (tl.zeros([ROWS, BLOCK], ACC),)
     return x
 
 
@@ -104,7 +104,7 @@ def turn(x, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows [R, D] as columns, bands of [BLOCK, R]."""
     turned = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        turned = turned + (tl.trans(x[i]),)  # type: ignore[assignment]  # noqa: RUF005
+        turned = turned + (tl.trans(x[i]),)
     return turned
 
 
@@ -122,7 +122,7 @@ def add_dot(acc, p, x, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Rows acc + p x [M, D] of p [M, N] and rows x [N, D]."""
     more = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        more = more + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)  # type: ignore[assignment]  # noqa: RUF005
+        more = more + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)
     return more
 
 
@@ -131,7 +131,7 @@ def divide_rows(x, divisor, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows x [R, D] over divisor [R]."""
     over = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        over = over + (x[i] / divisor[:, None],)  # type: ignore[assignment]  # noqa: RUF005
+        over = over + (x[i] / divisor[:, None],)
     return over
 
 
@@ -140,5 +140,5 @@ def scale_rows(x, factor, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows x [R, D] times factor: [R, 1], or a number."""
     scaled = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        scaled = scaled + (x[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
+        scaled = scaled + (x[i] * factor,)
     return scaled
