@@ -210,6 +210,20 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
     assert asked == [("decode_append", 4), ("decode_step", 4), ("decode_step", 9), ("decode_step", 17)]
 
 
+def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
+    """As the benchmarks give them."""
+    decode, configs = (importlib.import_module(f"nsa_backend_triton.{name}") for name in ("decode", "configs"))
+    request = Request(
+        slot="cmp", geometry=BlockGeometry(), n_heads=4, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
+        device="cuda", needs_grad=False, batch=1, seq_len=512, phase="decode",
+    )  # fmt: skip
+    given, call = requests.step_inputs(request, 1, "cpu")
+    span = configs.pick("decode_span", 90, head_dim=64, v_head_dim=64, itemsize=2, heads=2, taps=4)
+    for settings in ((None, None), ({**span, "PROGRAMS": 1}, None), ({**span, "PROGRAMS": 1}, None)):
+        decode.step(*(given[name] for name in requests.STEP_INPUTS["step"]), call=call, settings=settings)
+    assert sum(kernel.launches for kernel in no_gpu) == 3
+
+
 def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> None:
     if launching.interpreted():
         pytest.skip("the interpreter launches by itself")

@@ -135,9 +135,9 @@ def step(
     # A bound that grows with every token would have its launches worked out for every token.
     call = dataclasses.replace(call, max_len=cdiv(call.max_len, BOUND) * BOUND)
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    for first, made in _prepare(q, gates, *stores, call, settings):
+    for first, made in _prepare(q, gates, *stores, call, *settings):
         (scratch, counters), part = allocate(q, made.scratch, made.zero), slice(first, first + made.rows)
-        # The first token's address is that of all; a slice of all is an operator more.
+        # Slices of everything would be four operators for nothing.
         of, gate, out, picked = (x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks))
         if made.launch is not None:
             stats, parts, sums, references = scratch[4:]
@@ -160,13 +160,13 @@ class _Run(NamedTuple):
 @remembered
 def _prepare(
     q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
-    call: DecodeCall, settings: tuple[Settings, Settings],
+    call: DecodeCall, of_span: Settings, of_sel: Settings,
 ) -> list[tuple[int, _Run]]:  # fmt: skip
     """Each run's first token, and the run."""
     runs = []
     for first, count in _runs(q, call):
-        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
-        chosen = Sel(q, count, k_sel, v_sel, call, settings[1], span.keys if span.merge else None)
+        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, of_span)
+        chosen = Sel(q, count, k_sel, v_sel, call, of_sel, span.keys if span.merge else None)
         whole = Step(span, chosen)
         sizes = [whole.sizes()] if span.merge else [span.sizes(), chosen.sizes()]
         size = q.shape[0] * count * q.shape[2]

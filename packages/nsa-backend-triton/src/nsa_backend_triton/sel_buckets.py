@@ -18,9 +18,9 @@ def sel_bucket_kernel(
 ):  # fmt: skip
     """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
 
-    Shared memory: K [KEYS, DKP], V [KEYS, DVP], once; num_stages times Q [M, DKP], gathered, rows of H*DK elements.
-    Registers: scores [M, KEYS], o [M, DVP]. A tile moves M*(DK + DV) elements, Q from L2 and partial outputs to
-    memory, and costs 2*M*KEYS*(DKP + DVP) operations: bound by the writes.
+    Shared memory: K [KEYS, DK], V [KEYS, DV], once; num_stages times Q [M, DK], gathered, rows of H*DK elements.
+    Registers: scores [M, KEYS], o [M, DV]. A tile moves M*(DK + DV) elements, Q from L2 and partial outputs to
+    memory, and costs 2*M*KEYS*(DK + DV) operations: bound by the writes.
     """
     bucket, first_pair, count, pair = tile.place(tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True)
     if pair >= count:

@@ -145,15 +145,8 @@ def _options(chosen: Mapping[str, int]) -> dict[str, int]:
 def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, object]:
     """Constants that every kernel here takes."""
     dk, dv = q.shape[-1], v.shape[-1]
-    return {
-        "DK": dk,
-        "DV": dv,
-        "DKP": band(dk),
-        "DVP": band(dv),
-        "H": heads,
-        "VARLEN": seqs.packed,
-        "ACC": accumulator(q.dtype),
-    }
+    bands = {"DK": dk, "DV": dv, "DKP": band(dk), "DVP": band(dv)}
+    return {**bands, "H": heads, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype)}
 
 
 class _Buckets(NamedTuple):
@@ -289,8 +282,8 @@ def sel_forward_kernel(
 ):  # fmt: skip
     """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
 
-    Registers: scores [M, KEYS], acc [M, DVP], m, l [M]; shared memory: Q [M, DKP], and num_stages times K [KEYS, DKP]
-    and V [KEYS, DVP]. An entry costs L*(DK + DV) elements from L2 and 2*M*L*(DKP + DVP) operations: below M = 64 it is
+    Registers: scores [M, KEYS], acc [M, DV], m, l [M]; shared memory: Q [M, DK], and num_stages times K [KEYS, DK]
+    and V [KEYS, DV]. An entry costs L*(DK + DV) elements from L2 and 2*M*L*(DK + DV) operations: below M = 64 it is
     bound by L2, above by the tensor cores. Entries whose keys all lie before the tile's first token come last, and
     need no causal mask. Kv heads are outermost, so that one head's K and V stay in L2.
     """

@@ -26,7 +26,7 @@ def sel_union_backward(
     MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq [ROWS, WIDTH_K] with the entries low .. high of the tile's list added, KEYS keys at a time.
+    """dq [ROWS, Dk] with the entries low .. high of the tile's list added, KEYS keys at a time.
 
     CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's token in an entry.
     TMA, for whole blocks of KEYS: an entry is read a turn before its keys, whose address then waits for no load; where
