@@ -222,7 +222,7 @@ def span_dkdv(
     by span_sum, or the result where there is one part.
 
     WITH_DK, WITH_DV: which of the two are made. Both of 256 columns leave no registers for scores: one after the other
-    makes s twice, 5 products where 4 would do, and is three times as fast on an H200.
+    makes s twice, 5 products where 4 would do, and took 4.2 ms where 11.2 on an H200.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
     n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
