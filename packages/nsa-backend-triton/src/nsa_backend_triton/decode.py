@@ -140,8 +140,9 @@ def step(
         # Slices of everything would be four operators for nothing.
         of, gate, out, picked = (x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks))
         if made.launch is not None:
-            stats, parts, sums, references = scratch[4:]
-            made.launch(of, gate, *stores, out, *scratch[:4], sums, references, stats, parts, *counters, picked,
+            lse, lse_win, o_cmp, o_win, stats, parts, sums, references = scratch
+            branches = (o_cmp, o_win, lse, lse_win)
+            made.launch(of, gate, *stores, out, *branches, sums, references, stats, parts, *counters, picked,
                         call.starts, call.lengths, call.block_table)  # fmt: skip
         else:
             _by_span_and_sel(made.rows, first, of, gate, stores, out, picked, scratch, counters, call, settings)
@@ -153,7 +154,7 @@ class _Run(NamedTuple):
 
     rows: int
     launch: Launch | None  # of all of it; None: several launches
-    scratch: Slices  # o and lse of cmp, then of win, and what the launches ask for
+    scratch: Slices  # lse of cmp and of win, their o, and what the launches ask for
     zero: bool
 
 
@@ -170,7 +171,7 @@ def _prepare(
         whole = Step(span, chosen)
         sizes = [whole.sizes()] if span.merge else [span.sizes(), chosen.sizes()]
         size = q.shape[0] * count * q.shape[2]
-        floats = [size * v_sel.shape[3]] * 2 + [size] * 2 + [n for f, _ in sizes for n in f]
+        floats = [size] * 2 + [size * v_sel.shape[3]] * 2 + [n for f, _ in sizes for n in f]
         scratch = aligned_slices(floats, [n for _, i in sizes for n in i])
         launch = whole.launch(q, gates, first, q.shape[1]) if span.merge else None
         runs.append((first, _Run(count, launch, scratch, span.merge or span.split or chosen.split)))
@@ -187,7 +188,7 @@ def _by_span_and_sel(
     chosen = Sel(q, count, k_sel, v_sel, call, settings[1])
     lead = (q.shape[0], count, q.shape[2])
     size = lead[0] * lead[1] * lead[2]
-    o_cmp, o_win = (x[: size * o.shape[3]].view(*lead, o.shape[3]) for x in scratch[:2])
-    lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[2:4])
+    lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[:2])
+    o_cmp, o_win = (x[: size * o.shape[3]].view(*lead, o.shape[3]) for x in scratch[2:4])
     span.launch(q, first, (o_cmp, o_win, lse, lse_win), blocks, scratch[4:8], counters[:1])
     chosen.launch(q, first, blocks, o, lse, scratch[8:], counters[1:], gates, (o_cmp, o_win))
