@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.tile import num_compressed
+from nsa_backend_triton.tile import load_at, num_compressed, store_at
 
 
 @triton.jit
@@ -72,19 +72,8 @@ def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
 @triton.jit
 def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Rows [R, WIDTH] of X in bands; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
-    x = ()
-    for first in tl.static_range(0, WIDTH, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        at = X + rows[:, None] * stride + columns[None, :]
-        if MASKED:
-            mask = ((rows >= 0) & (rows < limit))[:, None] & (columns < WIDTH)[None, :]
-            band = tl.load(at, mask=mask, other=0.0)
-        elif first + BLOCK > WIDTH:
-            band = tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-        else:
-            band = tl.load(at)
-        x = x + (band,)
-    return x
+    ok = ((rows >= 0) & (rows < limit)) if MASKED else None
+    return load_at(X, rows * stride, ok, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -99,7 +88,4 @@ def fetch_rows(X, batch, row, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLO
 @triton.jit
 def store_rows(X, rows, limit, stride, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Store x [R, WIDTH], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
-    for i in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
-        columns = i * BLOCK + tl.arange(0, BLOCK)
-        mask = (rows < limit)[:, None] & (columns < WIDTH)[None, :]
-        tl.store(X + rows[:, None] * stride + columns[None, :], x[i].to(X.dtype.element_ty), mask=mask)
+    store_at(X, rows * stride, x, rows < limit, WIDTH, BLOCK)
