@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa_cli.bench_report import changes_table, rows_of, summary
-from nsa_core.bench.clocks import CudaClock, host_may_bind
+from nsa_core.bench.clocks import CpuClock, CudaClock, host_may_bind
 from nsa_core.bench.compare import compare
 from nsa_core.bench.crossover import crossovers
 from nsa_core.bench.result import Measurement, read_result
@@ -73,6 +73,56 @@ def test_a_call_that_the_host_holds_up_is_a_graph_and_tells_its_eager_time(devic
     # The call that compiles is none of them.
     assert (found.eager.method, found.eager.samples_ms) == ("events", [2.4, 2.0, 2.1, 2.1, 2.1])
     assert found.eager_ms == 2.1
+
+
+class Mark:
+    """An event on a device that reaches it when it is recorded; the time is the test's."""
+
+    now = 0.0
+
+    def __init__(self, **options):
+        assert options == {"enable_timing": True, "external": True}  # external: a graph's replay records it again
+
+    def record(self):
+        self.at = Mark.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("refusal", ["", "it waits"])
+def test_laps_of_a_graph_are_from_the_end_of_one_part_to_that_of_the_next(device, monkeypatch, refusal):
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(Mark, "now", 10.0)
+    clock, scale = ScriptedClock(refusal), [1.0]
+    clock._flush = torch.ones(1)
+
+    def run(ended):
+        for part, ms in (("first", 2.0), ("second", 3.0)):
+            Mark.now += ms * scale[0]
+            ended(part)
+
+    replayed = []
+
+    def captured(make):
+        if refusal:
+            return None, refusal
+        return lambda: (replayed.append(1), make()()), ""
+
+    monkeypatch.setattr(clock, "_captured", captured)
+    laps, method = clock.laps(run)
+    assert laps() == {"first": 2.0, "second": 3.0}
+    scale[0] = 10.0  # each call is taken anew
+    assert laps() == {"first": 20.0, "second": 30.0}
+    assert (len(replayed), method) == ((0, "within events") if refusal else (2, "within graph"))
+    assert not clock._flush.any()
+
+
+def test_laps_on_the_cpu_sum_to_the_call(monkeypatch):
+    ticks = iter(range(0, 10**9, 10**6))  # a millisecond at every look at the clock
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(ticks))
+    laps, method = CpuClock().laps(lambda ended: [ended(part) for part in "abc"])
+    assert (laps(), method) == ({"a": 1.0, "b": 1.0, "c": 1.0}, "within")
 
 
 def test_a_call_that_the_device_holds_up_is_timed_as_it_is(device):

@@ -71,8 +71,11 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
     for shape, length in (("8/2/32", 4096), ("16/1/128", 4096)):
         step = found[shape, length, "auto"]
         assert step.performance.method == "graph"  # captured: no synchronisation, no host in it
-        parts = found.get((shape, length, "auto, slots one by one"), step).parts
-        assert set(parts) == {"cmp", "select", "sel", "win", "combine"}
+        by_slots = found.get((shape, length, "auto, slots one by one"), step)
+        assert set(by_slots.parts) == {"cmp", "select", "sel", "win", "combine"}
+        assert {part.performance.method for part in by_slots.parts.values()} == {"within graph"}
+        shares = sum(part.performance.median_ms for part in by_slots.parts.values()) / by_slots.performance.median_ms
+        assert 0.9 < shares < 1.1, (shape, length, shares)
 
 
 def test_verify_of_decode_and_what_a_step_reads(tmp_path: pathlib.Path) -> None:

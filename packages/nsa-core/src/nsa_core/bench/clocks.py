@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a s
 EAGER_SAMPLES = 5  # of a call that is captured
 SAMPLE_MS = 5.0  # shortest CPU sample
 HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
+
+
+Run = Callable[[Callable[[str], None]], Any]  # a call that tells its argument the name of each part that has ended
 
 
 def host_may_bind(event_ms: float, host_ms: float) -> bool:
@@ -58,6 +62,23 @@ class CpuClock:
         start = time.perf_counter_ns()
         call()
         return (time.perf_counter_ns() - start) / 1e6
+
+    def laps(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
+        """What takes, at each call, milliseconds of each part of ``run``; and the method."""
+
+        def taken() -> dict[str, float]:
+            laps, last = {}, time.perf_counter_ns()
+
+            def ended(part: str) -> None:
+                nonlocal last
+                laps[part] = (time.perf_counter_ns() - last) / 1e6
+                last = time.perf_counter_ns()
+
+            run(ended)
+            return laps
+
+        taken()
+        return taken, "within"
 
     def prepare(self, work: Work) -> Prepared:
         """Set up and warm up: what is allocated once and kept is not the call's."""
@@ -135,6 +156,30 @@ class CudaClock:
         return dataclasses.replace(
             prepared, call=replay, method="graph", estimate_ms=self.sample(replay, 1), eager=eager
         )
+
+    def laps(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
+        """What takes, at each call, milliseconds of each part of ``run``, a graph if it can be one; and the method."""
+        marks: dict[str, torch.cuda.Event] = {}
+
+        def ended(part: str) -> None:
+            if part not in marks:
+                marks[part] = torch.cuda.Event(enable_timing=True, external=True)
+            marks[part].record()
+
+        def call() -> None:
+            ended("")
+            run(ended)
+
+        replay, _ = self._captured(lambda: call)
+
+        def taken() -> dict[str, float]:
+            self._flush.zero_()
+            (replay or call)()
+            torch.cuda.synchronize()
+            events = itertools.pairwise(marks.items())
+            return {part: float(before.elapsed_time(event)) for (_, before), (part, event) in events}
+
+        return taken, "within events" if replay is None else "within graph"
 
     def _captured(self, make: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any] | None, str]:
         """The call as a graph; or None, and why it cannot be captured (it waits for the device, say)."""

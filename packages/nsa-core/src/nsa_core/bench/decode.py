@@ -1,4 +1,4 @@
-"""One run of the decode bench: gates first, then every cell; whole steps, each slot, a layer's step, dense rivals."""
+"""One run of the decode bench: gates first, then every cell; whole steps, their slots, a layer's step, dense rivals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nsa_core.bench import figures, roofline
-from nsa_core.bench.cells import part_key
 from nsa_core.bench.clocks import EagerClock, clock_for
 from nsa_core.bench.combos import Combo, ready_combos
 from nsa_core.bench.decode_works import (
@@ -23,7 +22,6 @@ from nsa_core.bench.decode_works import (
     layer_step,
     make_state,
     one_by_one,
-    part_works,
     step_costs,
     within_step,
 )
@@ -170,24 +168,21 @@ class DecodeBench:
             self._skipped |= {f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()}
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
             works = [*rivals]
-            parts: dict[str, Work] = {}
             for name, plan in timed.items():
                 works += self._steps(name, plan, x, cell, dtype)
-                parts |= {work.key: work for work in part_works(plan, x)} if cuda else {}
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
             limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
-            outcomes |= measure([*works, *parts.values()], self._clock, **limits, least=REPEATS)
+            outcomes |= measure(works, self._clock, **limits, least=REPEATS)
             if cuda:
                 again = [
                     dataclasses.replace(w, key=w.key + EAGER) for w in works if w.key not in subjects or w.key in plans
                 ]
                 outcomes |= measure(again, EagerClock(), **limits)
-            elif not self._stop.came:
-                outcomes |= {
-                    slot_key(name, slot): Outcome(found)
-                    for name, plan in timed.items()
-                    for slot, found in within_step(plan, x, s.budget_s).items()
-                }
+            for name, plan in timed.items():
+                if self._stop.came or time.monotonic() > self._deadline:
+                    break  # a part without a time has the reason of its step, or none
+                found = within_step(plan, x, self._clock, s.budget_s)
+                outcomes |= {slot_key(name, slot): Outcome(lap) for slot, lap in found.items()}
         except torch.OutOfMemoryError:
             outcomes |= {name: Outcome(reason="out of memory") for name in subjects if name not in outcomes}
         except (NSAError, RuntimeError) as error:
@@ -266,7 +261,7 @@ def _parts(
 ) -> dict[str, Part]:
     parts = {}
     for slot in SLOTS:
-        outcome = outcomes.get(slot_key(combo, slot)) or outcomes.get(part_key(slot, plan))
+        outcome = outcomes.get(slot_key(combo, slot))
         if outcome is not None:
             parts[slot] = figures.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
     return parts

@@ -1,4 +1,4 @@
-"""The works of one decode cell on the same cache: whole steps, each slot alone, a layer's step, the dense rivals."""
+"""The works of one decode cell on the same cache: whole steps, the slots within one, a layer's step, dense rivals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_core.bench.cells import part_key
+from nsa_core.bench.clocks import CpuClock, CudaClock
 from nsa_core.bench.roofline import Cost
 from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
 from nsa_core.bench.timing import MAX_ROUNDS, Performance, Work, summarise
@@ -105,21 +105,15 @@ def one_by_one(plan: Plan, x: State, mark: Callable[[str], Any] = lambda slot: N
     return o
 
 
-def within_step(plan: Plan, x: State, budget_s: float) -> dict[str, Performance]:
-    """Each slot's time inside the step, on the CPU: alone, a slot would find its own data and code in the caches."""
+def within_step(plan: Plan, x: State, clock: CpuClock | CudaClock, budget_s: float) -> dict[str, Performance]:
+    """Each slot's time inside the step: alone, it would find its data in the caches, or pay for a graph of its own."""
     samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
+    taken, method = clock.laps(lambda ended: one_by_one(plan, x, ended))
     started = time.perf_counter()
     while len(samples["cmp"]) < MAX_ROUNDS and (len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s):
-        last = time.perf_counter_ns()
-
-        def mark(slot: str) -> None:
-            nonlocal last
-            now = time.perf_counter_ns()
-            samples[slot].append((now - last) / 1e6)
-            last = time.perf_counter_ns()
-
-        one_by_one(plan, x, mark)
-    return {slot: summarise(taken[1:], "within", 1) for slot, taken in samples.items()}
+        for slot, lap in taken().items():
+            samples[slot].append(lap)
+    return {slot: summarise(laps, method, 1) for slot, laps in samples.items()}
 
 
 def fused_step(plan: Plan, x: State) -> Any:
@@ -127,27 +121,6 @@ def fused_step(plan: Plan, x: State) -> Any:
     s = x.stores
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
-
-
-def part_works(plan: Plan, x: State) -> list[Work]:
-    """Each slot alone, on what it receives in a step."""
-    s = x.stores
-    o_cmp, lse = plan.cmp(x.q, s["k_cmp"], s["v_cmp"], call=x.call)
-    blocks = plan.select(x.q, s["k_cmp"], lse, call=x.call)
-    given = {
-        "cmp": (x.q, s["k_cmp"], s["v_cmp"]),
-        "select": (x.q, s["k_cmp"], lse),
-        "sel": (x.q, s["k_sel"], s["v_sel"], blocks),
-        "win": (x.q, s["k_win"], s["v_win"]),
-        "combine": (x.gates, o_cmp, o_cmp.clone(), o_cmp.clone()),  # the values do not matter, three buffers do
-    }
-
-    def made(slot: str) -> Callable[[], Callable[[], Any]]:
-        kernel, tensors = getattr(plan, slot), given[slot]
-        options = {} if slot == "combine" else {"call": x.call}
-        return lambda: lambda: kernel(*tensors, **options)
-
-    return [Work(part_key(slot, plan), made(slot)) for slot in SLOTS]
 
 
 def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
