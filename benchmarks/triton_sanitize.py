@@ -17,7 +17,7 @@ from nsa_core import NSAConfig, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.verify.cases import Case
 from nsa_core.verify.decode import Step
-from nsa_core.verify.decode_fused import append_parity, step_parity
+from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
 from nsa_core.verify.subject import Subject, run_slots
 
 SHAPES = {
@@ -61,11 +61,11 @@ def layer(name: str, config: NSAConfig, part: str) -> None:
 
 
 def decode(name: str, config: NSAConfig) -> None:
-    """A step and its append, of one token a sequence and of several."""
+    """A step, its append and its gates, of one token a sequence and of several."""
     subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
-        findings = [*step_parity(subject, step, torch.bfloat16)]
+        findings = [*step_parity(subject, step, torch.bfloat16), *fused_gates(subject, step, torch.bfloat16)]
         findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
         wrong = [f.quantity for f in findings if not f.ok]
         print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)

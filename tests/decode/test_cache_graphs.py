@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
 from nsa_core import InvalidInput
 from nsa_core.cache import step
+from nsa_core.gating import LinearGate
 
 ROOM = 40
 PAGES = pytest.mark.parametrize("page_size", [None, 16])
@@ -173,7 +174,7 @@ def test_reserving_workspace_changes_no_bit(attn, page_size):
 @pytest.mark.parametrize("max_step", [3, 64])
 @pytest.mark.parametrize("changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str)
 def test_fused_forms(changes, max_step):
-    """A plan's own "append" and "step", here as loops over the contract's words, give what the slots give."""
+    """A plan's own forms, here as loops over the contract's words, give what the slots and the layer give."""
     attn = layer_of(**changes)
     x = tokens(attn, 2, ROOM)
     caches = [poisoned_cache(attn, 2, ROOM, page_size=16, max_step=max_step) for _ in range(2)]
@@ -208,14 +209,53 @@ def test_fused_forms(changes, max_step):
         others = plan.sel(q, k_sel, v_sel, blocks, call=call)[0], plan.win(q, k_win, v_win, call=call)[0]
         return plan.combine(gates, o_cmp, *others), blocks
 
-    made = {"append": append, "step": fused_step}
+    def gates(rows, weight, bias, *, call):
+        called.append("gates")
+        return (rows[:, :, None] * weight).sum(-1).add(bias).sigmoid().view(*rows.shape[:2], -1, 3)
+
+    made = {"append": append, "gates": gates, "step": fused_step}
     kernels = {n: dataclasses.replace(plan.cmp, slot=n, function=function) for n, function in made.items()}
     fused = dataclasses.replace(plan, fused=MappingProxyType(kernels))
     for part, new in ((x[:, :11], None), (x[:, 11:12], None), (x[:, 12:17], [5, 2]), (x[:, 17:18], None)):
         steps = part.shape[1] < 11
         y = attn(part, cache=caches[0], new=new, plan=fused if steps else None)
-        assert torch.equal(y, attn(part, cache=caches[1], new=new))
-    assert called == ["append", "step"] * 3
+        assert_equal(y, attn(part, cache=caches[1], new=new))
+    assert called == ["gates", "append", "step"] * 3
+
+
+class OtherGate(LinearGate):
+    """Its own product, for all that anyone knows."""
+
+
+def _hooked(gate):
+    gate.register_forward_hook(lambda module, given, out: out)
+
+
+def _replaced(gate):
+    gate.forward = LinearGate.forward.__get__(gate)
+
+
+def _subclass(gate):
+    gate.__class__ = OtherGate
+
+
+@pytest.mark.parametrize("change", [_hooked, _replaced, _subclass, lambda gate: None, "mlp", "many tokens"])
+def test_a_gate_that_may_be_more_than_its_formula_is_called(change, monkeypatch):
+    attn = layer_of(torch.float32, **({"gate": "mlp"} if change == "mlp" else {}))
+    if callable(change):
+        change(attn.gate)
+    if change == "many tokens":
+        monkeypatch.setattr(step, "FEW_TOKENS", 1)
+    cache, called = attn.new_cache(2, ROOM), []
+    plan = bare(cache)
+    form = dataclasses.replace(
+        plan.fused["step"],
+        slot="gates",
+        function=lambda x, *rest, call: called.append(1) or torch.zeros(2, 1, 4, 3),
+    )
+    plan = dataclasses.replace(plan, fused=MappingProxyType({**plan.fused, "gates": form}))
+    attn(tokens(attn, 2, 1), cache=cache, plan=plan)
+    assert bool(called) == (getattr(change, "__name__", "") == "<lambda>")
 
 
 VIEWS = {

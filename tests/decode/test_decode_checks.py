@@ -27,6 +27,7 @@ CHECKS = {
     "dispatch": decode_checks.dispatch,
     "fused step": decode_fused.fused_step,
     "fused append": decode_fused.fused_append,
+    "fused gates": decode_fused.fused_gates,
 }
 BROKEN = {
     "run to run": [{"win": "win_that_drifts"}],
@@ -39,8 +40,9 @@ BROKEN = {
         {"append": f"append_{fault}"}
         for fault in ("rotated_early", "of_padding", "without_rotary_of_win", "of_swapped_values")
     ],
+    "fused gates": [{"gates": f"gates_{fault}"} for fault in ("without_bias", "of_bf16_sums", "of_other_heads")],
 }
-_FORMS = {"step": "step", "append": "append"}
+_FORMS = {"step": "step", "append": "append", "gates": "gates"}
 ALL = {"decode", "decode reads", *(f"decode {check}" for check in CHECKS)}
 
 

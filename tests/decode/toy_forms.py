@@ -86,6 +86,23 @@ def append_of_swapped_values(q, k, v, *stores, **options):
     return append(q, k, (v[0], v[2], v[1]), *stores, **options)
 
 
+def gates(x, weight, bias, *, call: DecodeCall):
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.nn.functional.linear(*(t.to(kind) for t in (x, weight, bias))).sigmoid().unflatten(-1, (-1, 3))
+
+
+def gates_without_bias(x, weight, bias, *, call: DecodeCall):
+    return gates(x, weight, bias * 0, call=call)
+
+
+def gates_of_bf16_sums(x, weight, bias, *, call: DecodeCall):
+    return (x @ weight.mT).bfloat16().float().add(bias).sigmoid().unflatten(-1, (-1, 3))
+
+
+def gates_of_other_heads(x, weight, bias, *, call: DecodeCall):
+    return gates(x, weight, bias, call=call).roll(1, -2)
+
+
 def win_that_drifts(q, k, v, *, call: DecodeCall):
     o, lse = decode.win(q, k, v, call=call)
     return o.add_(1e-6 * next(_calls) * o.abs()), lse

@@ -12,7 +12,7 @@ from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.verify.cases import Case
 from nsa_core.verify.decode import Step, StepData, decode_parity, step_data
-from nsa_core.verify.decode_fused import append_parity, step_parity
+from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
 from nsa_core.verify.subject import Subject, bits
 
 pytest.importorskip("triton")
@@ -52,6 +52,7 @@ def forms(data: StepData, call: DecodeCall | None = None) -> dict[str, Callable[
 @pytest.mark.parametrize(("step", "dtype"), PROBLEMS, ids=lambda x: x.case.name if isinstance(x, Step) else str(x))
 def test_every_form_equals_the_oracle(step: Step, dtype: torch.dtype) -> None:
     findings = [*decode_parity(SUBJECT, step, dtype), *step_parity(SUBJECT, step, dtype)]
+    findings += fused_gates(SUBJECT, step, dtype)
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         findings += append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40)
     assert not [f for f in findings if not f.ok]

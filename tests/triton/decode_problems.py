@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from launches import apart
-from nsa_backend_triton import configs, decode, decode_append, decode_launch
+from nsa_backend_triton import configs, decode, decode_append, decode_gates, decode_launch
 from nsa_core.rope import rope_table
 from nsa_core.verify.cases import Case, config_of
 from nsa_core.verify.decode import Step, StepData, step_data
@@ -127,6 +127,15 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
     return append(data, apart, False)
 
 
+def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Of rows with gaps between them, of a width that no tile divides."""
+    (batch, m), heads, dim = data.q.shape[:2], data.q.shape[2], 21
+    x = torch.linspace(-2, 3, batch * m * (dim + 3), dtype=data.q.dtype).sin().view(batch, m, -1)[..., :dim]
+    weight = torch.linspace(1, 9, 3 * heads * dim, dtype=data.q.dtype).cos().view(-1, dim)
+    bias = torch.linspace(-1, 1, 3 * heads, dtype=data.q.dtype)
+    return {"gates": decode_gates.gates(apart(x), apart(weight), apart(bias[None])[0], call=data.call)}
+
+
 @dataclasses.dataclass(frozen=True)
 class TinyStep:
     """One form on one step, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
@@ -166,6 +175,8 @@ CASES = {
         (append_past_the_end, "full", 3),
         (plain_append, "ragged", 3),
         (plain_append, "odd heads", 3),
+        (gates, "three tokens", 3),
+        (gates, "odd heads", 3),
         (choice, "ragged", 3),
         (choice, "many blocks", 1000),
         (choice_with_nan, "many blocks", 3),

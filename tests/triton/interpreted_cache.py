@@ -38,7 +38,7 @@ def test_steps_equal_whole_sequences(option, page_size):
     golden = whole(attn, x)
     attn.backends = "triton"
     cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4 if page_size else 2)  # 2: long steps
-    assert set(cache.plan.fused) == {"append", "step"}
+    assert set(cache.plan.fused) == {"append", "gates", "step"}
     attn.backends = "sdpa"
     attn(x[:, :LENGTH], cache=cache)
     with strict():

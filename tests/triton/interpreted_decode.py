@@ -20,7 +20,7 @@ from nsa_core.dryrun import PeakBytes
 from nsa_core.ops import record_dispatch
 from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.decode import ODD, Step, StepData, decode_parity, step_data
-from nsa_core.verify.decode_fused import append_parity, step_parity
+from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
 from nsa_core.verify.interpreter import strict
 from nsa_core.verify.subject import Subject, bits
 
@@ -285,6 +285,14 @@ def test_append_writes_what_plain_code_does(name, dtype):
         findings = [*append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)]
     assert len(findings) == 7  # q, and k and v of three stores
     assert not [f for f in findings if not f.ok]
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["one token, pages", "h=3, Dk != Dv"])
+def test_gates_are_what_their_formula_gives(name, dtype):
+    with strict():
+        (found,) = fused_gates(SUBJECT, STEPS[name], dtype)
+    assert found.ok, found.detail
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import triton
 
-from nsa_backend_triton import configs, decode, decode_append, offline
+from nsa_backend_triton import configs, decode, decode_append, decode_gates, offline
 from nsa_backend_triton.requests import STEP_INPUTS, inputs, step_inputs
 from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
@@ -59,7 +59,7 @@ def launches(request: Request, architecture: int) -> list[offline.Launch]:
 
 
 def step_launches(request: Request, architecture: int, rows: int = 1) -> list[offline.Launch]:
-    """What a fused decode step of ``rows`` tokens would launch, its append first."""
+    """What a fused decode step of ``rows`` tokens would launch, its append and gates first."""
     given, call = step_inputs(request, rows)
     q, lead = given["q"], given["q"].shape[:2]
     k, v = (q.new_empty((*lead, *given[f"{x}_win"].shape[2:])) for x in "kv")
@@ -69,6 +69,8 @@ def step_launches(request: Request, architecture: int, rows: int = 1) -> list[of
         decode_append.append(
             q, (k,) * 3, (v,) * 3, win, sel, win, rope=(table, table), rotate_raw=False, call=call
         )  # fmt: skip
+        x = q.flatten(2)
+        decode_gates.gates(x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call)
         decode.step(*(given[name] for name in STEP_INPUTS["step"]), call=call)
     return made
 

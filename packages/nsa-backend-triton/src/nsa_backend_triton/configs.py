@@ -34,13 +34,13 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
-# A fused step takes the settings of the first two, and has one more kernel before it.
+# A fused step takes the settings of the first two, and has two more kernels before it.
 DECODE: Mapping[str, tuple[str, ...]] = {
     "cmp": ("decode_span",),
     "select": ("decode_span",),
     "sel": ("decode_sel",),
     "win": ("decode_span",),
-    "combine": ("combine_forward", "decode_append"),
+    "combine": ("combine_forward", "decode_append", "decode_gates"),
 }
 
 Settings = Mapping[str, int]

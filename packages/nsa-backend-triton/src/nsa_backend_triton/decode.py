@@ -6,7 +6,6 @@ step   One token: decode_step does it all. Several tokens, and where the table s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -133,7 +132,8 @@ def step(
     q, gates, blocks = _unit(q), _unit(gates), _blocks(q, k_cmp, call)
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grows with every token would have its launches worked out for every token.
-    call = dataclasses.replace(call, max_len=cdiv(call.max_len, BOUND) * BOUND)
+    bound = cdiv(call.max_len, BOUND) * BOUND
+    call = DecodeCall(call.geometry, call.scale, call.starts, call.lengths, call.block_table, bound)
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     for first, made in _prepare(q, gates, *stores, call, *settings):
         (scratch, counters), part = allocate(q, made.scratch, made.zero), slice(first, first + made.rows)

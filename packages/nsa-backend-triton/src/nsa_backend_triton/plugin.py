@@ -37,7 +37,11 @@ def nsa_register_backends() -> BackendSpec:
             "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",
-        fused={"step": f"{_HOME}.decode:step", "append": f"{_HOME}.decode_append:append"},
+        fused={
+            "step": f"{_HOME}.decode:step",
+            "append": f"{_HOME}.decode_append:append",
+            "gates": f"{_HOME}.decode_gates:gates",
+        },
         detail=f"{_HOME}.probe:detail",
         priority=30,
         summary="our own Triton kernels, for NVIDIA GPUs from sm_80 on",

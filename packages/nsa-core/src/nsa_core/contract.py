@@ -74,7 +74,7 @@ BRANCHES = ("cmp", "sel", "win")
 # A call that brings no plan has one of two: that of no seq_len, and from so many tokens on that of this seq_len.
 LONG_SEQUENCE = 49152
 PHASES = ("prefill", "decode")
-FUSED = ("step", "append")
+FUSED = ("step", "append", "gates")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -191,6 +191,8 @@ class BackendSpec:
                 k, v: this step's (cmp, sel, win) rows [B,m,G,D]; raw, sel, win: the (k, v) stores they are written to,
                 raw a ring as win's; rope: fp32 (cos, sin) [positions, Dk / 2] or None: q, k of sel and win, and with
                 rotate_raw k of cmp, are rotated at their positions; tokens past lengths are not written
+        gates   (x, weight, bias, *, call) -> gates                                           of a step of few tokens
+                sigmoid(x weight^T + bias) in fp32, fp64 for fp64 x, as [B,m,Hq,3]; x [B,m,dim], weight [3 Hq, dim]
     """
 
     name: str

@@ -39,6 +39,8 @@ class DecodeKernel:
 
     def _expected(self, tensors: Sequence[Any], call: DecodeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         q = tensors[0]
+        if self.slot == "gates":
+            return [((*q.shape[:2], tensors[1].shape[0] // 3, 3), stats_dtype(q.dtype))]
         batch, rows, heads, _ = q.shape
         if self.slot == "append":
             return [(tuple(q.shape), q.dtype)]

@@ -208,10 +208,12 @@ class NSAttention(nn.Module):
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """q and the keys and values of the branches (cmp, sel, win; or one), as views of one product."""
-        q, k_raw, k, v_raw, v = self._split(self.qkv(x))
-        if self.config.shared_kv:
-            return q, [k_raw], [v_raw]
-        return q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)]
+        config, product = self.config, self.qkv(x)
+        if not (config.qk_norm or config.shared_kv) and config.qk_dim == config.v_dim:  # two operators, not a dozen
+            q, *rows = product.unflatten(-1, (-1, config.qk_dim)).split([config.n_heads, *[config.n_kv_heads] * 6], -2)
+            return q, rows[:3], rows[3:]
+        q, k_raw, k, v_raw, v = self._split(product)
+        return (q, [k_raw], [v_raw]) if config.shared_kv else (q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)])
 
     def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
         """q [..., Hq, Dk]; k of cmp [..., G, Dk], then of sel and win, or of all three, [..., n, G, Dk]; v likewise."""
@@ -286,15 +288,13 @@ class NSAttention(nn.Module):
 
         with torch.no_grad():
             self._refuse(x, cu_seqlens, None)
-            projected = self.project(x, cu_seqlens)
-            q, k_cmp = projected.q, projected.k_cmp
+            q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
             plan = self.plan_of(x, q, cu_seqlens is not None)
-            _, lse = plan.cmp(q, k_cmp, projected.v_cmp, cu_seqlens=cu_seqlens)
+            _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
             blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
             return summarize(self.gate(x), blocks, self.config.geometry, cu_seqlens)
 
     def extra_repr(self) -> str:
         """Shown by repr."""
-        config, fields = self.config, dataclasses.fields(self.config)
-        told = {f.name: getattr(config, f.name) for f in fields if getattr(config, f.name) != f.default}
-        return ", ".join(f"{name}={value!r}" for name, value in told.items())
+        told = [(f.name, getattr(self.config, f.name), f.default) for f in dataclasses.fields(self.config)]
+        return ", ".join(f"{name}={value!r}" for name, value, default in told if value != default)

@@ -110,3 +110,6 @@ def _warm_decode(
         angles = zeros(length, request.head_dim // 2, kind=stats_dtype(dtype))
         for rope in (None, (angles, angles)) if request.head_dim % 2 == 0 else (None,):
             fused["append"](q, k, v, raw, sel, win, rope=rope, rotate_raw=False, call=call)
+    if "gates" in fused:
+        x = q.flatten(2)  # a request knows no dim
+        fused["gates"](x, x.new_zeros(3 * request.n_heads, x.shape[-1]), x.new_zeros(3 * request.n_heads), call=call)

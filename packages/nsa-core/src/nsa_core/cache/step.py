@@ -26,6 +26,7 @@ from nsa_core.cache.state import NSACache
 from nsa_core.checked import checked_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
+from nsa_core.gating import as_it_was_made
 from nsa_core.rope import RopeTable, rotate
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from nsa_core.module import NSAttention
     from nsa_core.plan import Plan
 
+FEW_TOKENS = 256  # whose gates are few enough that a kernel's launches are what they cost
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -125,7 +127,7 @@ def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival
             assert absent is not None
             x = x.masked_fill(absent[..., None], 0)
         q, k, v = attn.heads(x)
-        gates, pairs = attn.gate(x), (_three(k), _three(v))
+        gates, pairs = _gates(attn, plan, x, call), (_three(k), _three(v))
         if "append" in plan.fused:
             q = _fused_append(plan, stores, q, pairs, call)
         else:
@@ -170,6 +172,13 @@ def _completes(cache: NSACache, before: Sequence[int]) -> bool:
 def _three(parts: list[torch.Tensor]) -> Three:
     """Of cmp, sel and win, which may be one."""
     return parts[0], parts[len(parts) // 3], parts[-1]
+
+
+def _gates(attn: NSAttention, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
+    """[B, m, Hq, 3]; by the plan's own form where it has one and the host binds, that is, for few tokens."""
+    plain = as_it_was_made(attn.gate) if "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS else None
+    gates: torch.Tensor = attn.gate(x) if plain is None else plan.fused["gates"](x, plain.weight, plain.bias, call=call)
+    return gates
 
 
 def _fused_append(

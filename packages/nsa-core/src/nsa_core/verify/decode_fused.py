@@ -1,8 +1,8 @@
-"""Fused decode forms (contract.FUSED): the step as a composition given its own blocks, append against plain writes."""
+"""Fused decode forms (contract.FUSED): the step given its own blocks, append against plain writes, gates by formula."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from nsa_core.rope import RopeTable, rope_table, rotate
 from nsa_core.text import dtype_name
 from nsa_core.verify import dense
 from nsa_core.verify.decode import Step, StepData, decode_plan, packed, step_data
-from nsa_core.verify.judge import Verdict, heads_first, judge
+from nsa_core.verify.judge import Verdict, gate_rows, heads_first, judge
 from nsa_core.verify.regret import judge_selection
 from nsa_core.verify.subject import Finding, Subject, judged, same_bits
+
+_DIM = 200  # of a layer: wider than a tile, and no multiple of one
 
 
 def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
@@ -37,6 +39,34 @@ def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[F
     ring = step.case.config.compress_block_size + step.rows - 1
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         yield from append_parity(subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False)
+
+
+def fused_gates(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """sigmoid(x W^T + b), where the subject's backend has a fused form of it, judged in the dtype that gates have."""
+    plan, data = decode_plan(subject, step, dtype), step_data(step, dtype, subject.device)
+    if "gates" not in plan.fused:
+        yield _missing(plan, "gates", step, dtype)
+        return
+    (batch, m), heads = data.q.shape[:2], step.case.config.n_heads
+    generator = torch.Generator().manual_seed(step.case.seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(subject.device, dtype)
+
+    x = normal(batch, m, _DIM + 8)[..., :_DIM]  # rows that do not follow one another
+    weight, bias = normal(3 * heads, _DIM) * _DIM**-0.5, normal(3 * heads)
+    mine = plan.fused["gates"](x, weight, bias, call=data.call)
+    kept = stats_dtype(dtype)
+
+    def logits(kind: torch.dtype, size: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone) -> torch.Tensor:
+        rows, by, plus = (size(t.to(kind)) for t in (x, weight, bias))
+        return torch.unflatten(rows @ by.mT + plus, -1, (heads, 3))
+
+    golden = logits(torch.float64).sigmoid()
+    magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden  # of a logit, as it reaches a gate
+    mine, golden, rounded, magnitude = (gate_rows(t) for t in (mine, golden, logits(kept).sigmoid(), magnitude))
+    verdict = judge(mine, golden, rounded, magnitude, kept)
+    yield from judged("decode fused gates", "", step.case, dtype, {"gates": verdict})
 
 
 def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:

@@ -92,6 +92,7 @@ _STEP_CHECKS = (
     _Worth("decode ties", decode_checks.ties, 1 << 10, 1 << 13, 1 << 9),
     _Worth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20, 1 << 9),
     _Worth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13, 1 << 9),
+    _Worth("decode fused gates", decode_fused.fused_gates, 1 << 10, 1 << 13, 1 << 9),
     _Worth("decode run to run", decode_checks.run_to_run, 1 << 11, 1 << 16, 0),
     _Worth("decode page order", decode_checks.page_order, 1 << 11, 1 << 16, 1 << 8),
     _Worth("decode replay", decode_checks.replayed, 1 << 11, 1 << 16, 1 << 8),
