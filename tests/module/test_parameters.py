@@ -71,9 +71,9 @@ def _unrotated(attn, monkeypatch):
 def _late_blocks(attn, monkeypatch):
     right = attn._rope_of_blocks
 
-    def late(k_cmp, packed):
-        cos, sin = right(k_cmp, packed)
-        return type(right(k_cmp, packed))(cos.roll(1, 0), sin.roll(1, 0))
+    def late(*given):
+        cos, sin = right(*given)
+        return type(right(*given))(cos.roll(1, 0), sin.roll(1, 0))
 
     monkeypatch.setattr(attn, "_rope_of_blocks", late)
 

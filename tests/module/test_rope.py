@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_core import rope
+from nsa_core import NSAConfig, NSAttention, rope
 from nsa_core.heads import rotated_heads
 from nsa_core.rope import apart, rope_table, rotate, table_for
 
@@ -119,6 +119,24 @@ def test_a_table_is_kept_for_its_rows_step_width_base_dtype_and_no_other():
         for found, wanted in zip(asked(**other), expected, strict=True):
             assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("by", ["eager", "compiled"])
+def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch):
+    """Blocks begin at tokens: their angles are rows of the tokens' table."""
+    made = []
+    stock = rope.rope_table
+    monkeypatch.setattr(rope, "rope_table", lambda at, *rest: made.append(at.shape[0]) or stock(at, *rest))
+    config = NSAConfig(32, 2, 1, compress_block_size=8, compress_stride=4, select_block_size=8, window_size=9)
+    attn, x = NSAttention(config), torch.randn(1, 41, 32)
+    with torch.no_grad():
+        golden = attn(x)
+        del made[:]
+        monkeypatch.setattr(rope, "eager", lambda: by == "eager")
+        monkeypatch.setattr("nsa_core.module.eager", lambda: by == "eager")
+        rope._kept.cache_clear()
+        assert torch.equal(attn(x), golden)
+    assert sorted(made) == ([9, 41] if by == "eager" else [41])
 
 
 def test_a_table_first_made_for_inference_serves_training_and_fake_tensors_leave_none():

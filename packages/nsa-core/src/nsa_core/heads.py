@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nsa_core.rope import RopeTable, WideTable, turn, widened
+from nsa_core.rope import Table, turn, widened
 
 
 class RotatedHeads(torch.autograd.Function):
@@ -61,9 +61,7 @@ def _new(like: torch.Tensor, heads: int, width: int, *several: int) -> torch.Ten
     return like.new_empty((*several, *like.shape[:-1], heads, width))
 
 
-def rotated_heads(
-    product: torch.Tensor, table: RopeTable | WideTable, heads: int, groups: int, dk: int
-) -> tuple[torch.Tensor, ...]:
+def rotated_heads(product: torch.Tensor, table: Table, heads: int, groups: int, dk: int) -> tuple[torch.Tensor, ...]:
     """See :class:`RotatedHeads`: q, k of cmp, sel and win, v of cmp, sel and win."""
     made: tuple[torch.Tensor, ...] = RotatedHeads.apply(  # type: ignore[no-untyped-call]
         product, *table, heads, groups, dk

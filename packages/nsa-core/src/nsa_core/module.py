@@ -22,7 +22,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.gating import make_gate
 from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
-from nsa_core.rope import RopeTable, WideTable, apart, as_used, rope_table, rotate, table_for
+from nsa_core.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.surroundings import autocasts, eager
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class NSAttention(nn.Module):
                 q, k_raw = rotate(q, table), rotate(k_raw, table) if config.rope_before_compress else k_raw
         k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
         if config.rope and not config.rope_before_compress:
-            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed))
+            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed, table))
         return Projected(q, (None, ks[0], ks[-1]), (None, vs[0], vs[-1]), k_cmp, v_cmp), (k_raw, v_raw)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
@@ -230,16 +230,16 @@ class NSAttention(nn.Module):
         k, v = (part.unflatten(-1, (2, groups, -1)) for part in rest[1::2])
         return [q, self.k_norm(k_raw), self.k_norm(k), v_raw, v]
 
-    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> RopeTable | WideTable:
+    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
         rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
         if cu_seqlens is None:
             return table_for(product, rows, 1, dim, base)
         return as_used(rope_table(token_places(cu_seqlens, rows).position, dim, base, product.dtype))
 
-    def _rope_of_blocks(self, k_cmp: torch.Tensor, packed: PackedBlocks | None) -> RopeTable | WideTable:
+    def _rope_of_blocks(self, k_cmp: torch.Tensor, packed: PackedBlocks | None, every: Table | None) -> Table:
         step, dim, base = self.config.compress_stride, self.config.qk_dim, self.config.rope_base
         if packed is None:
-            return table_for(k_cmp, k_cmp.shape[-3], step, dim, base)
+            return table_for(k_cmp, k_cmp.shape[-3], step, dim, base, every)
         return rope_table(packed.starts, dim, base, k_cmp.dtype)
 
     def _refuse(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mask: object, *others: object) -> None:

@@ -37,6 +37,9 @@ class WideTable(NamedTuple):
     sin: torch.Tensor
 
 
+Table = RopeTable | WideTable
+
+
 def rope_table(
     positions: torch.Tensor,  # integer [R]
     dim: int,
@@ -47,16 +50,19 @@ def rope_table(
     return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
 
 
-def as_used(table: RopeTable) -> RopeTable | WideTable:
+def as_used(table: RopeTable) -> Table:
     """``table`` in the form that :func:`rotate` need not make again for every tensor."""
     return table.wide() if eager() else table
 
 
-def table_for(x: torch.Tensor, rows: int, step: int, dim: int, base: float) -> RopeTable | WideTable:
+def table_for(x: torch.Tensor, rows: int, step: int, dim: int, base: float, every: Table | None = None) -> Table:
     """Angles of ``rows`` positions 0, step, 2 * step, ... for tensors like x and heads of width ``dim``.
 
-    Eagerly a table is kept for the next layer and the next step of the same length.
+    Eagerly a table is kept for the next layer and the next step of the same length. Compiled, it is rows of ``every``,
+    a table of all positions up to the last: another would be ten more kernels in every layer.
     """
+    if every is not None and not eager():
+        return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in every))
     asked = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
     if rows > MOST_ROWS or not eager():
         return _made(*asked)
@@ -79,7 +85,7 @@ def _kept(
         return _made(rows, step, dim, base, dtype, device).wide()
 
 
-def _by_ops(x: torch.Tensor, table: RopeTable | WideTable) -> torch.Tensor:
+def _by_ops(x: torch.Tensor, table: Table) -> torch.Tensor:
     """One upcast before the split, so that forward and backward each round to x's dtype once."""
     half = x.shape[-1] // 2
     cos, sin = table.cos[..., :half], table.sin[..., -half:]
@@ -123,7 +129,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = 
 
 def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
-    table: RopeTable | WideTable,
+    table: Table,
 ) -> torch.Tensor:
     """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the table's dtype."""
     return _turned(x, *table) if eager() else _by_ops(x, table)
@@ -153,7 +159,7 @@ class _Apart(torch.autograd.Function):
         return _turned(grad, cos.unsqueeze(-2), sin.unsqueeze(-2), back=True), None, None
 
 
-def apart(x: torch.Tensor, table: RopeTable | WideTable | None) -> list[torch.Tensor]:
+def apart(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
     """x [..., R, n, heads, D] as n tensors [..., R, heads, D] that keep nothing of x; rotated by ``table``."""
     if eager():
         return list(_Apart.apply(x, *(table or ())))  # type: ignore[no-untyped-call]
