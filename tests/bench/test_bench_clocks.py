@@ -75,47 +75,31 @@ def test_a_call_that_the_host_holds_up_is_a_graph_and_tells_its_eager_time(devic
     assert found.eager_ms == 2.1
 
 
-class Mark:
-    """An event on a device that reaches it when it is recorded; the time is the test's."""
-
-    now = 0.0
-
-    def __init__(self, **options):
-        assert options == {"enable_timing": True, "external": True}  # external: a graph's replay records it again
-
-    def record(self):
-        self.at = Mark.now
-
-    def elapsed_time(self, end):
-        return end.at - self.at
-
-
 @pytest.mark.parametrize("refusal", ["", "it waits"])
-def test_laps_of_a_graph_are_from_the_end_of_one_part_to_that_of_the_next(device, monkeypatch, refusal):
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(Mark, "now", 10.0)
-    clock, scale = ScriptedClock(refusal), [1.0]
-    clock._flush = torch.ones(1)
+def test_laps_on_a_device_are_what_each_part_adds_to_the_step(device, monkeypatch, refusal):
+    clock, now, scale, replayed = ScriptedClock(refusal), [0.0], [1.0], []
 
     def run(ended):
-        for part, ms in (("first", 2.0), ("second", 3.0)):
-            Mark.now += ms * scale[0]
+        for part, ms in (("first", 2.0), ("second", 3.0), ("third", 0.5)):
+            now[0] += ms * scale[0]
             ended(part)
 
-    replayed = []
-
     def captured(make):
-        if refusal:
-            return None, refusal
-        return lambda: (replayed.append(1), make()()), ""
+        call = make()
+        return (None, refusal) if refusal else (lambda: (replayed.append(1), call()), "")
+
+    def timed(call):
+        start = now[0]
+        call()
+        return now[0] - start, 0.0
 
     monkeypatch.setattr(clock, "_captured", captured)
+    monkeypatch.setattr(clock, "_timed", timed)
     laps, method = clock.laps(run)
-    assert laps() == {"first": 2.0, "second": 3.0}
+    assert laps() == {"first": 2.0, "second": 3.0, "third": 0.5}
     scale[0] = 10.0  # each call is taken anew
-    assert laps() == {"first": 20.0, "second": 30.0}
-    assert (len(replayed), method) == ((0, "within events") if refusal else (2, "within graph"))
-    assert not clock._flush.any()
+    assert laps() == {"first": 20.0, "second": 30.0, "third": 5.0}
+    assert (len(replayed), method) == ((0, "within events") if refusal else (6, "within graph"))
 
 
 def test_laps_on_the_cpu_sum_to_the_call(monkeypatch):

@@ -100,6 +100,6 @@ def decode_notes(result: Result) -> Iterator[str]:
     """How to read the table."""
     if any(m.subject.endswith(", slots one by one") for m in result.measurements):
         yield "shares are of the slots run one by one; the step itself is fused, and its parts are not timed apart"
-    yield "slots: as they follow one another in a step, which on a GPU is a graph that records an event after each"
+    yield "slots: as they follow one another in a step; on a GPU graphs of its first slots, each less the one before"
     yield "CV: deviation of 5 repeats over their mean; TB/s: bytes that a step must move over its time"
     yield "layer step: attn(x, cache=cache), projections and appends included, on a default layer of these heads"

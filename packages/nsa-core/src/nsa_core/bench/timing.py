@@ -29,8 +29,8 @@ METHODS = {
     "benchmark": "torch.utils.benchmark, caches as left by the previous work",
     "eager": "wall clock of successive calls with one synchronisation behind them, warm L2",
     "within": "perf_counter between the slots of one step",
-    "within graph": "CUDA events between the slots of one step, recorded by its graph, L2 cold before the step",
-    "within events": "CUDA events between the slots of one step that is not captured, L2 cold before the step",
+    "within graph": "CUDA graphs of the step up to a slot and up to the one before, their difference, cold L2",
+    "within events": "as within graph, of steps that are not captured",
     "perf_counter": "perf_counter, caches as left by the previous work",
 }
 
