@@ -1,9 +1,9 @@
 """Gates of a step: sigmoid(x W^T + b), one launch where PyTorch casts three tensors, multiplies, and takes the sigmoid.
 
-A program owns TOKENS tokens and OUTPUTS rows of W, of which it holds COLUMNS at a time. Products and sums are
-multiply-adds in fp32, as gates are computed everywhere: a matrix unit's sums would be rounded otherwise. Bytes: x once
-for every OUTPUTS rows of W, W once for every TOKENS tokens, from L2; operations: 2 dim for a gate. A few microseconds
-of latency bind.
+A program owns TOKENS tokens and OUTPUTS rows of W, COLUMNS of them at a time, and keeps a sum for each product of a
+tile [TOKENS, OUTPUTS, COLUMNS] in registers: rows are added up once, at the end. Multiply-adds in fp32, as gates are
+computed everywhere: a matrix unit's sums would be rounded otherwise. Bytes: x once for every OUTPUTS rows of W, W once
+for every TOKENS tokens, from L2; operations: 2 dim for a gate. Latency binds: of a tile's loads, dim / COLUMNS times.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def decode_gates(
     output = program % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
     some, real = token < tokens, output < GATES_OF_TOKEN
     of_x, of_w = X + token // rows * x_seq + token % rows * x_row, WEIGHT + output * w_row
-    sums = tl.zeros([TOKENS, OUTPUTS], ACC)
+    products = tl.zeros([TOKENS, OUTPUTS, COLUMNS], ACC)
     for first in range(0, dim, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < dim
         x = tl.load(of_x[:, None] + column[None, :], mask=some[:, None] & inside[None, :], other=0.0).to(ACC)
         w = tl.load(of_w[:, None] + column[None, :], mask=real[:, None] & inside[None, :], other=0.0).to(ACC)
-        sums += tl.sum(x[:, None, :] * w[None, :, :], 2)
-    sums += tl.load(BIAS + output, mask=real, other=0.0).to(ACC)[None, :]
+        products += x[:, None, :] * w[None, :, :]
+    sums = tl.sum(products, 2) + tl.load(BIAS + output, mask=real, other=0.0).to(ACC)[None, :]
     to = GATES + token.to(tl.int64)[:, None] * GATES_OF_TOKEN + output[None, :]
     tl.store(to, 1.0 / (1.0 + tl.exp(-sums)), mask=some[:, None] & real[None, :])
 
@@ -66,8 +66,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Launch:
     chosen = configs.pick("decode_gates", architecture(x.device))
     together = min(chosen["TOKENS"], power(batch * rows))
     programs = cdiv(batch * rows, together) * cdiv(count, chosen["OUTPUTS"])
+    columns = min(chosen["PRODUCTS"] // (together * chosen["OUTPUTS"]), power(dim))
     return Launch(
         decode_gates, (programs,), x.stride(0), x.stride(1), weight.stride(0), dim, batch * rows, rows,
         GATES_OF_TOKEN=count, TOKENS=together, OUTPUTS=chosen["OUTPUTS"],
-        COLUMNS=min(chosen["COLUMNS"], power(dim)), ACC=accumulator(x.dtype), num_warps=chosen["num_warps"],
+        COLUMNS=columns, ACC=accumulator(x.dtype), num_warps=chosen["num_warps"],
     )  # fmt: skip
