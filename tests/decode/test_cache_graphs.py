@@ -162,13 +162,22 @@ def test_reserving_workspace_changes_no_bit(attn, page_size):
     for part in x.split([9, 1, 1, 5, 1, 23], 1):
         kept = content(caches[0])
         caches[0].reserve_workspace(rows=3)
-        caches[0].reserve_workspace(rows=caches[0].max_step + 1)  # a longer step goes in pieces
+        caches[0].reserve_workspace(rows=caches[0].max_step)
         assert_unchanged(caches[0], kept)
         assert torch.equal(attn(part, cache=caches[0]), attn(part, cache=caches[1]))
     caches[0].check()
-    for rows in (0, -1, True, 1.0):
-        with pytest.raises(InvalidInput, match=f"rows must be an integer >= 1, got {rows}"):
-            caches[0].reserve_workspace(rows)
+
+
+def test_workspace_that_cannot_be_reserved(attn):
+    """A longer step runs at once, in memory of its own: less would be reserved than it takes."""
+    cache = poisoned_cache(attn, 2, ROOM, max_step=4)
+    kept = content(cache)
+    for rows in (0, -1, True, 1.0, 5, 512):
+        said = f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step, .* takes more memory"
+        with pytest.raises(InvalidInput, match=said):
+            cache.reserve_workspace(rows)
+    assert_unchanged(cache, kept)
+    cache.reserve_workspace(4)
 
 
 @pytest.mark.parametrize("max_step", [3, 64])

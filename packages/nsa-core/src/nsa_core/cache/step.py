@@ -103,7 +103,11 @@ def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, capturing: bool
 
 
 def rehearse(cache: NSACache, rows: int) -> None:
-    """A step of ``rows`` rows with every sequence full: all is run, nothing written."""
+    """A step of ``rows`` rows with every sequence full: all is run, nothing written; see reserve_workspace."""
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= cache.max_step:
+        longer = "a longer step, which is never captured, takes more memory while it runs"
+        allowed = f"an integer from 1 to max_step = {cache.max_step}"
+        raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
     weight, kept = cache.attn.qkv.weight, (cache.lengths.clone(), cache.overflowed.clone())
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=weight.dtype, device=cache.device)
     cache.lengths.fill_(cache.max_len)
