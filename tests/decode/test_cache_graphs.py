@@ -26,7 +26,7 @@ def attn():
 @pytest.fixture
 def captured(monkeypatch):
     """Steps run as while a CUDA graph is captured: the host is not asked."""
-    monkeypatch.setattr(step, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(step, "capturing", lambda device: True)
 
 
 @PAGES
@@ -105,11 +105,11 @@ def test_the_host_learns_what_graphs_did(attn, monkeypatch):
     golden, cache = whole(attn, x[:, :ROOM]), poisoned_cache(attn, 1, ROOM, max_rollback=4)
     attn(x[:, :9], cache=cache)
     with monkeypatch.context() as patched:
-        patched.setattr(step, "_is_capturing", lambda device: True)
+        patched.setattr(step, "capturing", lambda device: True)
         one_by_one(attn, x[:, 9:20], cache)
     assert_equal(attn(x[:, 20:24], cache=cache), golden[:, 20:24])
     with monkeypatch.context() as patched:
-        patched.setattr(step, "_is_capturing", lambda device: True)
+        patched.setattr(step, "capturing", lambda device: True)
         one_by_one(attn, x[:, 24:38], cache)
     with pytest.raises(InvalidInput, match="sequence 0 has had 38 tokens and 33 would be 5 fewer"):
         cache.crop(33)
@@ -321,7 +321,7 @@ def test_a_token_costs_few_operators(compress, phi, monkeypatch):
             attn(row, cache=cache, plan=plan)
         costs.append(len(counted.names))
     assert costs == [6, 6, 6, 6 + phi] * 2, counted.names
-    monkeypatch.setattr(step, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(step, "capturing", lambda device: True)
     cache = attn.new_cache(2, ROOM, page_size=16)
     plan = bare(cache)
     with Counted() as counted:
