@@ -93,6 +93,33 @@ def test_shares_belong_to_the_slots_and_not_to_the_fused_step(result):
     assert any("it is fused" in line or "itself is fused" in line for _, line in summary(result))
 
 
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["within"], ["as they follow"]),
+        (["within graph"], ["as they follow"]),
+        (["within events"], ["as they follow"]),
+        (["graph"], ["each alone"]),
+        (["events"], ["each alone"]),
+        (["within graph", "graph"], ["as they follow", "each alone"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_the_note_tells_how_slots_were_timed(result, methods, said):
+    """Older result files have each slot alone, and are shown by the same command."""
+    (m,) = (m for m in result.measurements if m.subject == "sdpa")
+
+    def timed(method):
+        parts = {s: dataclasses.replace(p, performance=dataclasses.replace(p.performance, method=method))
+                 for s, p in m.parts.items()}  # fmt: skip
+        return dataclasses.replace(m, parts=parts)
+
+    made = dataclasses.replace(result, measurements=[dataclasses.replace(m, parts={}), *map(timed, methods)])
+    notes = [line for _, line in summary(made) if line.startswith("slots: ")]
+    assert [note.split(": ")[1][: len(start)] for note, start in zip(notes, said, strict=True)] == said
+
+
 def test_the_fused_step_is_judged_too(monkeypatch):
     monkeypatch.setitem(globals(), "step", lambda q, gates, *s, call: _swapped(q, gates, *s, call=call))
     made = run("fused")

@@ -263,3 +263,10 @@ def test_explain_of_decode_with_pages(nsa):
     assert document["request"]["summary"].endswith("decode, pages of 128 tokens")
     assert {row["chosen"] for row in document["slots"].values()} == {"sdpa"}
     assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2
+
+
+def test_conformance_without_pytest_says_what_to_type(nsa, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    done = nsa("conformance", "sdpa", "--device", "cpu")
+    said = "nsa: nsa conformance needs pytest, which is not installed; pip install 'nsa-core[test]'\n"
+    assert (done.code, done.out, done.err) == (3, "", said)

@@ -23,7 +23,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathl
         [sys.executable, "-m", "nsa_cli", "backends", "new", "fresh-one", str(home)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "nsa conformance fresh-one" in done.stdout
+    assert f"next: pip install -e '{home}[test]'; nsa conformance fresh-one" in done.stdout
+    assert '\ntest = ["nsa-core[test]"]' in (home / "pyproject.toml").read_text()
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(home)]
     subprocess.run(command, check=True, capture_output=True)

@@ -14,10 +14,13 @@ import time
 import pytest
 
 from nsa_cli import train_options
+from nsa_cli.choices import said_as_options
+from nsa_core import InvalidInput
 from nsa_core.lm import checkpoint, log
 from nsa_core.lm import train as room
 from nsa_core.lm.config import SIZES
 from nsa_core.lm.recipe import Recipe
+from nsa_core.lm.task import DataSpec
 
 pytest.importorskip("safetensors")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -59,6 +62,8 @@ def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path)
     assert said[0].code == 0
     assert said[0].out == said[1].out
     assert said[0].out.startswith("this")
+    hot = nsa("generate", "--checkpoint", str(out), "--temperature", "inf")
+    assert (hot.code, hot.err) == (2, "nsa: --temperature must be finite and >= 0, got inf\n")
 
 
 def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
@@ -90,6 +95,34 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         assert said in done.err
         assert "Traceback" not in done.err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--dtype float16", "--dtype must be one of float32, bfloat16, got 'float16'"),
+        ("--lr 0 --clip 0", "--lr must be finite and > 0, got 0.0; --clip must be finite and > 0, got 0.0"),
+        ("--weight-decay -1", "--weight-decay must be finite and >= 0, got -1.0"),
+        ("--cuda-graph", "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu; leave it out"),
+        ("--held-out 2", "--held-out must lie between 0 and 1, got 2.0"),
+        ("--accumulate 3", "--batch 2 does not divide over --accumulate 3 x 1 processes"),
+        ("--parallel tp", "--parallel must be one of ddp, fsdp, got 'tp'"),
+        ("--attention sparse", "--attention must be one of nsa, dense, got 'sparse'"),
+        ("--size huge", "--size must be one of tiny, toy, m7c_125m, got 'huge'"),
+        ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
+    ],
+)
+def test_what_is_wrong_is_called_as_it_was_typed(nsa, text, tmp_path, options, said):
+    out = str(tmp_path / "new")
+    done = nsa("train", "--out", out, "--device", "cpu", "--data", text, *SMALL, *options.split())
+    assert (done.code, done.err) == (2, f"nsa: {said}\n")
+
+
+def test_a_path_is_not_taken_for_a_field():
+    said = "my data 5/length must be read; {}batch 3 does not"
+    with pytest.raises(InvalidInput) as caught, said_as_options({"data": "data", "length": "length", "batch": "batch"}):
+        raise InvalidInput(said.format(""))
+    assert str(caught.value) == said.format("--")
 
 
 def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_path, monkeypatch):
@@ -137,6 +170,7 @@ def test_a_dense_run_starts_one_with_nsa(nsa, text, tmp_path):
 
 def test_options_name_what_there_is():
     assert set(train_options.FREE) <= set(Recipe.__dataclass_fields__)
+    assert set(train_options.RENAMED) <= set(Recipe.__dataclass_fields__) | set(DataSpec.__dataclass_fields__)
     help_of_size = train_options.Size.__metadata__[0].help
     assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
 

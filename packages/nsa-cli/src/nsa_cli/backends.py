@@ -90,7 +90,7 @@ def new(
         console = output.console()
         for path in written:
             console.print(str(path))
-        console.print(f"next: pip install -e {shlex.quote(str(folder))}; nsa conformance {name}")
+        console.print(f"next: pip install -e {shlex.quote(f'{folder}[test]')}; nsa conformance {name}")
 
 
 _ValueWidth = Annotated[

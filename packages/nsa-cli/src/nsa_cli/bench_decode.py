@@ -100,6 +100,12 @@ def decode_notes(result: Result) -> Iterator[str]:
     """How to read the table."""
     if any(m.subject.endswith(", slots one by one") for m in result.measurements):
         yield "shares are of the slots run one by one; the step itself is fused, and its parts are not timed apart"
-    yield "slots: as they follow one another in a step; on a GPU graphs of its first slots, each less the one before"
+    steps = [m for m in result.measurements if m.phase == "decode"]
+    methods = {part.performance.method for m in steps for part in m.parts.values() if part.performance}
+    within = {method for method in methods if method.startswith("within")}
+    if within:
+        yield "slots: as they follow one another in a step; on a GPU graphs of the first slots, each less the last one"
+    if methods - within:  # result files of before slots were timed so
+        yield "slots: each alone, with a beginning and an end of its own: their sum may be more than the step"
     yield "CV: deviation of 5 repeats over their mean; TB/s: bytes that a step must move over its time"
     yield "layer step: attn(x, cache=cache), projections and appends included, on a default layer of these heads"

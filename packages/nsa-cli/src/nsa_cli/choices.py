@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
@@ -20,6 +22,20 @@ def options_said(context: typer.Context) -> set[str]:
 def spelt(names: Sequence[str]) -> str:
     """Parameters as they are typed: "--page-size, --batch"."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+@contextlib.contextmanager
+def said_as_options(names: Mapping[str, str]) -> Iterator[None]:
+    """An InvalidInput about a field names the option instead: ``names`` has the parameter of each ("lr").
+
+    Fields stand where a message begins to speak of one ("clip must", "batch 3 does", "graph=True needs"): a path in
+    it stays as it is.
+    """
+    try:
+        yield
+    except InvalidInput as error:
+        fields = rf"(^|; | over )({'|'.join(names)})(=True|(?= must | \d))"
+        raise InvalidInput(re.sub(fields, lambda m: m[1] + spelt([names[m[2]]]), str(error))) from error
 
 
 def words(text: str) -> list[str]:

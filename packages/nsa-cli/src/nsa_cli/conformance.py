@@ -30,8 +30,8 @@ def conformance(
 ) -> None:
     """Run the conformance suite of nsa_core.testing on one backend: what it declares decides what runs.
 
-    Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here, or takes nothing that is
-    asked; 4: pytest is not installed.
+    Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here or takes nothing that is
+    asked, or pytest is not installed; 4: pytest itself failed.
     """
     with output.exit_codes(), held() as interruption:
         code = _run(name, device.value, preset.value, only, stop, verbose, interruption)
@@ -40,16 +40,12 @@ def conformance(
 
 def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool, interruption: Interruption) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
+    from nsa_core.extras import needed
 
     entry = output.find_backends().get(name)
     if entry.status != "ready":
         raise BackendUnavailable(f"{entry.title} is {entry.status}: {entry.reason}")
-    try:
-        import pytest
-    except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        raise ImportError('nsa conformance needs pytest: pip install "nsa-core[test]"') from None
+    pytest = needed("pytest", "nsa conformance needs", "test")
     quiet_profiler()
     import torch
 

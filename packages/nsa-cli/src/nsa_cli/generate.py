@@ -10,7 +10,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import named_backends, pick_device
+from nsa_cli.choices import named_backends, pick_device, said_as_options
 
 
 def generate(
@@ -39,7 +39,9 @@ def generate(
             raise InvalidInput(f"{kept.path} was trained on the task {kept.facts['data']['data']}: it has no text")
         model = kept.model(named_backends(backends)).to(place).eval()
         tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=place)
-        new = made(model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, end=tokenizer.end, seed=seed)
+        end = tokenizer.end
+        with said_as_options({name: name for name in ("max_new_tokens", "temperature", "top_k", "seed")}):
+            new = made(model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, end=end, seed=seed)
         print(_shown(prompt + tokenizer.decode(new[0].tolist())))
 
 

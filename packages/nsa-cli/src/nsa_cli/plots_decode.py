@@ -65,7 +65,7 @@ def _times(axes: Any, found: list[Measurement], colours: dict[str, str]) -> None
 
 
 def _shares(axes: Any, found: list[Measurement], below: float) -> None:
-    """Each slot alone over the step by its slots, a bar per cell; the legend ``below`` the axes, in their height."""
+    """Each slot's share of the step by its slots, a bar per cell; the legend ``below`` the axes, in their height."""
     for height, m in enumerate(found):
         left = 0.0
         for name, share in shares_of(m).items():

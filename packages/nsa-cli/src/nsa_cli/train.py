@@ -12,7 +12,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import named_backends, options_said, pick_device, spelt
+from nsa_cli.choices import named_backends, options_said, pick_device, said_as_options, spelt
 
 if TYPE_CHECKING:
     from nsa_core.lm.checkpoint import Checkpoint
@@ -68,7 +68,8 @@ def train(
     said = options_said(context)
     with output.exit_codes():
         _check(given, said)
-        world, trainer = _prepared(given, said)
+        with said_as_options({name: name for name in given} | options.RENAMED):
+            world, trainer = _prepared(given, said)
         try:
             done = _run(trainer, out)
             if world.rank == 0:

@@ -261,17 +261,15 @@ class NSACache:
         """Run a step of ``rows`` tokens a sequence that writes nothing, over as many tokens as any step can have.
 
         What steps take beside the cache comes from torch's allocator; after this one it has all that they need, and
-        kernels that compile have compiled. Tokens and results are as without it. More than ``max_step`` rows are that
-        many, since a longer step goes in pieces.
+        kernels that compile have compiled. Tokens and results are as without it. A longer step than ``max_step`` rows
+        cannot be captured; an eager one takes more memory while it runs.
 
         Raises:
-            InvalidInput: there is less than one row.
+            InvalidInput: ``rows`` is no integer from 1 to ``max_step``.
         """
         from nsa_core.cache.step import rehearse
 
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise InvalidInput(f"reserve_workspace: rows must be an integer >= 1, got {rows!r}")
-        rehearse(self, min(rows, self.max_step))
+        rehearse(self, rows)
 
     def _per_sequence(self, name: str, given: int | Sequence[int] | torch.Tensor) -> list[int]:
         values = integers(given, self.batch)

@@ -28,6 +28,7 @@ from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.gating import as_it_was_made
 from nsa_core.rope import RopeTable, rotate
+from nsa_core.surroundings import capturing
 
 if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores
@@ -54,9 +55,9 @@ def step(
     if cache is None or packed:
         why = "new goes with cache=" if cache is None else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
         raise InvalidInput(why)
-    capturing = _is_capturing(cache.device)
-    _refuse(attn, x, cache, capturing)
-    arrival = arrival_of(cache, x.shape[1], new, capturing)
+    in_graph = capturing(cache.device)
+    _refuse(attn, x, cache, in_graph)
+    arrival = arrival_of(cache, x.shape[1], new, in_graph)
     with torch.no_grad():
         # Padding behind the longest costs nothing, where the host knows it.
         rows = arrival.rows if arrival.counts is None else max(arrival.counts)
@@ -82,11 +83,7 @@ def _run(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, capturing: bool) -> None:
+def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, in_graph: bool) -> None:
     wrong, dtype = [], attn.out_dtype
     if cache.attn is not attn:
         wrong.append("the cache is another layer's")
@@ -96,14 +93,18 @@ def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, capturing: bool
         wrong.append(f"the layer computes {dtype} on {x.device}, the cache is {cache.dtype} on {cache.device}")
     if torch.is_grad_enabled() and x.requires_grad:
         wrong.append("x requires grad, and no gradient flows through a cache: call the layer under torch.no_grad()")
-    if capturing and x.shape[1] > cache.max_step:
+    if in_graph and x.shape[1] > cache.max_step:
         wrong.append(f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]}")
     if wrong:
         raise InvalidInput("; ".join(wrong))
 
 
 def rehearse(cache: NSACache, rows: int) -> None:
-    """A step of ``rows`` rows with every sequence full: all is run, nothing written."""
+    """A step of ``rows`` rows with every sequence full: all is run, nothing written; see reserve_workspace."""
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= cache.max_step:
+        longer = "a longer step, which is never captured, takes more memory while it runs"
+        allowed = f"an integer from 1 to max_step = {cache.max_step}"
+        raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
     weight, kept = cache.attn.qkv.weight, (cache.lengths.clone(), cache.overflowed.clone())
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=weight.dtype, device=cache.device)
     cache.lengths.fill_(cache.max_len)
@@ -142,13 +143,13 @@ def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival
     return result
 
 
-def _plan_of(attn: NSAttention, cache: NSACache, plan: Plan | None, capturing: bool) -> Plan:
+def _plan_of(attn: NSAttention, cache: NSACache, plan: Plan | None, in_graph: bool) -> Plan:
     """Who runs this step; ``check`` needs every branch's output on its own, and the host, so not a graph."""
     if plan is None:
         plan = cache.plan
     else:
         check_plan(cache, plan)
-    if attn.check and not capturing:
+    if attn.check and not in_graph:
         return dataclasses.replace(checked_plan(plan, attn.layer), fused={})  # a fused form shows no branch
     return plan
 

@@ -77,5 +77,9 @@ def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    drawn: torch.Tensor = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    # The largest becomes 0: over a temperature near 0 it would be infinite, and NaN as a probability. Over one that
+    # float32 rounds to 0, so would 0 be.
+    ahead = logits - logits.amax(-1, keepdim=True)
+    likely = (ahead / max(temperature, torch.finfo(ahead.dtype).tiny)).softmax(-1)
+    drawn: torch.Tensor = torch.multinomial(likely, 1, generator=generator)
     return drawn[:, 0]

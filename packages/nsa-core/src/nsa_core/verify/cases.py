@@ -10,6 +10,7 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
+from nsa_core.ops import stats_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +77,6 @@ def _lead(case: Case, rows: int) -> tuple[int, ...]:
     return (rows,) if case.packed else (case.batch, rows)
 
 
-def _stats(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     config, generator = case.config, torch.Generator().manual_seed(seed)
     hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
@@ -96,7 +93,7 @@ def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if case.fused:
         tensors |= _fuse({name: tensors[name] for name in ("q", *widths)})
-    tensors["gates"] = torch.sigmoid(normal(s, hq, 3)).to(_stats(dtype))
+    tensors["gates"] = torch.sigmoid(normal(s, hq, 3)).to(stats_dtype(dtype))
     return tensors
 
 
@@ -120,7 +117,7 @@ def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
         p, gates = attn.project(x[None]), attn.gate(x[None])
         tensors = {"q": p.q * case.sharpness, "k_cmp": p.k_cmp, "v_cmp": p.v_cmp, "k_sel": p.k[1], "v_sel": p.v[1]}
         tensors |= {"k_win": p.k[2], "v_win": p.v[2], "do": torch.randn(*p.q.shape[:-1], case.config.v_dim)}
-    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gates": gates.to(_stats(dtype))}
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gates": gates.to(stats_dtype(dtype))}
 
 
 def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:

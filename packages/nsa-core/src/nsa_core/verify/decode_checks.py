@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from nsa_core.contract import BackendSpec
 from nsa_core.ops import record_dispatch
 from nsa_core.plan import Plan
-from nsa_core.registry import default_registry
 from nsa_core.text import dtype_name
 from nsa_core.verify.decode import (
     DECODE_SLOTS,
@@ -26,7 +24,7 @@ from nsa_core.verify.decode import (
     run_step,
     step_data,
 )
-from nsa_core.verify.subject import Finding, Subject, same_bits
+from nsa_core.verify.subject import Finding, Subject, same_bits, spec_of
 
 _NAMES = {"select": ("blocks",)}
 
@@ -127,10 +125,3 @@ def _profiled(
     found = sorted({event.key for event in profile.key_averages() if any(e in event.key for e in evidence)})
     detail = f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
     return Finding(*common, bool(found), detail=detail)
-
-
-def spec_of(subject: Subject, plan: Plan, slot: str) -> BackendSpec:
-    """What the backend that ``plan`` chose for ``slot`` declares."""
-    entry = (subject.registry or default_registry()).get(plan.choices[slot].backend)
-    assert entry.spec is not None  # a chosen backend is ready
-    return entry.spec

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from nsa_core.attention import nsa_attention
-from nsa_core.contract import SLOTS, BackendSpec
+from nsa_core.contract import SLOTS
 from nsa_core.ops import record_dispatch
 from nsa_core.plan import Plan
-from nsa_core.registry import default_registry
 from nsa_core.text import dtype_name
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.parity import judge_slot
@@ -26,6 +25,7 @@ from nsa_core.verify.subject import (
     run_slots,
     same_bits,
     slot_inputs,
+    spec_of,
 )
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
@@ -182,7 +182,7 @@ def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
         plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
         first, *others = [run_slots(plan, case, data) for _ in range(3)]
         for slot in SLOTS:
-            if not (demanded or _spec(subject, plan, slot).slots[slot].deterministic):
+            if not (demanded or spec_of(subject, plan, slot).slots[slot].deterministic):
                 detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
                 yield Finding("run to run", slot, case.name, dtype_name(dtype), "as declared", None, detail=detail)
                 continue
@@ -202,12 +202,6 @@ def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterat
         run_slot(plan, slot, given, None if slot == "select" else data.do, data)
         for name, tensor in {**given, "do": data.do}.items():
             yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
-
-
-def _spec(subject: Subject, plan: Plan, slot: str) -> BackendSpec:
-    entry = (subject.registry or default_registry()).get(plan.choices[slot].backend)
-    assert entry.spec is not None  # a chosen backend is ready
-    return entry.spec
 
 
 def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
@@ -233,7 +227,7 @@ def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
 def _profiled(
     subject: Subject, plan: Plan, slot: str, case: Case, dtype: torch.dtype, data: CaseData, run: SlotRun
 ) -> Finding:
-    evidence = _spec(subject, plan, slot).slots[slot].evidence
+    evidence = spec_of(subject, plan, slot).slots[slot].evidence
     if not evidence:
         return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", None, detail="no evidence declared")
     with torch.profiler.profile() as profile:

@@ -11,6 +11,7 @@ import torch
 from nsa_core import oracle
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.ops import stats_dtype
 from nsa_core.verify import dense
 from nsa_core.verify.dense import compressed_starts
 from nsa_core.verify.judge import Verdict, gate_rows, heads_first, judge, judge_lse, refused
@@ -89,7 +90,7 @@ def _judge_slot(
     verdicts = {}
     for name, actual in outputs.items():
         expected = given["q" if slot != "combine" else "o_cmp"] if name in ("o", "lse") else given[name[1:]]
-        kind = _stats_dtype(expected.dtype) if name == "lse" else expected.dtype
+        kind = stats_dtype(expected.dtype) if name == "lse" else expected.dtype
         if (actual.dtype, actual.device) != (kind, expected.device):
             found = f"{actual.dtype} on {actual.device}, expected {kind} on {expected.device}"
             verdicts[name] = refused(found)
@@ -108,10 +109,6 @@ def _truths(slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dt
     again = getattr(dense, slot)
     rounded = golden if dtype == torch.float64 else again(*bound, **shared, arithmetic="rounded", dtype=dtype)
     return golden, rounded, again(*bound, **shared, arithmetic="magnitude")
-
-
-def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _ordered(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
+from nsa_core.contract import SLOTS, BackendSpec
 from nsa_core.ops import Kernel
 from nsa_core.plan import Plan, resolve
+from nsa_core.registry import default_registry
 from nsa_core.text import dtype_name
 from nsa_core.verify.cases import Case, CaseData
 from nsa_core.verify.judge import LIMITS, LSE_LIMIT, Verdict
@@ -72,6 +73,13 @@ class Subject:
             page_size=page_size,
             registry=self.registry,
         )
+
+
+def spec_of(subject: Subject, plan: Plan, slot: str) -> BackendSpec:
+    """What the backend that ``plan`` chose for ``slot`` declares."""
+    entry = (subject.registry or default_registry()).get(plan.choices[slot].backend)
+    assert entry.spec is not None  # a chosen backend is ready
+    return entry.spec
 
 
 @dataclasses.dataclass(frozen=True)
