@@ -152,13 +152,13 @@ def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | 
         )
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int) -> None:
-    """Refuse boundaries that do not start at 0, decrease, or do not end at ``total`` tokens.
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None) -> None:
+    """Refuse boundaries that do not start at 0, decrease, do not end at ``total`` tokens, or exceed ``max_seqlen``.
 
     Reads the values only where that costs no synchronisation: on the CPU, or with NSA_CHECK=1.
 
     Raises:
-        InvalidInput: naming the boundary at fault.
+        InvalidInput: naming the boundary at fault, or the longest document's length.
     """
     if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"):
         return
@@ -172,3 +172,6 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int) -> None:
             raise InvalidInput(f"cu_seqlens must not decrease, got {a} then {b} at index {i + 1}")
     if bounds[-1] != total:
         raise InvalidInput(f"cu_seqlens must end at the {total} tokens given, got {bounds[-1]}")
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    if max_seqlen is not None and longest > max_seqlen:
+        raise InvalidInput(f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}")

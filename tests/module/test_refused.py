@@ -1,0 +1,31 @@
+"""What the layer and nsa_attention refuse by name, and no raw error, whichever way they are called."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases import boundaries, layer_of, small
+from nsa_core import InvalidInput
+from nsa_core.validate import check_cu_seqlens
+
+CONFIG = small()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_max_seqlen_below_a_document_is_refused_compiled_too(compiled):
+    torch._dynamo.reset()
+    attn, x = layer_of(), torch.randn(30, 24, dtype=torch.float64)
+    run = torch.compile(attn, backend="aot_eager", fullgraph=True) if compiled else attn
+    with pytest.raises(InvalidInput, match="max_seqlen must be at least the longest document's 20 tokens, got 16"):
+        run(x, boundaries(20, 10), 16)
+    assert run(x, boundaries(20, 10), 20).shape == x.shape
+
+
+def test_max_seqlen_on_a_device_is_read_only_when_asked(monkeypatch):
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda: [0, 20, 30])
+    check_cu_seqlens(on_gpu, 30, 16)
+    monkeypatch.setenv("NSA_CHECK", "1")
+    with pytest.raises(InvalidInput, match="longest document's 20 tokens, got 16"):
+        check_cu_seqlens(on_gpu, 30, 16)
+    check_cu_seqlens(on_gpu, 30, 20)
