@@ -159,7 +159,7 @@ def test_padded_batch_through_unpad_and_pad():
 def test_unpad_and_pad_refuse_what_does_not_fit():
     x = torch.randn(2, 5, 3)
     with pytest.raises(InvalidInput, match=r"must be \[2, 5\], got \[2, 4\]"):
-        unpad(x, torch.ones(2, 4))
+        unpad(x, torch.ones(2, 4).bool())
     with pytest.raises(InvalidInput, match="row 1 has a gap"):
         unpad(x, torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]))
     with pytest.raises(InvalidInput, match="got 3 for 2 rows"):
