@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import boundaries, layer_of, small
-from nsa_core import InvalidInput, unpad
+from cases import boundaries, inputs, layer_of, small
+from nsa_core import InvalidInput, nsa_attention, unpad
 from nsa_core.validate import check_cu_seqlens
 
 CONFIG = small()
@@ -51,3 +51,46 @@ def test_unpad_names_what_is_no_tensor(wrong):
         unpad(torch.randn(1, 4, 2), wrong)
     with pytest.raises(InvalidInput, match="x must be a tensor, got list"):
         unpad([[1.0]], torch.ones(1, 1).bool())
+
+
+PACKING = {
+    "list": ({"cu_seqlens": [0, 9]}, r"cu_seqlens must be an int32 tensor \[documents \+ 1\], got list"),
+    "int64": (
+        {"cu_seqlens": torch.tensor([0, 9])},
+        r"cu_seqlens must be an int32 .* cu_seqlens \[2\] int64",
+    ),
+    "matrix": ({"cu_seqlens": torch.tensor([[0, 9]]).int()}, r"cu_seqlens must be an int32 .* got cu_seqlens \[1, 2\]"),
+    "empty": ({"cu_seqlens": torch.tensor([]).int()}, r"cu_seqlens must hold at least one document, .* got \[0\]"),
+    "one": ({"cu_seqlens": torch.tensor([0]).int()}, r"cu_seqlens must hold at least one document, .* got \[1\]"),
+    "device": ({"cu_seqlens": boundaries(9).to("meta")}, "cu_seqlens must be on cpu, got meta"),
+    "text": ({"cu_seqlens": boundaries(9), "max_seqlen": "20"}, "max_seqlen must be a host integer >= 0, got '20'"),
+    "float": ({"cu_seqlens": boundaries(9), "max_seqlen": 9.0}, "max_seqlen must be a host integer >= 0, got 9.0"),
+    "less": ({"cu_seqlens": boundaries(9), "max_seqlen": -1}, "max_seqlen must be a host integer >= 0, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", PACKING)
+def test_packing_is_refused_by_name_in_both_entries(name):
+    arguments, said = PACKING[name]
+    with pytest.raises(InvalidInput, match=said):
+        layer_of()(torch.randn(9, 24).double(), **arguments)
+    with pytest.raises(InvalidInput, match=said):
+        nsa_attention(*inputs(CONFIG, 9), config=CONFIG, **arguments)
+
+
+def test_max_seqlen_may_be_any_integer_of_the_host():
+    torch._dynamo.reset()
+    attn, x, cu = layer_of(), torch.randn(30, 24, dtype=torch.float64), boundaries(20, 10)
+    expected, compiled = attn(x, cu), torch.compile(attn, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(attn(x, cu, torch.tensor(20).numpy()[()]), expected, rtol=1e-12, atol=1e-12)
+    for bound in (20, 21, 29):  # a symbol, from the second on
+        torch.testing.assert_close(compiled(x, cu, bound), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("x", [None, torch.zeros(2, 9, 24).numpy(), [[[1.0]]]], ids=["None", "numpy", "list"])
+def test_what_is_no_tensor_is_refused_in_both_entries(x):
+    for cache in ({}, {"cache": layer_of().new_cache(2, 16)}):
+        with pytest.raises(InvalidInput, match=f"x must be a tensor, got {type(x).__name__}"):
+            layer_of()(x, **cache)
+    with pytest.raises(InvalidInput, match=f"q must be a tensor, got {type(x).__name__}"):
+        nsa_attention(x, *inputs(CONFIG, 2, 9)[1:], config=CONFIG)

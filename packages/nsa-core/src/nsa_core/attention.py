@@ -15,7 +15,16 @@ from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
-from nsa_core.validate import Described, Metadata, check_cu_seqlens, describe, dtype_problems, tensor_problems
+from nsa_core.validate import (
+    Described,
+    Metadata,
+    check_cu_seqlens,
+    describe,
+    dtype_problems,
+    is_tensor,
+    packing_problems,
+    tensor_problems,
+)
 
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
@@ -101,9 +110,10 @@ def nsa_attention(
         Unsupported: no backend takes the request; a line per backend with its reasons.
     """
     (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
-    given = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
+    given: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
     given |= {"k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win, "v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
-    wants_grad = _check_inputs({n: t for n, t in given.items() if t is not None}, config, cu_seqlens, max_seqlen)
+    given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
+    wants_grad = _check_inputs(given, config, cu_seqlens, max_seqlen)
     if plan is None:
         varlen = cu_seqlens is not None
         plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen))
@@ -188,7 +198,7 @@ def _known_problems(
 
 def _check_kinds(given: dict[str, torch.Tensor]) -> None:
     """Refuse what is no plain tensor, and what the operators would silently take for one."""
-    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
+    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not is_tensor(t)]
     if strangers:
         raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
     if torch.compiler.is_compiling():
@@ -197,29 +207,15 @@ def _check_kinds(given: dict[str, torch.Tensor]) -> None:
         raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"  # whose shape is not that of its memory
-
-
 def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> list[str]:
-    wrong = []
-    if max_seqlen is not None and (isinstance(max_seqlen, (bool, float, torch.Tensor)) or max_seqlen < 0):
-        wrong.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
-    elif max_seqlen is not None and cu_seqlens is None:
-        wrong.append("max_seqlen goes with cu_seqlens, which is None")
-    if cu_seqlens is None:
+    wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
+    if wrong or torch.compiler.is_compiling() or type(cu_seqlens) is not torch.Tensor:  # a fake tensor has no values
         return wrong
-    if not _is_tensor(cu_seqlens) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        text = describe(["cu_seqlens"], [cu_seqlens]) if _is_tensor(cu_seqlens) else type(cu_seqlens).__name__
-        return [*wrong, f"cu_seqlens must be an int32 tensor [documents + 1], got {text}"]
-    if cu_seqlens.device != q.device:
-        return [*wrong, f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}"]
-    if not torch.compiler.is_compiling() and type(cu_seqlens) is torch.Tensor:  # a fake tensor has no values
-        try:
-            check_cu_seqlens(cu_seqlens, q.shape[0], None if wrong else max_seqlen)
-        except InvalidInput as error:
-            wrong.append(str(error))
-    return wrong
+    try:
+        check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
+    except InvalidInput as error:
+        return [str(error)]
+    return []
 
 
 def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
