@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import boundaries, inputs, layer_of, small
-from nsa_core import InvalidInput, nsa_attention, unpad
+from nsa_core import InvalidInput, NSAttention, nsa_attention, resolve, unpad
 from nsa_core.validate import check_cu_seqlens
 
 CONFIG = small()
@@ -94,3 +94,32 @@ def test_what_is_no_tensor_is_refused_in_both_entries(x):
             layer_of()(x, **cache)
     with pytest.raises(InvalidInput, match=f"q must be a tensor, got {type(x).__name__}"):
         nsa_attention(x, *inputs(CONFIG, 2, 9)[1:], config=CONFIG)
+
+
+def test_a_plan_for_decode_is_no_plan_for_prefill():
+    plan = resolve(CONFIG, dtype="float64", phase="decode")
+    attn, x = layer_of().requires_grad_(False), torch.randn(2, 9, 24).double()
+    said = "plan is for decode, not prefill, as this call and the first tokens of a cache are"
+    for cache in ({}, {"cache": attn.new_cache(2, 16)}):
+        with pytest.raises(InvalidInput, match=said):
+            attn(x, plan=plan, **cache)
+    assert cache["cache"].host_lengths() == [0, 0]
+    with pytest.raises(InvalidInput, match=said):
+        nsa_attention(*inputs(CONFIG, 2, 9), config=CONFIG, plan=plan)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("plan", ["sdpa", 3])
+def test_what_is_no_plan_is_refused(plan, check):
+    attn, x = NSAttention(CONFIG, check=check).double(), torch.randn(2, 9, 24).double()
+    cache, said = attn.new_cache(2, 16), rf"plan must be what nsa_core.resolve\(\) returns, got {type(plan).__name__}"
+    for run in (
+        lambda: attn(x, plan=plan),
+        lambda: attn(x, cache=cache, plan=plan),
+        lambda: attn(x[:, :1], cache=cache, plan=plan),
+        lambda: attn.new_cache(2, 16, plan=plan),
+        lambda: nsa_attention(*inputs(CONFIG, 2, 9), config=CONFIG, plan=plan),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            run()
+    assert cache.host_lengths() == [0, 0]

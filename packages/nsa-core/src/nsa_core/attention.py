@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from nsa_core.chunks import packed_blocks
 from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan, is_long
+from nsa_core.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
 from nsa_core.validate import (
@@ -90,16 +90,15 @@ def nsa_attention(
     """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv] in q's dtype.
 
     Packed documents drop B ([T, ...], compressed tensors [T // d, ...]) and carry ``cu_seqlens`` on the same device;
-    ``max_seqlen`` is the longest document's length or a bound of it (default T); less than that gives wrong rows, and
-    an error only where boundaries are read: on the CPU, or with NSA_CHECK=1. Tensors laid out [B, H, S, D] are passed
-    as ``x.transpose(1, 2)``: strides are free as long as the last axis is contiguous.
+    ``max_seqlen`` bounds their lengths (default T; too small: wrong rows, and an error only on the CPU or with
+    NSA_CHECK=1). Of tensors laid out [B, H, S, D] pass ``x.transpose(1, 2)``: any strides, the last axis contiguous.
 
     Without ``k_cmp`` and ``v_cmp`` the cmp entries of k and v are averaged over each compression block; with them those
     entries are not read and may be None. ``blocks`` given (local to the document, any order; -1, duplicates, future
     and out-of-range entries are harmless) replaces the selection. No gradient flows through the selection.
 
-    The kernels are ``plan``'s. Without one, the plan is that of :func:`nsa_core.resolve` for these tensors, made once
-    and remembered (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
+    The kernels are ``plan``'s, which is for prefill. Without one, the plan is that of :func:`nsa_core.resolve` for
+    these tensors, made once (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
 
     Returns:
         o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S], natural log,
@@ -112,7 +111,6 @@ def nsa_attention(
     (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
     given: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
     given |= {"k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win, "v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
-    given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
     wants_grad = _check_inputs(given, config, cu_seqlens, max_seqlen)
     if plan is None:
         varlen = cu_seqlens is not None
@@ -151,9 +149,10 @@ def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any,
 
 
 def _check_inputs(
-    given: dict[str, torch.Tensor], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+    given: dict[str, Any], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> bool:
-    """Refuse what no backend could take; True if a gradient will be wanted."""
+    """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may be None."""
+    given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
     _check_kinds(given)
     packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)
     compiling = torch.compiler.is_compiling()
@@ -219,7 +218,10 @@ def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seql
 
 
 def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
+    must_be_plan(plan)
     request, wrong = plan.requests["cmp"], []
+    if request.phase != "prefill":
+        wrong.append(f"plan is for {request.phase}, not prefill, as this call and the first tokens of a cache are")
     if plan.config is not config and plan.config != config:
         wrong.append(f"plan is for {plan.config}, not for {config}")
     if wants_grad and not request.needs_grad:

@@ -17,7 +17,7 @@ from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan, frozen_backends, is_long
+from nsa_core.default_plan import default_plan, frozen_backends, is_long, must_be_plan
 from nsa_core.gating import make_gate
 from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
@@ -115,7 +115,8 @@ class NSAttention(nn.Module):
         ``max_seqlen`` is the longest document's length or a bound of it (default T); less gives wrong rows, and an
         error only on the CPU or with NSA_CHECK=1.
 
-        ``plan`` runs this call on its kernels instead of those that ``backends`` named.
+        ``plan`` runs this call on its kernels instead of those that ``backends`` named. It must be of phase "prefill";
+        with a cache, a first call of several tokens on empty sequences is a prefill, and all others are decode.
 
         With ``cache`` (see :meth:`new_cache`) x holds the next tokens of each sequence, the first ``new[b]`` rows of
         x[b] (None: all), and what came before lies in the cache, to which they are added. Rows past them give 0.
@@ -262,6 +263,8 @@ class NSAttention(nn.Module):
             plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)
+        else:
+            must_be_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:

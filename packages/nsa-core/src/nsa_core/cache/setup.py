@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nsa_core.cache.state import NSACache
+from nsa_core.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.text import dtype_name
 
@@ -76,6 +77,7 @@ def check_plan(cache: NSACache, plan: Plan) -> None:
     Raises:
         InvalidInput: what the plan is for, and what the cache is.
     """
+    must_be_plan(plan)
     asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
     named = {"phase": "decode", "dtype": dtype, "device": cache.device.type, "page_size": cache.page_size}
     wrong = [f"{n} is {got!r}, not {due!r}" for n, due in named.items() if (got := getattr(asked, n)) != due]
