@@ -123,3 +123,26 @@ def test_what_is_no_plan_is_refused(plan, check):
         with pytest.raises(InvalidInput, match=said):
             run()
     assert cache.host_lengths() == [0, 0]
+
+
+@pytest.mark.parametrize("field", ["rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"])
+@pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True)])
+def test_a_switch_of_the_config_is_a_bool(field, value):
+    with pytest.raises(InvalidInput, match=rf"^{field} must be True or False, got "):
+        small(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["scale", "rope_base", "dropout"])
+@pytest.mark.parametrize("value", ["1", True, torch.tensor(1.0), 10**400, [1.0], 1j])
+def test_a_number_of_the_config_is_a_finite_number(field, value):
+    said = {
+        "scale": "scale must be finite, a number or None",
+        "rope_base": "rope_base must be finite and > 0, a number",
+    }
+    with pytest.raises(InvalidInput, match=f"^{said.get(field, 'dropout is not part of NSA')}, got "):
+        small(**{field: value})
+
+
+def test_a_number_of_the_config_may_be_numpys():
+    half = torch.tensor(0.5).numpy()[()]  # a float32, which is no float
+    assert small(scale=half).softmax_scale == 0.5

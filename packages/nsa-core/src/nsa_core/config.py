@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 from nsa_core.errors import InvalidInput
@@ -11,6 +12,16 @@ from nsa_core.layout import BlockGeometry
 
 COMPRESS_KINDS = ("mlp", "linear", "conv", "mean", "attn_pool")
 GATE_KINDS = ("linear", "mlp")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether ``value`` is a number, of Python or numpy, and finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,9 @@ class NSAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         try:
             blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
             object.__setattr__(self, "_geometry", BlockGeometry(**blocks))  # once: torch.compile cannot trace this
@@ -84,12 +98,12 @@ class NSAConfig:
             wrong.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
         if self.rope and self.qk_dim % 2:
             wrong.append(f"head_dim must be even for rotary embeddings, got {self.head_dim}; or set rope=False")
-        if not (math.isfinite(self.rope_base) and self.rope_base > 0):
-            wrong.append(f"rope_base must be finite and > 0, got {self.rope_base}")
-        if self.scale is not None and not math.isfinite(self.scale):
-            wrong.append(f"scale must be finite, got {self.scale}")
-        if self.dropout:
-            wrong.append(f"dropout is not part of NSA, got dropout={self.dropout}; apply it outside the layer")
+        if not (_is_finite(self.rope_base) and self.rope_base > 0):
+            wrong.append(f"rope_base must be finite and > 0, a number, got {self.rope_base!r}")
+        if self.scale is not None and not _is_finite(self.scale):
+            wrong.append(f"scale must be finite, a number or None, got {self.scale!r}")
+        if not (_is_finite(self.dropout) and self.dropout == 0):
+            wrong.append(f"dropout is not part of NSA, got dropout={self.dropout!r}; apply it outside the layer")
         if not self.causal:
             wrong.append("causal=False: NSA is defined for causal attention only")
         return wrong
