@@ -146,3 +146,57 @@ def test_a_number_of_the_config_is_a_finite_number(field, value):
 def test_a_number_of_the_config_may_be_numpys():
     half = torch.tensor(0.5).numpy()[()]  # a float32, which is no float
     assert small(scale=half).softmax_scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [
+        (["sdpa"], r"backends must be None, a name, or a mapping of slots to names, got \['sdpa'\]"),
+        (3, "backends must be None, a name, or a mapping of slots to names, got 3"),
+        ({"window": "sdpa"}, "unknown slot 'window'; did you mean 'win'"),
+        ({"win": 3}, "the backend of slot 'win' must be a name, got 3"),
+        ({3: "sdpa", "win": "sdpa"}, "unknown slot 3"),
+    ],
+)
+def test_backends_are_refused_when_a_layer_is_made(backends, said):
+    for made in (NSAttention, resolve):
+        with pytest.raises(InvalidInput, match=said):
+            made(CONFIG, backends=backends)
+
+
+@pytest.mark.parametrize("config", [None, {"dim": 64}])
+def test_what_is_no_config_is_refused(config):
+    given = inputs(CONFIG, 2, 9)
+    for made in (NSAttention, resolve, lambda config: nsa_attention(*given, config=config)):
+        with pytest.raises(InvalidInput, match=f"config must be an NSAConfig, got {type(config).__name__}"):
+            made(config)
+
+
+@pytest.mark.parametrize("name", ["gates", "q"])
+def test_what_an_attention_cannot_lack(name):
+    with pytest.raises(InvalidInput, match=f"{name} must be a tensor, got NoneType"):
+        nsa_attention(**inputs(CONFIG, 2, 9)._replace(**{name: None})._asdict(), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("batch", -1, "an integer >= 0 or None"),
+        ("batch", 2.5, "an integer >= 0 or None"),
+        ("seq_len", "20", "an integer >= 0 or None"),
+        ("seq_len", True, "an integer >= 0 or None"),
+        ("page_size", "64", "an integer >= 1 or None"),
+        ("page_size", 0, "an integer >= 1 or None"),
+        ("needs_grad", "no", "True or False"),
+        ("deterministic", 1, "True or False"),
+        ("varlen", None, "True or False"),
+    ],
+)
+def test_what_resolve_is_told_is_of_its_kind(field, value, said):
+    with pytest.raises(InvalidInput, match=f"{field} must be {said}, got {value!r}"):
+        resolve(CONFIG, **{field: value})
+
+
+def test_a_caches_dtype_is_torchs():
+    with pytest.raises(InvalidInput, match=r"dtype must be a torch\.dtype, .* got 'float32'"):
+        layer_of().new_cache(2, 16, dtype="float32")

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from nsa_core.chunks import packed_blocks
 from nsa_core.compress import mean_compress
-from nsa_core.config import NSAConfig
+from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
@@ -152,6 +152,7 @@ def _check_inputs(
     given: dict[str, Any], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> bool:
     """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may be None."""
+    must_be_config(config)
     given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
     _check_kinds(given)
     packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)

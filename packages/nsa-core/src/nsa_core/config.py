@@ -24,6 +24,17 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+def must_be_config(config: object) -> None:
+    """Refuse what a caller gave as a config and is none.
+
+    Raises:
+        InvalidInput: its type, and what would work.
+    """
+    if not isinstance(config, NSAConfig):
+        hint = ": NSAConfig(**config) makes one of a dict" * isinstance(config, dict)
+        raise InvalidInput(f"config must be an NSAConfig, got {type(config).__name__}{hint}")
+
+
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
     """Shape and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).

@@ -13,13 +13,20 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.plan import Plan
+from nsa_core.survey import backends_problems
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
 
 
 def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
-    """``backends`` of :func:`nsa_core.resolve` as a hashable value."""
+    """``backends`` of :func:`nsa_core.resolve` as a hashable value.
+
+    Raises:
+        InvalidInput: a kind or a slot that resolve() would refuse; whether a name is known shows when planning.
+    """
+    if wrong := backends_problems(backends):
+        raise InvalidInput("; ".join(wrong))
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 

@@ -16,7 +16,7 @@ from nsa_core.cache.setup import CacheSizes, make_cache
 from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
-from nsa_core.config import NSAConfig
+from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.default_plan import default_plan, frozen_backends, is_long, must_be_plan
 from nsa_core.gating import make_gate
 from nsa_core.heads import rotated_heads
@@ -81,6 +81,7 @@ class NSAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
+        must_be_config(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3

@@ -53,6 +53,8 @@ def make_cache(
     from nsa_core.survey import known_device
 
     sizes.check()
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInput(f"dtype must be a torch.dtype, as torch.float32, or None, got {dtype!r}")
     place = torch.empty(0, device=known_device(attn.out.weight.device if device is None else device)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
