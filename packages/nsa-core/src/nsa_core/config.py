@@ -39,7 +39,9 @@ def must_be_config(config: object) -> None:
 class NSAConfig:
     """Shape and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
 
-    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``. ``scale`` None means 1/sqrt(head_dim);
+    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``; the fields hold the widths found, so that a
+    config equals one that spells them out. ``dataclasses.replace`` therefore keeps both when ``dim`` or ``n_heads``
+    changes: pass ``head_dim=None, v_head_dim=None`` beside it to have them anew. ``scale`` None means 1/sqrt(head_dim);
     0 and negative scales are legal.
 
     Raises:
