@@ -5,15 +5,15 @@ Dense inputs become packed ones whose documents are the batch entries, so there 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS, Request, SlotCall, SlotSpec
+from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.ops import Kernel, slot_op, stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.plan import Plan
 from nsa_core.survey import request_of
 
 
@@ -145,19 +145,6 @@ def _spec(slot: str) -> SlotSpec:
     return SlotSpec(f"{here}:{slot}_forward", None if slot == "select" else f"{here}:{slot}_backward")
 
 
-@dataclasses.dataclass(frozen=True)
-class DensePlan:
-    """As nsa_core.plan.Plan, as far as nsa_attention reads it."""
-
-    config: NSAConfig
-    requests: dict[str, Request]
-    cmp: Any
-    select: Any
-    sel: Any
-    win: Any
-    combine: Any
-
-
 def dense_plan(
     config: NSAConfig,
     dtype: torch.dtype = torch.float64,
@@ -165,7 +152,7 @@ def dense_plan(
     varlen: bool = False,
     needs_grad: bool = True,
     device: str = "cpu",
-) -> DensePlan:
+) -> Plan:
     """A plan in which this file's functions fill every slot."""
     requests = {
         slot: request_of(config, slot, dtype=dtype, device=device, needs_grad=needs_grad, varlen=varlen)
@@ -182,4 +169,4 @@ def dense_plan(
         )
         for slot in SLOTS
     }
-    return DensePlan(config, requests, **kernels)
+    return Plan(config, requests, choices={}, _slots={}, **kernels)

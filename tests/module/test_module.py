@@ -1,6 +1,7 @@
 """NSAttention: its parts in order, what it refuses, and how it travels."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -9,7 +10,7 @@ import torch
 
 from cases import boundaries, layer_of, small
 from dense_backend import dense_plan
-from nsa_core import InvalidInput, NSAttention, nsa_attention, pad, unpad
+from nsa_core import InvalidInput, NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.ops import record_dispatch
 from nsa_core.rope import rope_table, rotate
@@ -159,7 +160,7 @@ def test_padded_batch_through_unpad_and_pad():
 def test_unpad_and_pad_refuse_what_does_not_fit():
     x = torch.randn(2, 5, 3)
     with pytest.raises(InvalidInput, match=r"must be \[2, 5\], got \[2, 4\]"):
-        unpad(x, torch.ones(2, 4))
+        unpad(x, torch.ones(2, 4).bool())
     with pytest.raises(InvalidInput, match="row 1 has a gap"):
         unpad(x, torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]))
     with pytest.raises(InvalidInput, match="got 3 for 2 rows"):
@@ -199,6 +200,14 @@ def test_refused_by_name_before_any_launch(name):
 def test_no_such_form_of_nsa(field, value):
     with pytest.raises(InvalidInput, match=field):
         small(**{field: value})
+
+
+def test_a_replaced_config_keeps_its_head_widths_unless_told():
+    config = NSAConfig(dim=256, n_heads=8, n_kv_heads=2)
+    assert config == NSAConfig(dim=256, n_heads=8, n_kv_heads=2, head_dim=32, v_head_dim=32)
+    assert dataclasses.replace(config, n_heads=16).head_dim == 32
+    anew = dataclasses.replace(config, n_heads=16, head_dim=None, v_head_dim=None)
+    assert anew == NSAConfig(dim=256, n_heads=16, n_kv_heads=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -191,7 +191,7 @@ def test_workspace_bytes_asks_the_backend_of_the_slot(toy):
     assert plan.workspace_bytes(ask) == 21
     with pytest.raises(InvalidInput, match=r"batch must be >= 0, got None; seq_len must be >= 0, got None"):
         plan.workspace_bytes(plan.requests["win"])
-    with pytest.raises(InvalidInput, match="batch must be >= 0, got -1"):
+    with pytest.raises(InvalidInput, match="batch must be an integer >= 0 or None, got -1"):
         plan.workspace_bytes(dataclasses.replace(ask, batch=-1))
     with pytest.raises(Unsupported, match="'bare' does not state the workspace of 'cmp'"):
         plan.workspace_bytes(dataclasses.replace(ask, slot="cmp"))

@@ -11,11 +11,20 @@ from torch.autograd import forward_ad
 
 from nsa_core.chunks import packed_blocks
 from nsa_core.compress import mean_compress
-from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan, is_long
+from nsa_core.config import NSAConfig, must_be_config
+from nsa_core.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
-from nsa_core.validate import Described, Metadata, check_cu_seqlens, describe, dtype_problems, tensor_problems
+from nsa_core.validate import (
+    Described,
+    Metadata,
+    check_cu_seqlens,
+    describe,
+    dtype_problems,
+    is_tensor,
+    packing_problems,
+    tensor_problems,
+)
 
 if TYPE_CHECKING:
     from nsa_core.plan import Plan
@@ -81,15 +90,15 @@ def nsa_attention(
     """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv] in q's dtype.
 
     Packed documents drop B ([T, ...], compressed tensors [T // d, ...]) and carry ``cu_seqlens`` on the same device;
-    ``max_seqlen`` is the longest document's length or a bound of it (default T). Tensors laid out [B, H, S, D] are
-    passed as ``x.transpose(1, 2)``: strides are free as long as the last axis is contiguous.
+    ``max_seqlen`` bounds their lengths (default T; too small: wrong rows, and an error only on the CPU or with
+    NSA_CHECK=1). Of tensors laid out [B, H, S, D] pass ``x.transpose(1, 2)``: any strides, the last axis contiguous.
 
     Without ``k_cmp`` and ``v_cmp`` the cmp entries of k and v are averaged over each compression block; with them those
     entries are not read and may be None. ``blocks`` given (local to the document, any order; -1, duplicates, future
     and out-of-range entries are harmless) replaces the selection. No gradient flows through the selection.
 
-    The kernels are ``plan``'s. Without one, the plan is that of :func:`nsa_core.resolve` for these tensors, made once
-    and remembered (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
+    The kernels are ``plan``'s, which is for prefill. Without one, the plan is that of :func:`nsa_core.resolve` for
+    these tensors, made once (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
 
     Returns:
         o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S], natural log,
@@ -100,9 +109,9 @@ def nsa_attention(
         Unsupported: no backend takes the request; a line per backend with its reasons.
     """
     (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
-    given = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
+    given: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
     given |= {"k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win, "v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
-    wants_grad = _check_inputs({n: t for n, t in given.items() if t is not None}, config, cu_seqlens, max_seqlen)
+    wants_grad = _check_inputs(given, config, cu_seqlens, max_seqlen)
     if plan is None:
         varlen = cu_seqlens is not None
         plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen))
@@ -140,9 +149,11 @@ def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any,
 
 
 def _check_inputs(
-    given: dict[str, torch.Tensor], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+    given: dict[str, Any], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> bool:
-    """Refuse what no backend could take; True if a gradient will be wanted."""
+    """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may be None."""
+    must_be_config(config)
+    given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
     _check_kinds(given)
     packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)
     compiling = torch.compiler.is_compiling()
@@ -187,7 +198,7 @@ def _known_problems(
 
 def _check_kinds(given: dict[str, torch.Tensor]) -> None:
     """Refuse what is no plain tensor, and what the operators would silently take for one."""
-    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not _is_tensor(t)]
+    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not is_tensor(t)]
     if strangers:
         raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
     if torch.compiler.is_compiling():
@@ -196,37 +207,22 @@ def _check_kinds(given: dict[str, torch.Tensor]) -> None:
         raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"  # whose shape is not that of its memory
-
-
 def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> list[str]:
-    wrong = []
-    if max_seqlen is not None and (isinstance(max_seqlen, (bool, float, torch.Tensor)) or max_seqlen < 0):
-        wrong.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
-    elif max_seqlen is not None and cu_seqlens is None:
-        wrong.append("max_seqlen goes with cu_seqlens, which is None")
-    if cu_seqlens is None:
+    wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
+    if wrong or torch.compiler.is_compiling() or type(cu_seqlens) is not torch.Tensor:  # a fake tensor has no values
         return wrong
-    if not _is_tensor(cu_seqlens) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        text = describe(["cu_seqlens"], [cu_seqlens]) if _is_tensor(cu_seqlens) else type(cu_seqlens).__name__
-        return [*wrong, f"cu_seqlens must be an int32 tensor [documents + 1], got {text}"]
-    if cu_seqlens.device != q.device:
-        return [*wrong, f"cu_seqlens must be on {q.device}, got {cu_seqlens.device}"]
-    if not torch.compiler.is_compiling() and type(cu_seqlens) is torch.Tensor:  # a fake tensor has no values
-        try:
-            check_cu_seqlens(cu_seqlens, q.shape[0])
-        except InvalidInput as error:
-            wrong.append(str(error))
-        if not wrong and max_seqlen is not None and cu_seqlens.device.type == "cpu":  # elsewhere it would synchronise
-            longest = int(cu_seqlens.diff().max())
-            if longest > max_seqlen:
-                wrong.append(f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}")
-    return wrong
+    try:
+        check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
+    except InvalidInput as error:
+        return [str(error)]
+    return []
 
 
 def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
+    must_be_plan(plan)
     request, wrong = plan.requests["cmp"], []
+    if request.phase != "prefill":
+        wrong.append(f"plan is for {request.phase}, not prefill, as this call and the first tokens of a cache are")
     if plan.config is not config and plan.config != config:
         wrong.append(f"plan is for {plan.config}, not for {config}")
     if wants_grad and not request.needs_grad:

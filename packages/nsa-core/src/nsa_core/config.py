@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 from nsa_core.errors import InvalidInput
@@ -13,11 +14,34 @@ COMPRESS_KINDS = ("mlp", "linear", "conv", "mean", "attn_pool")
 GATE_KINDS = ("linear", "mlp")
 
 
+def _is_finite(value: object) -> bool:
+    """Whether ``value`` is a number, of Python or numpy, and finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def must_be_config(config: object) -> None:
+    """Refuse what a caller gave as a config and is none.
+
+    Raises:
+        InvalidInput: its type, and what would work.
+    """
+    if not isinstance(config, NSAConfig):
+        hint = ": NSAConfig(**config) makes one of a dict" * isinstance(config, dict)
+        raise InvalidInput(f"config must be an NSAConfig, got {type(config).__name__}{hint}")
+
+
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
     """Shape and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
 
-    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``. ``scale`` None means 1/sqrt(head_dim);
+    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``; the fields hold the widths found, so that a
+    config equals one that spells them out. ``dataclasses.replace`` therefore keeps both when ``dim`` or ``n_heads``
+    changes: pass ``head_dim=None, v_head_dim=None`` beside it to have them anew. ``scale`` None means 1/sqrt(head_dim);
     0 and negative scales are legal.
 
     Raises:
@@ -56,6 +80,9 @@ class NSAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         try:
             blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
             object.__setattr__(self, "_geometry", BlockGeometry(**blocks))  # once: torch.compile cannot trace this
@@ -84,12 +111,12 @@ class NSAConfig:
             wrong.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
         if self.rope and self.qk_dim % 2:
             wrong.append(f"head_dim must be even for rotary embeddings, got {self.head_dim}; or set rope=False")
-        if not (math.isfinite(self.rope_base) and self.rope_base > 0):
-            wrong.append(f"rope_base must be finite and > 0, got {self.rope_base}")
-        if self.scale is not None and not math.isfinite(self.scale):
-            wrong.append(f"scale must be finite, got {self.scale}")
-        if self.dropout:
-            wrong.append(f"dropout is not part of NSA, got dropout={self.dropout}; apply it outside the layer")
+        if not (_is_finite(self.rope_base) and self.rope_base > 0):
+            wrong.append(f"rope_base must be finite and > 0, a number, got {self.rope_base!r}")
+        if self.scale is not None and not _is_finite(self.scale):
+            wrong.append(f"scale must be finite, a number or None, got {self.scale!r}")
+        if not (_is_finite(self.dropout) and self.dropout == 0):
+            wrong.append(f"dropout is not part of NSA, got dropout={self.dropout!r}; apply it outside the layer")
         if not self.causal:
             wrong.append("causal=False: NSA is defined for causal attention only")
         return wrong

@@ -119,20 +119,35 @@ class Request:
         for name, allowed in (("slot", SLOTS), ("phase", PHASES)):
             if getattr(self, name) not in allowed:
                 wrong.append(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.n_heads < 1 or self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+        wrong += self._of_a_wrong_kind()
+        if wrong:
+            raise InvalidInput("; ".join(wrong))
+        if self.n_heads % self.n_kv_heads:
             wrong.append(f"{self.n_heads} query heads do not divide over {self.n_kv_heads}")
-        for name in ("head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                wrong.append(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.phase == "decode" and (self.needs_grad or self.varlen):
             wrong.append("decode has no gradient and takes no packed documents: needs_grad and varlen must be False")
-        if self.page_size is not None and (self.page_size < 1 or self.page_size % self.geometry.select_block_size):
+        if self.page_size is not None and self.page_size % self.geometry.select_block_size:
             size = self.geometry.select_block_size
             wrong.append(f"page_size must be a multiple of select_block_size {size}, got {self.page_size}")
         if self.dtype not in DTYPES:
             wrong.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if wrong:
             raise InvalidInput("; ".join(wrong))
+
+    def _of_a_wrong_kind(self) -> list[str]:
+        """Sizes that are no integers or out of range, and flags that are no bools."""
+        wrong = []
+        least = dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "page_size"), 1)
+        for name, low in {**least, "batch": 0, "seq_len": 0}.items():
+            value, may_lack = getattr(self, name), name in ("batch", "seq_len", "page_size")
+            if may_lack and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                wrong.append(f"{name} must be an integer >= {low}{' or None' * may_lack}, got {value!r}")
+        for name in ("needs_grad", "deterministic", "varlen"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
+        return wrong
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,24 +5,40 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.errors import Unsupported
-
-if TYPE_CHECKING:
-    from nsa_core.plan import Plan
+from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.plan import Plan
+from nsa_core.survey import backends_problems
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
 
 
 def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
-    """``backends`` of :func:`nsa_core.resolve` as a hashable value."""
+    """``backends`` of :func:`nsa_core.resolve` as a hashable value.
+
+    Raises:
+        InvalidInput: a kind or a slot that resolve() would refuse; whether a name is known shows when planning.
+    """
+    if wrong := backends_problems(backends):
+        raise InvalidInput("; ".join(wrong))
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
+
+
+def must_be_plan(plan: object) -> None:
+    """Refuse what a caller gave as a plan and is none.
+
+    Raises:
+        InvalidInput: its type, and what makes a plan.
+    """
+    if not isinstance(plan, Plan):
+        why = "; a backend's name goes to backends= of the layer or of nsa_core.resolve()" * isinstance(plan, str)
+        raise InvalidInput(f"plan must be what nsa_core.resolve() returns, got {type(plan).__name__}{why}")
 
 
 def is_long(tokens: int, varlen: bool) -> bool:

@@ -16,14 +16,14 @@ from nsa_core.cache.setup import CacheSizes, make_cache
 from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
-from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan, frozen_backends, is_long
-from nsa_core.errors import InvalidInput
+from nsa_core.config import NSAConfig, must_be_config
+from nsa_core.default_plan import default_plan, frozen_backends, is_long, must_be_plan
 from nsa_core.gating import make_gate
 from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
 from nsa_core.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.surroundings import autocasts, eager
+from nsa_core.validate import check_layer_input
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
@@ -81,6 +81,7 @@ class NSAttention(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
+        must_be_config(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
@@ -112,7 +113,11 @@ class NSAttention(nn.Module):
     ) -> torch.Tensor:
         """The layer's output, of x's shape, in the dtype of the projections (autocast's, under autocast).
 
-        ``plan`` runs this call on its kernels instead of those that ``backends`` named.
+        ``max_seqlen`` is the longest document's length or a bound of it (default T); less gives wrong rows, and an
+        error only on the CPU or with NSA_CHECK=1.
+
+        ``plan`` runs this call on its kernels instead of those that ``backends`` named. It must be of phase "prefill";
+        with a cache, a first call of several tokens on empty sequences is a prefill, and all others are decode.
 
         With ``cache`` (see :meth:`new_cache`) x holds the next tokens of each sequence, the first ``new[b]`` rows of
         x[b] (None: all), and what came before lies in the cache, to which they are added. Rows past them give 0.
@@ -123,7 +128,8 @@ class NSAttention(nn.Module):
                 given; the cache has no room, and stays as it was.
             Unsupported: no backend takes the request.
         """
-        self._refuse(x, cu_seqlens, attention_mask, context, key_value_states)
+        dim, weight, elsewhere = self.config.dim, self.qkv.weight, (context, key_value_states)
+        check_layer_input(x, dim, weight, cu_seqlens, max_seqlen, attention_mask, *elsewhere)
         if cache is not None or new is not None:
             from nsa_core.cache.step import step  # whose exemption from torch.compile imports the compiler
 
@@ -242,28 +248,6 @@ class NSAttention(nn.Module):
             return table_for(k_cmp, k_cmp.shape[-3], step, dim, base, every)
         return rope_table(packed.starts, dim, base, k_cmp.dtype)
 
-    def _refuse(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, mask: object, *others: object) -> None:
-        wrong = []
-        if mask is not None:
-            wrong.append(
-                "attention_mask is not supported: NSA is causal, and padding is left out, not masked: "
-                "rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and cu_seqlens=, "
-                "and nsa_core.pad brings the result back"
-            )
-        for name, other in zip(("context", "key_value_states"), others):
-            if other is not None:
-                wrong.append(f"{name}: NSA is self-attention only, it has no cross-attention")
-        weight = self.qkv.weight
-        form = "[T, dim] beside cu_seqlens" if cu_seqlens is not None else "[B, S, dim], or [T, dim] with cu_seqlens"
-        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.config.dim:
-            wrong.append(f"x must be {form}, dim = {self.config.dim}; got {list(x.shape)}")
-        if x.device != weight.device:
-            wrong.append(f"x is on {x.device}, the layer on {weight.device}")
-        if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
-            wrong.append(f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use autocast")
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
-
     @property
     def plan(self) -> Plan:
         """What runs: the plan of the last eager call, or before any, that of the parameters' device and dtype."""
@@ -280,6 +264,8 @@ class NSAttention(nn.Module):
             plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)
+        else:
+            must_be_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
@@ -287,7 +273,7 @@ class NSAttention(nn.Module):
         from nsa_core.stats import summarize
 
         with torch.no_grad():
-            self._refuse(x, cu_seqlens, None)
+            check_layer_input(x, self.config.dim, self.qkv.weight, cu_seqlens)
             q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
             plan = self.plan_of(x, q, cu_seqlens is not None)
             _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)

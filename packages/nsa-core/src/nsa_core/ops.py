@@ -184,7 +184,7 @@ class SlotOp:
         cu, device = call.cu_seqlens, tensors[0].device
         known = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         specs = _outputs(self.slot, known, None if cu is None else Metadata.of(cu), call.geometry)
-        check_cu_seqlens(cu, tensors[0].shape[0])
+        check_cu_seqlens(cu, tensors[0].shape[0], call.max_seqlen)
         if _trivial(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
+from nsa_core.text import dtype_name
 
 
 class TokenPlaces(NamedTuple):
@@ -70,17 +71,25 @@ def _on_gpu(cu_seqlens: torch.Tensor) -> bool:
 
 
 def unpad(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Drop padding: [B, S, ...] and a bool mask [B, S] to packed rows.
+    """Drop padding: [B, S, ...] and a mask [B, S] to packed rows; bool, or integers of which 0 marks padding.
 
     Returns:
         rows [T, ...], cu_seqlens int32 [B + 1], the longest length, and indices int64 [T] that :func:`pad` takes.
         Reads the mask on the host once (T is a shape).
 
     Raises:
-        InvalidInput: the mask is not [B, S], or keeps tokens that are not contiguous in a row.
+        InvalidInput: the mask is not [B, S], not of bool or integers, or keeps tokens that are not contiguous in a row.
     """
+    for name, given in (("x", x), ("attention_mask", attention_mask)):
+        if not isinstance(given, torch.Tensor):
+            raise InvalidInput(f"{name} must be a tensor, got {type(given).__name__}")
     if attention_mask.shape != x.shape[:2]:
         raise InvalidInput(f"attention_mask must be {list(x.shape[:2])}, got {list(attention_mask.shape)}")
+    if attention_mask.is_floating_point() or attention_mask.is_complex():  # an additive one holds 0 where it keeps
+        raise InvalidInput(
+            f"attention_mask must be bool, or integers 0 and 1, got {dtype_name(attention_mask.dtype)}: "
+            "pass mask == 0 for one that is added to scores (0 keeps), mask != 0 for one of zeros and ones"
+        )
     keep = attention_mask.bool()
     breaks = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, :1].sum(1)
     if bool((breaks > 1).any()):

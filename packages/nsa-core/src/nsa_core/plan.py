@@ -74,11 +74,11 @@ class Plan:
         ``request`` is usually one of ``requests`` with batch and seq_len set (``dataclasses.replace``).
 
         Raises:
-            InvalidInput: batch or seq_len is not given, or negative.
+            InvalidInput: batch or seq_len is not given.
             Unsupported: the backend does not state its workspace.
             NSAError: the backend's function failed or returned no size.
         """
-        wrong = [f"{n} must be >= 0, got {getattr(request, n)}" for n in ("batch", "seq_len") if _bad_size(request, n)]
+        wrong = [f"{n} must be >= 0, got None" for n in ("batch", "seq_len") if getattr(request, n) is None]
         if wrong:
             raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
         name, spec = self.choices[request.slot].backend, self._slots[request.slot]
@@ -133,11 +133,6 @@ class Plan:
 
 def _resolve_again(config: NSAConfig, arguments: dict[str, Any]) -> Plan:
     return resolve(config, **arguments)
-
-
-def _bad_size(request: Request, name: str) -> bool:
-    value = getattr(request, name)
-    return isinstance(value, bool) or not isinstance(value, int) or value < 0
 
 
 def _size(value: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nsa_core import tuned
-from nsa_core.config import NSAConfig
+from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.ops import DIFFERENTIABLE
@@ -93,6 +93,7 @@ def survey(
         InvalidInput: an argument is wrong for every backend, or names a slot or backend that is not known.
         BackendUnavailable: the device is one this torch does not have.
     """
+    must_be_config(config)
     wanted = _wanted(backends, registry)
     place = known_device(device)
     capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else None
@@ -144,16 +145,24 @@ def ask(entry: BackendEntry, request: Request) -> Candidate:
     return Candidate(entry.name, entry.version, entry.status, _reasons(entry, request, None))
 
 
+def backends_problems(backends: object) -> list[str]:
+    """What of ``backends`` no resolve() could take, whichever backends are installed."""
+    if backends is None or isinstance(backends, str):
+        return []
+    if not isinstance(backends, Mapping):
+        return [f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"]
+    wrong = [f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}" for slot in backends if slot not in SLOTS]
+    strangers = {slot: name for slot, name in backends.items() if not (name is None or isinstance(name, str))}
+    return wrong + [f"the backend of slot {slot!r} must be a name, got {name!r}" for slot, name in strangers.items()]
+
+
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
+    wrong = backends_problems(backends)
     if backends is None or isinstance(backends, str):
         backends = dict.fromkeys(SLOTS, backends)
-    wrong = [f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}" for slot in backends if slot not in SLOTS]
     wanted: dict[str, str | None] = dict.fromkeys(SLOTS)
-    for slot, name in backends.items():
-        if name is None or name == "auto":
-            continue
-        if not isinstance(name, str):
-            wrong.append(f"the backend of slot {slot!r} must be a name, got {name!r}")
+    for slot, name in backends.items() if isinstance(backends, Mapping) else ():
+        if name is None or name == "auto" or not isinstance(name, str):
             continue
         wanted[slot] = name
         try:

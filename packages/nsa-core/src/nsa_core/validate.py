@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.surroundings import autocasts
 from nsa_core.text import dtype_name
 
 
@@ -152,13 +153,79 @@ def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | 
         )
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int) -> None:
-    """Refuse boundaries that do not start at 0, decrease, or do not end at ``total`` tokens.
+def is_tensor(x: object) -> bool:
+    """Whether ``x`` is a tensor whose shape is that of its memory, which a DTensor's is not."""
+    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
+
+
+def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.device) -> list[str]:
+    """What is wrong with them beside rows on ``device``, as far as it shows without reading boundaries."""
+    wrong = []
+    if max_seqlen is not None:
+        counts = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")  # numpy's integers, SymInt
+        if isinstance(max_seqlen, (bool, torch.Tensor)) or not counts or cast(int, max_seqlen) < 0:
+            wrong.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
+        elif cu_seqlens is None:
+            wrong.append("max_seqlen goes with cu_seqlens, which is None")
+    if cu_seqlens is None:
+        return wrong
+    if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
+        wrong.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}")
+    elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        text = describe(["cu_seqlens"], [cu_seqlens])
+        wrong.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
+    elif cu_seqlens.device != device:
+        wrong.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
+    elif cu_seqlens.shape[0] < 2:
+        wrong.append(f"cu_seqlens must hold at least one document, [documents + 1], got {list(cu_seqlens.shape)}")
+    return wrong
+
+
+def check_layer_input(
+    x: torch.Tensor,
+    dim: int,
+    weight: torch.Tensor,  # of the layer's projection, by which its device and dtype are known
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None = None,
+    mask: object = None,
+    *others: object,  # context, key_value_states
+) -> None:
+    """Refuse what a layer cannot take; metadata only.
+
+    Raises:
+        InvalidInput: all that is wrong, by name.
+    """
+    wrong = []
+    if mask is not None:
+        wrong.append(
+            "attention_mask is not supported: NSA is causal, and padding is left out, not masked: "
+            "rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and cu_seqlens=, "
+            "and nsa_core.pad brings the result back"
+        )
+    for name, other in zip(("context", "key_value_states"), others):
+        if other is not None:
+            wrong.append(f"{name}: NSA is self-attention only, it has no cross-attention")
+    if not isinstance(x, torch.Tensor):
+        raise InvalidInput("; ".join([*wrong, f"x must be a tensor, got {type(x).__name__}"]))
+    form = "[T, dim] beside cu_seqlens" if cu_seqlens is not None else "[B, S, dim], or [T, dim] with cu_seqlens"
+    if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
+        wrong.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
+    if x.device != weight.device:
+        wrong.append(f"x is on {x.device}, the layer on {weight.device}")
+    if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
+        wrong.append(f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use autocast")
+    wrong += packing_problems(cu_seqlens, max_seqlen, x.device)
+    if wrong:
+        raise InvalidInput("; ".join(wrong))
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None) -> None:
+    """Refuse boundaries that do not start at 0, decrease, do not end at ``total`` tokens, or exceed ``max_seqlen``.
 
     Reads the values only where that costs no synchronisation: on the CPU, or with NSA_CHECK=1.
 
     Raises:
-        InvalidInput: naming the boundary at fault.
+        InvalidInput: naming the boundary at fault, or the longest document's length.
     """
     if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"):
         return
@@ -172,3 +239,6 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int) -> None:
             raise InvalidInput(f"cu_seqlens must not decrease, got {a} then {b} at index {i + 1}")
     if bounds[-1] != total:
         raise InvalidInput(f"cu_seqlens must end at the {total} tokens given, got {bounds[-1]}")
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    if max_seqlen is not None and longest > max_seqlen:
+        raise InvalidInput(f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}")

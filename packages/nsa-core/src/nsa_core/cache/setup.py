@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nsa_core.cache.state import NSACache
+from nsa_core.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.text import dtype_name
 
@@ -52,6 +53,8 @@ def make_cache(
     from nsa_core.survey import known_device
 
     sizes.check()
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInput(f"dtype must be a torch.dtype, as torch.float32, or None, got {dtype!r}")
     place = torch.empty(0, device=known_device(attn.out.weight.device if device is None else device)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
@@ -76,6 +79,7 @@ def check_plan(cache: NSACache, plan: Plan) -> None:
     Raises:
         InvalidInput: what the plan is for, and what the cache is.
     """
+    must_be_plan(plan)
     asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
     named = {"phase": "decode", "dtype": dtype, "device": cache.device.type, "page_size": cache.page_size}
     wrong = [f"{n} is {got!r}, not {due!r}" for n, due in named.items() if (got := getattr(asked, n)) != due]
