@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
-from nsa_core import InvalidInput, NSAError, Unsupported, nsa_attention
+from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, nsa_attention
 from nsa_core.contract import SlotSpec
 from nsa_core.differentiable import unseen
 from nsa_core.ops import slot_op
@@ -251,3 +251,12 @@ def test_compiled_caller_may_bring_its_own_plan():
         lambda *x: nsa_attention(*x, config=CONFIG, plan=plan), backend="aot_eager", fullgraph=True
     )
     assert torch.equal(compiled(*given), attend(given))
+
+
+def test_a_layer_compiles_where_every_integer_is_a_symbol():
+    """Those of its configuration are, too, under dynamic=True."""
+    torch._dynamo.reset()
+    layer, tokens = NSAttention(CONFIG), [torch.randn(1, n, CONFIG.dim) for n in (40, 70, 33)]
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    for x in tokens:
+        torch.testing.assert_close(compiled(x), layer(x))

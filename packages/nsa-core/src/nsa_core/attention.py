@@ -223,7 +223,7 @@ def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wa
     request, wrong = plan.requests["cmp"], []
     if request.phase != "prefill":
         wrong.append(f"plan is for {request.phase}, not prefill, as this call and the first tokens of a cache are")
-    if plan.config is not config and plan.config != config:
+    if plan.config is not config and plan.config.values != config.values:
         wrong.append(f"plan is for {plan.config}, not for {config}")
     if wants_grad and not request.needs_grad:
         wrong.append("plan was made without needs_grad=True, but a gradient is wanted: plan again, or use no_grad")

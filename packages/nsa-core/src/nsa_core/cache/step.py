@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nsa_core.module import NSAttention
     from nsa_core.plan import Plan
 
-FEW_TOKENS = 16  # whose gates are few enough that launches are what they cost
+FEW_TOKENS = 32  # whose gates are few enough that launches are what they cost
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
