@@ -89,6 +89,22 @@ EXPECTED_NAMES = {
 }
 
 
+@pytest.mark.parametrize("v_head_dim", [6, 4])
+@pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"qk_norm": True}], ids=str)
+def test_a_step_takes_its_heads_from_the_columns_of_the_projection(options, v_head_dim):
+    config = NSAConfig(24, 4, 2, head_dim=6, v_head_dim=v_head_dim, **options)
+    attn, x = NSAttention(config).double(), torch.randn(2, 3, 24, dtype=torch.float64)
+    q, k, v = attn.heads(x)
+    pairs = len(k)
+    sizes = [4 * 6, *[2 * 6] * pairs, *[2 * v_head_dim] * pairs]
+    columns = (x @ attn.qkv.weight.T).split(sizes, -1)
+    norms = [attn.q_norm, *[attn.k_norm] * pairs, *[torch.nn.Identity()] * pairs]
+    assert (pairs, len(v)) == ((1, 1) if config.shared_kv else (3, 3))
+    for found, part, norm in zip([q, *k, *v], columns, norms, strict=True):
+        heads = 4 if found is q else 2
+        torch.testing.assert_close(found, norm(part.unflatten(-1, (heads, -1))), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
 @pytest.mark.parametrize("shared_kv", [False, True])

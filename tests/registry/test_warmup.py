@@ -55,14 +55,18 @@ def test_a_plan_for_decode_runs_its_fused_forms() -> None:
         seen.append(("step", len(stores) == 6))
         return q.new_zeros(*q.shape[:-1], 4), torch.zeros(*q.shape[:2], 2, 4, dtype=torch.int32)
 
+    def gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, call: DecodeCall) -> torch.Tensor:
+        seen.append(("gates", weight.shape == (len(bias), x.shape[-1])))
+        return x.new_zeros(*x.shape[:2], len(bias) // 3, 3)
+
     def append(q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object) -> torch.Tensor:
         seen.append(("append", rope is None))
         return q
 
-    plan = resolve(CONFIG, backends="sdpa", phase="decode")
-    forms = {name: DecodeKernel("toy", name, f) for name, f in {"step": step, "append": append}.items()}
+    plan, made = resolve(CONFIG, backends="sdpa", phase="decode"), {"step": step, "append": append, "gates": gates}
+    forms = {name: DecodeKernel("toy", name, f) for name, f in made.items()}
     dataclasses.replace(plan, fused=forms).warmup()
-    assert seen == [("step", True), ("append", True), ("append", False)]
+    assert seen == [("step", True), ("append", True), ("append", False), ("gates", True)]
 
 
 def test_the_workspace_of_a_decode_form_is_stated_by_itself_or_not_at_all() -> None:
