@@ -63,6 +63,19 @@ def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     assert shown == [any(m.shape == shape and shares_of(m) for m in result.measurements) for shape in shapes]
 
 
+def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
+    pytest.importorskip("matplotlib")
+    from nsa_cli.plots_decode import decode_figure
+
+    figure = decode_figure(read_result(RESULTS / "decode_small.json"))  # sums from 98 to 101 %
+    figure.draw_without_rendering()
+    (axes,) = figure.axes[1::2]
+    (line,) = axes.lines
+    ends = [(line.get_window_extent().x1, axes.bbox.x1, text.get_window_extent()) for text in axes.texts]
+    assert len(ends) == 6
+    assert all(left < box.x0 < box.x1 < right for left, right, box in ends)
+
+
 def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeypatch, tmp_path):
     import importlib.util
 

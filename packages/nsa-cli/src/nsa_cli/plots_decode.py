@@ -72,7 +72,7 @@ def _shares(axes: Any, found: list[Measurement], below: float) -> None:
             label = name if height == 0 else None
             axes.barh(height, share, left=left, color=BRANCH_COLOURS[name], height=0.6, label=label)
             left += share
-        axes.text(left + 0.02, height, f"{left:.0%}", va="center", fontsize=8)
+        axes.text(max(left, 1.0) + 0.02, height, f"{left:.0%}", va="center", fontsize=8)  # not across the line at 1
     axes.axvline(1.0, color="black", lw=1.2, label="step by its slots")
     axes.set_yticks(range(len(found)), [f"{m.subject}  {_where(m)}" for m in found], fontsize=8)
     axes.set_ylim(len(found) - 0.3, -0.7)
