@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton import prepared
 from nsa_backend_triton.documents import compressed_starts
@@ -20,8 +20,8 @@ from nsa_core.contract import SlotCall
 @functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton was imported)."""
-    # What the variable was when triton made its own functions, not what it is now.
-    return isinstance(tl.max, InterpretedFunction)
+    # Triton read the variable when it defined its own functions. Its interpreter is not imported here: it needs numpy.
+    return not isinstance(tl.max, JITFunction)
 
 
 _described: list[int] = []

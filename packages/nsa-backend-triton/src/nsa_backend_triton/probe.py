@@ -23,9 +23,10 @@ try:  # while this module loads: a probe has to be quick
 
     _found = str(triton.__version__)
 except ModuleNotFoundError as error:
-    _trouble = Reason(
-        "triton_missing", f"triton cannot be imported: {error}", "pip install triton (Linux), or use sdpa"
-    )
+    # Under TRITON_INTERPRET=1 triton itself needs numpy, which it does not install.
+    _package = (error.name or "triton").partition(".")[0]
+    _missing = "triton (Linux)" if _package == "triton" else _package
+    _trouble = Reason("triton_missing", f"triton cannot be imported: {error}", f"pip install {_missing}, or use sdpa")
 except (ImportError, OSError, RuntimeError) as error:
     _trouble = Reason("triton_broken", f"importing triton failed: {error}", "reinstall triton")
 
