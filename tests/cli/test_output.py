@@ -107,7 +107,8 @@ def nothing_usable() -> BackendUnavailable:
         (BackendUnavailable("fa2"), 3),
         (nothing_usable(), 4),
         (ModuleNotFoundError("No module named 'torch'"), 4),
-        (OSError(28, "No space left on device"), 4),
+        (OSError(28, "No space left on device"), 5),
+        (OSError(11, "Resource temporarily unavailable"), 4),
         (KeyboardInterrupt(), 130),
         (typer.Abort(), 130),
         (BrokenPipeError(32, "Broken pipe"), 141),
@@ -150,7 +151,7 @@ def test_row_60_full_disk_is_one_line(start):
     with open("/dev/full", "w") as full:
         child = start("backends", "list", "--no-probe", stdout=full)
         _, err = child.communicate(timeout=60)
-    assert child.returncode == 4
+    assert child.returncode == 5
     assert err.count("\n") == 1
     assert "No space left" in err
 

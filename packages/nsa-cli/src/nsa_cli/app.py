@@ -21,7 +21,7 @@ _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, explain and ve
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
 """
 _CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage, unknown name or invalid input; 3 known, but unsupported or
-unavailable here; 4 nothing can work; 130 interrupted, 143 by SIGTERM; 141 the output was closed."""
+unavailable here; 4 nothing can work; 5 could not write; 130 interrupted, 143 by SIGTERM; 141 the output was closed."""
 
 app = typer.Typer(
     name="nsa",

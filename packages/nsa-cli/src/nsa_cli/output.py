@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
@@ -38,7 +39,9 @@ __all__ = [
     "write_atomic",
 ]
 
-FAILED, USAGE, UNAVAILABLE, BROKEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 130, 141
+FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 5, 130, 141
+# A write that fails with one of these failed for good. EBADF: standard output is open for reading only.
+_UNWRITABLE = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # typer borrows click or carries its own, by version; this is ClickException either way.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 _UNLIMITED = 1_000_000  # columns: piped output is never wrapped or cut
@@ -65,7 +68,14 @@ def find_backends() -> Registry:
 
 
 def prepare_streams() -> None:
-    """Foreign text must not stop the output: what the terminal cannot encode is written as an escape."""
+    """Foreign text must not stop the output: what the terminal cannot encode is written as an escape.
+
+    A closed standard error swallows its messages; a closed standard output ends the command with exit code 5.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the process
+    if sys.stdout is None:
+        _leave(UNWRITTEN, "cannot write: standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -75,9 +85,13 @@ def console(stderr: bool = False) -> Console:
     """A console that reads no markup; when piped, without colour and without a width."""
     from rich.console import Console
 
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would leave with exit code 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else _UNLIMITED
-    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+    return PlainConsole(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
 def plain_table(*columns: str) -> Table:
@@ -163,15 +177,22 @@ def environment() -> dict[str, Any]:
 
 
 def _leave(code: int, message: str) -> NoReturn:
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        # What is still buffered for a reader that is gone must not raise again when Python shuts down.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _flush(sys.stdout)
     with contextlib.suppress(OSError):  # the reader may have taken stderr with it
-        print(f"nsa: {message}", file=sys.stderr, flush=True)
+        print(f"nsa: {message}", file=sys.stderr)
+    _flush(sys.stderr)
     raise SystemExit(code)
+
+
+def _flush(stream: TextIO | None) -> None:
+    """Flush ``stream``; if that fails, discard its buffer, so that Python does not fail again when it shuts down."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
@@ -198,6 +219,8 @@ def exit_codes() -> Iterator[None]:
     except ImportError as error:
         _leave(BROKEN, f"the installation is broken: {describe_error(error)}")
     except OSError as error:
+        if error.errno in _UNWRITABLE:
+            _leave(UNWRITTEN, f"cannot write: {describe_error(error)}")
         _leave(BROKEN, f"the system refused: {describe_error(error)}")
 
 
