@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shutil
+import sys
 import zipfile
 
 import nox
@@ -15,12 +16,13 @@ ROOT = pathlib.Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 FIRST_PARTY = {"sdpa", "triton", "fa2"}
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.6.0"  # docs/kernels.md holds what this compiler makes
 RUFF = "ruff>=0.17,<0.18"  # a formatter's minor version changes what is formatted
 MYPY = "mypy>=2.4,<3"
 TEST_TOOLS = (
     "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "matplotlib>=3.8", "safetensors>=0.4",
     "setuptools>=77", "wheel",
-    "triton==3.6.0; sys_platform == 'linux'",  # docs/kernels.md holds what this compiler makes
+    f"{TRITON}; sys_platform == 'linux'",
 )  # fmt: skip
 # Two workers share two cores; and hundreds of child processes import what the first of them compiled.
 FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -99,7 +101,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False)
 def wheels(session: nox.Session) -> None:
-    """Build all wheels, install them in a fresh environment, and use it; then again without the sdpa backend."""
+    """Build all wheels, install them in a fresh environment, and use it; then with triton, then without sdpa."""
     install(session, "setuptools>=77", "wheel")
     dist = pathlib.Path(session.create_tmp()) / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -115,6 +117,9 @@ def wheels(session: nox.Session) -> None:
     session.chdir(dist)  # away from the sources, so that only the wheels are imported
     check_listing(session)
     session.run("nsa", "verify")  # with the wheels' own dependencies and nothing else
+    if sys.platform == "linux":
+        session.install("--no-compile", TRITON)
+        check_triton(session)
     session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
     check_without_sdpa(session)
 
@@ -135,6 +140,31 @@ def check_listing(session: nox.Session) -> None:
     listed = {entry["name"]: entry["status"] for entry in json.loads(str(text))["backends"]}
     if not listed.keys() >= FIRST_PARTY or listed["sdpa"] != "ready":
         session.error(f"nsa backends list --json: {listed}")
+
+
+KERNELS_WITHOUT_NUMPY = """
+import dataclasses, importlib, importlib.util, pkgutil
+assert importlib.util.find_spec("numpy") is None, "numpy is installed: this check needs an environment without it"
+import nsa_backend_triton
+for module in pkgutil.walk_packages(nsa_backend_triton.__path__, "nsa_backend_triton."):
+    importlib.import_module(module.name)
+from nsa_core import BlockGeometry, Request
+from nsa_core.contract import SLOTS
+from nsa_core.registry import discover
+from nsa_core.survey import ask
+entry = discover(safe=True).get("triton")
+request = Request(
+    slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
+    device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
+)
+refused = [str(a) for slot in SLOTS if not (a := ask(entry, dataclasses.replace(request, slot=slot))).accepted]
+assert not refused, refused
+"""
+
+
+def check_triton(session: nox.Session) -> None:
+    """With triton, and without numpy: every kernel module imports, and the probe accepts a simulated sm_90 GPU."""
+    session.run("python", "-c", KERNELS_WITHOUT_NUMPY)
 
 
 def check_without_sdpa(session: nox.Session) -> None:
