@@ -70,6 +70,21 @@ def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
     assert all(trouble["hint"] for trouble in document["troubles"])
 
 
+def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, tmp_path) -> None:
+    plugin(tmp_path, "nsa-backend-fa2", "raise RuntimeError('not this one')")  # shadows the installed distribution
+    source = "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef nsa_register_backends():\n"
+    source += "    return BackendSpec('fa2', (1, 0), {'win': SlotSpec('toy_fa2:f')}, 'toy_fa2:probe', -9)\n"
+    (tmp_path / "toy_fa2.py").write_text(source + "def probe(request):\n    1 // 0\n")
+    (tmp_path / "nsa_backend_fa2-1.0.dist-info" / "entry_points.txt").write_text("[nsa.backends]\nfa2 = toy_fa2\n")
+    document = json.loads(nsa("doctor", "--json", path=tmp_path).stdout)
+    (trouble,) = [trouble for trouble in document["troubles"] if trouble["what"] == "probe of backend fa2"]
+    assert "ZeroDivisionError" in trouble["message"]
+    assert "this is a bug in NSA itself" in trouble["message"]
+    listed = nsa("backends", "list", path=tmp_path).stdout
+    assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in listed
+    assert "author" not in listed
+
+
 def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     done = nsa("doctor", path=tmp_path)

@@ -39,6 +39,26 @@ def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
     assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [code]
 
 
+@pytest.mark.parametrize(
+    ("distribution", "ours"),
+    [("nsa-backend-sdpa", True), ("nsa_backend_triton", True), ("nsa-backend-fa2", True), ("nsa-backend-mine", False)],
+)
+def test_a_fault_of_our_own_backend_is_reported_to_this_project(distribution, ours, toy, monkeypatch):
+    monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.2)
+    toy.raises, toy.nonsense, toy.slow = (lambda r: 1 // 0), (lambda r: 3), (lambda r: time.sleep(1))
+    specs = [spec(probe, probe) for probe in ("raises", "nonsense", "slow")]
+    specs += [dataclasses.replace(spec(f"rank-{rank}"), rank=f"planned:{rank}") for rank in ("raises", "slow")]
+    toy.words = lambda r: "first"
+    specs += [dataclasses.replace(spec("rank-words"), rank="planned:words"), dataclasses.replace(spec("bad"), slots={})]
+    registry = Registry()
+    for one in specs:
+        registry = registry.with_backend(one, distribution=distribution)
+    answers = survey_module.survey(CONFIG, registry=registry)
+    hints = [reason.hint for candidate in answers.candidates["win"] for reason in candidate.reasons]
+    expected = "this is a bug in NSA itself: please report it with the output of `nsa env`"
+    assert hints == [expected if ours else "report it to the plugin's author"] * len(specs)
+
+
 def test_row_57_slow_probe_is_given_up_once(toy, monkeypatch):
     monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.3)
     asked = []

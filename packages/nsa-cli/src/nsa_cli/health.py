@@ -28,16 +28,19 @@ def examine(limit_s: float) -> dict[str, Any]:
     """Everything `nsa doctor --json` prints; ``works``: torch imports and some backend runs a small attention."""
     registry = output.find_backends()
     bodies = (libraries.TORCH, libraries.TRITON, libraries.FLASH_ATTN)
-    foreign = [entry for entry in registry.ready() if not entry.first_party]
-    probes = [libraries.PROBE.format(name=entry.name) for entry in foreign]
-    attention = libraries.ATTENTION.format(safe=output.safe_mode())
+    safe = output.safe_mode()
+    # Our own probes share a child process; each third-party probe, which may crash, has one to itself.
+    groups = [[entry for entry in registry.ready() if entry.first_party]]
+    groups += [[entry] for entry in registry.ready() if not entry.first_party]
+    probes = [libraries.PROBE.format(safe=safe, names=[entry.name for entry in group]) for group in groups]
+    attention = libraries.ATTENTION.format(safe=safe)
     torch, triton, flash, ran, *asked = libraries.try_all([*bodies, attention, *probes], limit_s)
     gpu = bool(torch.facts.get("gpus"))
     troubles = _python_troubles() + _torch_troubles(torch) + _optional_troubles(triton, flash, gpu)
     troubles += _backend_troubles(registry)
     if torch.facts.get("version"):
-        for entry, tried in zip(foreign, asked):
-            troubles += _probe_troubles(entry, tried)
+        for group, tried in zip(groups, asked):
+            troubles += [trouble for entry in group for trouble in _probe_troubles(entry, tried)]
         troubles += _attention_troubles(ran, registry)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -174,7 +177,8 @@ def _backend_troubles(registry: Registry) -> list[dict[str, str]]:
 
 
 def _probe_troubles(entry: BackendEntry, tried: Tried) -> list[dict[str, str]]:
-    said = str(tried.reason) if tried.reason else tried.facts.get("error", "")
+    error = tried.facts.get("error") or tried.facts.get("wrong", {}).get(entry.name, "")
+    said = str(tried.reason) if tried.reason else error
     hint = f"pip uninstall {entry.distribution}, or set NSA_DISABLE_PLUGINS={entry.name}"
     return [_trouble(f"probe of backend {entry.name}", said, hint)] if said else []
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -177,22 +177,16 @@ def environment() -> dict[str, Any]:
 
 
 def _leave(code: int, message: str) -> NoReturn:
-    _flush(sys.stdout)
-    with contextlib.suppress(OSError):  # the reader may have taken stderr with it
-        print(f"nsa: {message}", file=sys.stderr)
-    _flush(sys.stderr)
-    raise SystemExit(code)
-
-
-def _flush(stream: TextIO | None) -> None:
-    """Flush ``stream``; if that fails, discard its buffer, so that Python does not fail again when it shuts down."""
-    if stream is None:
-        return
     try:
-        stream.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (OSError, ValueError):
+        # What is still buffered for a reader that is gone must not raise again when Python shuts down.
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):  # the reader may have taken stderr with it
+        print(f"nsa: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 @contextlib.contextmanager

@@ -51,16 +51,15 @@ for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
 PROBE = """
 import torch
 from nsa_core import NSAConfig
-from nsa_core.registry import default_registry
+from nsa_core.registry import discover
 from nsa_core.survey import survey
-registry = default_registry()
-entry = registry.get({name!r})
-registry = type(registry)((entry,))
+registry = discover(safe={safe!r})
+registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
 faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 asked = [survey(NSAConfig(768, 12, 2), device=device, registry=registry).candidates.values() for device in devices]
-wrong = [str(reason) for on in asked for of in on for c in of for reason in c.reasons if reason.code in faults]
-facts = {{"error": wrong[0]}} if wrong else {{"answers": True}}
+wrong = {{c.backend: str(r) for on in asked for of in on for c in of for r in c.reasons if r.code in faults}}
+facts = {{"wrong": wrong}}
 """
 _FINISH = """
 import json

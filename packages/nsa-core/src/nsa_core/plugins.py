@@ -38,6 +38,18 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def is_first_party(distribution: str) -> bool:
+    """Whether ``distribution`` is one of this project's own backends."""
+    return normalized(distribution) in FIRST_PARTY
+
+
+def report_hint(distribution: str) -> str:
+    """Where to report a fault inside a backend of ``distribution``: to this project, or to the plugin's author."""
+    if is_first_party(distribution):
+        return "this is a bug in NSA itself: please report it with the output of `nsa env`"
+    return "report it to the plugin's author"
+
+
 @dataclasses.dataclass(frozen=True)
 class Plugin:
     """An entry point of group ``nsa.backends``, as its distribution's metadata states it."""
@@ -50,7 +62,7 @@ class Plugin:
     @property
     def first_party(self) -> bool:
         """Part of this project, by the name of its distribution."""
-        return normalized(self.distribution) in FIRST_PARTY
+        return is_first_party(self.distribution)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +154,11 @@ def load(plugin: Plugin) -> list[BackendEntry]:
     except ImportError as error:
         return [failed(plugin, "broken", Reason("import_failed", describe_error(error), "reinstall the plugin"))]
     except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
-        return [failed(plugin, "broken", Reason("load_failed", describe_error(error), "report it to its author"))]
+        reason = Reason("load_failed", describe_error(error), report_hint(plugin.distribution))
+        return [failed(plugin, "broken", reason)]
     if not entries:
         text = "its hook nsa_register_backends is missing or registered nothing"
-        return [failed(plugin, "broken", Reason("registers_nothing", text, "report it to its author"))]
+        return [failed(plugin, "broken", Reason("registers_nothing", text, report_hint(plugin.distribution)))]
     return entries
 
 
@@ -187,7 +200,8 @@ def _entry(plugin: Plugin, result: object) -> BackendEntry:
     else:
         faults = [f"the hook returned {type(result).__name__}, not a BackendSpec or Unavailable"]
     name = result.name if hasattr(result, "name") and _is_name(result.name) else plugin.name
-    return failed(plugin, "broken", Reason("bad_spec", one_line("; ".join(faults)), "report it to its author"), name)
+    reason = Reason("bad_spec", one_line("; ".join(faults)), report_hint(plugin.distribution))
+    return failed(plugin, "broken", reason, name)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

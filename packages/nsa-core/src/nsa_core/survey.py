@@ -16,7 +16,7 @@ from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.ops import DIFFERENTIABLE
-from nsa_core.plugins import BackendEntry, is_reason
+from nsa_core.plugins import BackendEntry, is_reason, report_hint
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error, did_you_mean, dtype_name, one_line
 
@@ -209,7 +209,7 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
         reasons.append(Reason("no_decode", f"has no decode form of {request.slot}", "use another backend to decode"))
     if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
         reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
-    return (*reasons, *([given_up] if given_up else _probe(entry.spec.probe, request)))
+    return (*reasons, *([given_up] if given_up else _probe(entry, entry.spec.probe, request)))
 
 
 def _rank(entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]) -> tuple[int, tuple[Reason, ...]]:
@@ -219,14 +219,15 @@ def _rank(entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]) ->
     stated = entry.spec.priority_of(request.slot)
     if reasons or entry.spec.rank is None:
         return stated, reasons
+    hint = report_hint(entry.distribution)
     try:
         rank = _call_limited(import_named(entry.spec.rank), request)
     except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
         text = f"its rank raised {describe_error(error)}"
-        return stated, (Reason("rank_raised", text, "report it to the plugin's author"),)
+        return stated, (Reason("rank_raised", text, hint),)
     if type(rank) is not int:
         text = f"its rank returned {type(rank).__name__}, not an integer"
-        return stated, (Reason("rank_nonsense", text, "report it to the plugin's author"),)
+        return stated, (Reason("rank_nonsense", text, hint),)
     return rank, reasons
 
 
@@ -246,19 +247,20 @@ class _TooSlowError(Exception):
     """The probe did not answer in time."""
 
 
-def _probe(path: str, request: Request) -> tuple[Reason, ...]:
-    """What the plugin's probe says; whatever goes wrong inside it is a reason too."""
+def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ...]:
+    """What ``entry``'s probe, at ``path``, says; whatever goes wrong inside it is a reason too."""
+    hint = report_hint(entry.distribution)
     try:
         answer = _call_limited(import_named(path), request)
     except _TooSlowError:
         text = f"its probe did not answer within {PROBE_LIMIT_S:g} s"
-        return (Reason("probe_too_slow", text, "report it to the plugin's author"),)
+        return (Reason("probe_too_slow", text, hint),)
     except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
         text = f"its probe raised {describe_error(error)}"
-        return (Reason("probe_raised", text, "report it to the plugin's author"),)
+        return (Reason("probe_raised", text, hint),)
     if not isinstance(answer, (list, tuple)) or not all(map(is_reason, answer)):
         text = f"its probe returned {type(answer).__name__}, not a list of Reasons"
-        return (Reason("probe_nonsense", text, "report it to the plugin's author"),)
+        return (Reason("probe_nonsense", text, hint),)
     return tuple(answer)
 
 
