@@ -258,8 +258,12 @@ def test_a_hook_on_phi_is_called_and_other_widths_go_apart():
     phis, xs = pair_of("mlp")
     seen = []
     phis[1].register_forward_hook(lambda *_: seen.append("v"))
-    compress_pair(*phis, *xs, None)
-    assert seen == ["v"]
+    phis[0].forward = lambda *given, own=phis[0].forward: seen.append("k") or own(*given)
+    k, v = compress_pair(*phis, *xs, None)
+    assert seen == ["k", "v"]
+    phis[1].register_full_backward_pre_hook(lambda *_: seen.append("gradient"))
+    sum(y.sum() for y in compress_pair(*phis, *xs, None)).backward()
+    assert seen[-1] == "gradient"
     wide = phi_of("mlp", GEOMETRIES["l8d4"], 7)
     k, v = compress_pair(phis[0], wide, xs[0], torch.randn(2, 23, 2, 7, dtype=torch.float64), None)
     assert (k.shape[-1], v.shape[-1]) == (5, 7)
