@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cases import boundaries
+from cases import boundaries, layer_of
 from nsa_core.chunks import packed_blocks
 from nsa_core.compress import compress_pair, make_phi, mean_compress
 from nsa_core.config import COMPRESS_KINDS
@@ -73,6 +73,26 @@ def test_dense_is_the_formula_forward_and_backward(kind, name):
         grads = torch.autograd.grad(got, wrt, do, allow_unused=length < geometry.compress_block_size)
         if got.numel():
             torch.testing.assert_close(grads, torch.autograd.grad(expected, wrt, do), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize(("batch", "length"), [(0, 21), (0, 8), (0, 5), (0, 0), (2, 0), (2, 7)])
+def test_a_call_without_blocks_is_empty_forward_and_backward(kind, batch, length):
+    """No sequences, no tokens, or fewer than l: for phi on one tensor, on two, and in a layer."""
+    phis = [phi_of(kind, GEOMETRIES["l8d4"]) for _ in range(2)]
+    xs = [torch.randn(batch, length, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outs = [phis[0](xs[0]), *compress_pair(*phis, *xs, None)]
+    blocks = GEOMETRIES["l8d4"].num_compressed(length)
+    assert [tuple(y.shape) for y in outs] == [(batch, blocks, 2, 5)] * 3
+    wrt = [*xs, *(p for phi in phis for p in phi.parameters())]
+    grads = torch.autograd.grad(outs, wrt, [*map(torch.ones_like, outs)], allow_unused=True)
+    assert all(g is None or not g.any() for g in grads)
+    attn = layer_of(compress=kind)
+    x = torch.randn(batch, length, attn.config.dim, dtype=torch.float64, requires_grad=True)
+    y = attn(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+    assert all(p.grad is None or p.grad.isfinite().all() for p in attn.parameters())
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
@@ -238,8 +258,12 @@ def test_a_hook_on_phi_is_called_and_other_widths_go_apart():
     phis, xs = pair_of("mlp")
     seen = []
     phis[1].register_forward_hook(lambda *_: seen.append("v"))
-    compress_pair(*phis, *xs, None)
-    assert seen == ["v"]
+    phis[0].forward = lambda *given, own=phis[0].forward: seen.append("k") or own(*given)
+    k, v = compress_pair(*phis, *xs, None)
+    assert seen == ["k", "v"]
+    phis[1].register_full_backward_pre_hook(lambda *_: seen.append("gradient"))
+    sum(y.sum() for y in compress_pair(*phis, *xs, None)).backward()
+    assert seen[-1] == "gradient"
     wide = phi_of("mlp", GEOMETRIES["l8d4"], 7)
     k, v = compress_pair(phis[0], wide, xs[0], torch.randn(2, 23, 2, 7, dtype=torch.float64), None)
     assert (k.shape[-1], v.shape[-1]) == (5, 7)

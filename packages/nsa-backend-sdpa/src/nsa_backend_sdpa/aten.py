@@ -47,7 +47,13 @@ def _signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _fit(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    """``x`` [..., width], zeros behind it, and a last axis of unit stride, which the operators assume unchecked.
+
+    ``pad`` keeps the memory format that the strides suggest: heads of one element suggest channels_last.
+    """
+    if x.shape[-1] < width:
+        x = pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def causal(

@@ -18,6 +18,7 @@ from nsa_core.chunks import Chunks, PackedBlocks
 from nsa_core.joint_phi import JointPhi, fits
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import stats_dtype
+from nsa_core.plain import is_plain, is_plain_linear
 from nsa_core.surroundings import eager
 
 
@@ -97,14 +98,20 @@ def _block_linear(
 ) -> torch.Tensor:
     """``layer`` on flatten(block + position), [..., n_c, G, out], as :mod:`nsa_core.joint_phi` has it, op by op.
 
-    One block alone is one product.
+    One block alone is one product. A layer that is not a plain nn.Linear is called on whole blocks, which are copied.
     """
+    if not is_plain_linear(layer):
+        chunks = Chunks(x, geometry, packed)
+        blocks = torch.cat([chunks.at(place, chunks.tokens) for place in range(chunks.places)], -2)
+        whole: torch.Tensor = layer((blocks + position).flatten(-2))
+        return whole
+    constant = F.linear(position.flatten(), layer.weight, layer.bias)
     if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
-        alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, layer(position.flatten()))
+        alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
         return alone.unsqueeze(-3)
     chunks = Chunks(x, geometry, packed)
     parts = F.linear(chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1))
-    total: torch.Tensor = layer(position.flatten()) + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
+    total: torch.Tensor = constant + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
     return total.to(parts.dtype)
 
 
@@ -114,6 +121,8 @@ def _joint(
     """The phis of one kind on xs of one shape as one node; None where they are for PyTorch to do op by op."""
     geometry, first = phis[0].geometry, xs[0]
     if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
+        return None
+    if not all(is_plain_linear(layer) for phi in phis for layer in phi.linears()):
         return None
     weights = [phi.weights() for phi in phis]
     if not all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
@@ -143,8 +152,13 @@ class LinearPhi(Phi):
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
-        joint = _joint([self], [x], packed)
-        return _block_linear(x, self.position, self.proj, self.geometry, packed) if joint is None else joint[0]
+        if (joint := _joint([self], [x], packed)) is not None:
+            return joint[0]
+        return _block_linear(x, self.position, self.proj, self.geometry, packed).to(x.dtype)
+
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """The linear layers. The joint form needs all of them to be plain."""
+        return (self.proj,)
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
@@ -175,7 +189,11 @@ class MLPPhi(Phi):
         if (joint := _joint([self], [x], packed)) is not None:
             return joint[0]
         hidden: torch.Tensor = self.down(F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed)))
-        return hidden
+        return hidden.to(x.dtype)
+
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """The linear layers. The joint form needs all of them to be plain."""
+        return self.up, self.down
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
@@ -228,8 +246,9 @@ class AttnPoolPhi(Phi):
         chunks, precise = Chunks(x, self.geometry, packed), stats_dtype(x.dtype)
         position = self.position.unflatten(0, (chunks.places, -1))  # [r, d, D]
         tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
-        of_token = (tokens @ self.query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
-        logits = (of_token.to(precise) + (position @ self.query).to(precise)) * self.width**-0.5  # [..., G, r, d]
+        query = self.query  # read once: a parametrisation computes it
+        of_token = (tokens @ query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
+        logits = (of_token.to(precise) + (position @ query).to(precise)) * self.width**-0.5  # [..., G, r, d]
         weights = logits.softmax(-1).to(x.dtype)
         pooled = weights @ tokens + torch.einsum("...jt,jtc->...jc", weights, position.to(x.dtype))
         members = range(chunks.places)
@@ -255,10 +274,10 @@ def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
 def compress_pair(
     phi_k: Phi, phi_v: Phi, k: torch.Tensor, v: torch.Tensor, packed: PackedBlocks | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """phi_k(k) and phi_v(v), in one pass where both are of one kind and width, and neither has hooks."""
+    """phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
     phis, kind = (phi_k, phi_v), type(phi_k)
-    alike = kind in (LinearPhi, MLPPhi) and kind is type(phi_v) and k.shape == v.shape and k.dtype == v.dtype
-    if alike and not any(phi._forward_hooks or phi._forward_pre_hooks or phi._backward_hooks for phi in phis):
+    alike = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
+    if alike and is_plain(phi_k, kind) and is_plain(phi_v, kind):
         joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # of kind
         if joint is not None:
             return joint[0], joint[1]

@@ -6,20 +6,39 @@ mean and a spread of about a half over tokens of unit variance: no branch is pre
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core.errors import InvalidInput
 from nsa_core.ops import stats_dtype
+from nsa_core.plain import is_plain_linear
 from nsa_core.surroundings import no_autocast
 
 _SPREAD = 0.5  # of the logits at the start: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # of SiLU over a standard normal
 
 
-def _linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return F.linear(x, layer.weight.to(x.dtype), bias)
+def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    weight, bias = layer.weight, layer.bias
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Apply ``layer`` in x's dtype. A layer that is not plain is called, with its tensors cast to that dtype."""
+    if is_plain_linear(layer):
+        assert isinstance(layer, nn.Linear)
+        return _product(x, layer)
+    given = itertools.chain(layer.named_parameters(), layer.named_buffers())
+    other = {n: t.to(x.dtype) for n, t in given if t.is_floating_point() and t.dtype != x.dtype}
+    result: torch.Tensor = torch.func.functional_call(layer, other, (x,)) if other else layer(x)
+    if other and layer.training:  # spectral_norm updates its buffers in the call
+        for name, buffer in layer.named_buffers():
+            if name in other:
+                buffer.copy_(other[name])
+    return result
 
 
 def _gates(logits: torch.Tensor) -> torch.Tensor:
@@ -41,7 +60,7 @@ class LinearGate(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
         with no_autocast(x.device):
-            return _gates(_linear(x.to(stats_dtype(x.dtype)), self))
+            return _gates(_product(x.to(stats_dtype(x.dtype)), self))
 
 
 class MLPGate(nn.Sequential):
@@ -54,29 +73,49 @@ class MLPGate(nn.Sequential):
 
     def reset_parameters(self) -> None:
         """As :meth:`LinearGate.reset_parameters`, over hidden units of unit variance before SiLU."""
-        for layer, spread in zip(self._layers(), (1.0, _SPREAD / _SILU_RMS)):
+        for layer, spread in zip((self[0], self[2]), (1.0, _SPREAD / _SILU_RMS)):
+            assert isinstance(layer, nn.Linear)  # as __init__ made it
             nn.init.normal_(layer.weight, std=spread * layer.in_features**-0.5)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
-        inner, outer = self._layers()
+        inner, activation, outer = self
         with no_autocast(x.device):
-            return _gates(_linear(F.silu(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
-
-    def _layers(self) -> tuple[nn.Linear, nn.Linear]:
-        inner, outer = self[0], self[2]
-        assert isinstance(inner, nn.Linear)  # as __init__ made them
-        assert isinstance(outer, nn.Linear)
-        return inner, outer
+            return _gates(_linear(activation(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
 
 
 def as_it_was_made(gate: nn.Module) -> LinearGate | None:
-    """``gate``, where a fused form may compute it in its stead: a LinearGate, its forward its own, without hooks."""
-    if type(gate) is not LinearGate or "forward" in gate.__dict__ or gate._forward_hooks or gate._forward_pre_hooks:
+    """``gate`` if it is a plain LinearGate, which a fused form may compute from its weight and bias; else None."""
+    if not is_plain_linear(gate, LinearGate):
         return None
-    # Neither a shard of one nor a quantised one, which know their own product.
-    return gate if type(gate.weight) is nn.Parameter and type(gate.bias) is nn.Parameter else None
+    assert isinstance(gate, LinearGate)
+    return gate
+
+
+def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Call ``gate`` on x [..., dim] and return gates [..., Hq, 3].
+
+    Raises:
+        InvalidInput: ``gate`` is an adapter around one of this module's gates. It would add to gates, not to logits.
+    """
+    if not isinstance(gate, (LinearGate, MLPGate)):
+        _refuse_adapter(gate)
+    gates: torch.Tensor = gate(x)
+    return gates
+
+
+def _refuse_adapter(wrapper: nn.Module) -> None:
+    """Refuse a wrapper that adds parameters to a gate. Wrappers of torch.compile and DDP add none."""
+    inside = [m for m in wrapper.modules() if isinstance(m, (LinearGate, MLPGate))]
+    own = {id(p) for gate in inside for p in gate.parameters()}
+    added = [name for name, p in wrapper.named_parameters() if id(p) not in own]
+    if inside and added:
+        raise InvalidInput(
+            f"gate: {type(wrapper).__name__} adds {', '.join(added)} to a {type(inside[0]).__name__}, whose output is "
+            "the sigmoid of a linear map: train the gate's own parameters (peft: modules_to_save), or configure "
+            "gate='mlp' and adapt its linear layers gate.0 and gate.2"
+        )
 
 
 def make_gate(kind: str, dim: int, n_heads: int) -> LinearGate | MLPGate:

@@ -59,7 +59,7 @@ class JointPhi(torch.autograd.Function):
             if down:
                 inner, outer = F.gelu(hidden).view(count, -1, hidden_width), _stack(down[0], dtype)
                 out = torch.baddbmm(_stack(down[1], dtype).unsqueeze(1), inner, outer.mT)
-                out = out.view(count, batch, blocks, heads, -1)
+                out = out.view(count, batch, blocks, heads, len(down[0][0]))
                 kept += [hidden, inner, outer]
         ctx.save_for_backward(*kept, *weight)
         ctx.stride, ctx.count, ctx.shape, ctx.down = stride, count, x[0].shape, bool(down)

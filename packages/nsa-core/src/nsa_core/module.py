@@ -18,9 +18,10 @@ from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.default_plan import default_plan, frozen_backends, is_long, must_be_plan
-from nsa_core.gating import make_gate
+from nsa_core.gating import gates_of, make_gate
 from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
+from nsa_core.plain import dtype_and_device_from, is_plain
 from nsa_core.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.surroundings import autocasts, eager
 from nsa_core.validate import check_layer_input
@@ -40,7 +41,8 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> the same shape and dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-6)
+        weight = self.weight  # read once: a parametrisation computes it
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), 1e-6)
 
 
 class Projected(NamedTuple):
@@ -128,7 +130,7 @@ class NSAttention(nn.Module):
                 given; the cache has no room, and stays as it was.
             Unsupported: no backend takes the request.
         """
-        dim, weight, elsewhere = self.config.dim, self.qkv.weight, (context, key_value_states)
+        dim, weight, elsewhere = self.config.dim, dtype_and_device_from(self.qkv), (context, key_value_states)
         check_layer_input(x, dim, weight, cu_seqlens, max_seqlen, attention_mask, *elsewhere)
         if cache is not None or new is not None:
             from nsa_core.cache.step import step  # whose exemption from torch.compile imports the compiler
@@ -140,7 +142,7 @@ class NSAttention(nn.Module):
             q,
             k,
             v,
-            self.gate(x),
+            gates_of(self.gate, x),
             k_cmp=k_cmp,
             v_cmp=v_cmp,
             config=self.config,
@@ -181,8 +183,8 @@ class NSAttention(nn.Module):
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype that projections have now: the parameters', or autocast's."""
-        device = self.out.weight.device
-        return torch.get_autocast_dtype(device.type) if autocasts(device) else self.out.weight.dtype
+        weight = dtype_and_device_from(self.out)
+        return torch.get_autocast_dtype(weight.device.type) if autocasts(weight.device) else weight.dtype
 
     def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
         """x [B, S, dim], or packed [T, dim], to queries, keys, values and compressed pairs."""
@@ -196,7 +198,8 @@ class NSAttention(nn.Module):
         packed = None if cu_seqlens is None else packed_blocks(cu_seqlens, x.shape[0], config.geometry)
         product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
-        if table is not None and eager() and not (config.qk_norm or config.shared_kv or config.rope_before_compress):
+        separately = config.shared_kv or config.rope_before_compress or self._norms()
+        if table is not None and eager() and not separately:
             q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
                 product, table, config.n_heads, config.n_kv_heads, config.qk_dim
             )
@@ -215,11 +218,15 @@ class NSAttention(nn.Module):
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """q and the keys and values of the branches (cmp, sel, win; or one), as views of one product."""
         config, product = self.config, self.qkv(x)
-        if not (config.qk_norm or config.shared_kv) and config.qk_dim == config.v_dim:  # two operators, not a dozen
+        if not (config.shared_kv or self._norms()) and config.qk_dim == config.v_dim:  # two operators, not a dozen
             q, *rows = product.unflatten(-1, (-1, config.qk_dim)).split([config.n_heads, *[config.n_kv_heads] * 6], -2)
             return q, rows[:3], rows[3:]
         q, k_raw, k, v_raw, v = self._split(product)
         return (q, [k_raw], [v_raw]) if config.shared_kv else (q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)])
+
+    def _norms(self) -> bool:
+        """Whether q_norm and k_norm must be called."""
+        return self.config.qk_norm or not all(is_plain(norm, nn.Identity) for norm in (self.q_norm, self.k_norm))
 
     def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
         """q [..., Hq, Dk]; k of cmp [..., G, Dk], then of sel and win, or of all three, [..., n, G, Dk]; v likewise."""
@@ -251,7 +258,8 @@ class NSAttention(nn.Module):
     @property
     def plan(self) -> Plan:
         """What runs: the plan of the last eager call, or before any, that of the parameters' device and dtype."""
-        device, dtype, varlen, long = self._last or (self.qkv.weight.device, self.qkv.weight.dtype, False, False)
+        weight = dtype_and_device_from(self.qkv)
+        device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
         return default_plan(self.config, device, dtype, varlen, self._wants_grad(), self.backends, long)
 
     def _wants_grad(self, *inputs: torch.Tensor) -> bool:
@@ -273,12 +281,12 @@ class NSAttention(nn.Module):
         from nsa_core.stats import summarize
 
         with torch.no_grad():
-            check_layer_input(x, self.config.dim, self.qkv.weight, cu_seqlens)
+            check_layer_input(x, self.config.dim, dtype_and_device_from(self.qkv), cu_seqlens)
             q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
             plan = self.plan_of(x, q, cu_seqlens is not None)
             _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
             blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
-            return summarize(self.gate(x), blocks, self.config.geometry, cu_seqlens)
+            return summarize(gates_of(self.gate, x), blocks, self.config.geometry, cu_seqlens)
 
     def extra_repr(self) -> str:
         """Shown by repr."""

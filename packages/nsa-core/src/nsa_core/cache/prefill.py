@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa_core.attention import nsa_attention
+from nsa_core.gating import gates_of
 
 if TYPE_CHECKING:
     from nsa_core.cache.arrival import Arrival
@@ -30,7 +31,7 @@ def prefill(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arriva
             padding = (cache.stores.count[: arrival.rows] >= lengths[:, None])[..., None]
             x = x.masked_fill(padding, 0)
         (q, k, v, k_cmp, v_cmp), raw = attn.project_with_raw(x)
-        gates, plan = attn.gate(x), attn.plan_of(x, q, False, plan)
+        gates, plan = gates_of(attn.gate, x), attn.plan_of(x, q, False, plan)
         o = nsa_attention(q, k, v, gates, config=attn.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
         _fill(cache, sequences, lengths, padding is not None, ((*raw,), (k[1], v[1]), (k[2], v[2])), (k_cmp, v_cmp))
         undo.pop_all()

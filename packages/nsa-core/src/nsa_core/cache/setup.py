@@ -9,6 +9,7 @@ import torch
 from nsa_core.cache.state import NSACache
 from nsa_core.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
+from nsa_core.plain import dtype_and_device_from
 from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def make_cache(
     sizes.check()
     if not isinstance(dtype, torch.dtype):
         raise InvalidInput(f"dtype must be a torch.dtype, as torch.float32, or None, got {dtype!r}")
-    place = torch.empty(0, device=known_device(attn.out.weight.device if device is None else device)).device
+    wanted = dtype_and_device_from(attn.out).device if device is None else device
+    place = torch.empty(0, device=known_device(wanted)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         plan = resolve(

@@ -26,7 +26,8 @@ from nsa_core.cache.state import NSACache
 from nsa_core.checked import checked_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
-from nsa_core.gating import as_it_was_made
+from nsa_core.gating import as_it_was_made, gates_of
+from nsa_core.plain import dtype_and_device_from
 from nsa_core.rope import RopeTable, rotate
 from nsa_core.surroundings import capturing
 
@@ -105,7 +106,7 @@ def rehearse(cache: NSACache, rows: int) -> None:
         longer = "a longer step, which is never captured, takes more memory while it runs"
         allowed = f"an integer from 1 to max_step = {cache.max_step}"
         raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
-    weight, kept = cache.attn.qkv.weight, (cache.lengths.clone(), cache.overflowed.clone())
+    weight, kept = dtype_and_device_from(cache.attn.qkv), (cache.lengths.clone(), cache.overflowed.clone())
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=weight.dtype, device=cache.device)
     cache.lengths.fill_(cache.max_len)
     try:
@@ -178,7 +179,9 @@ def _three(parts: list[torch.Tensor]) -> Three:
 def _gates(attn: NSAttention, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
     """[B, m, Hq, 3]; by the plan's own form where it has one and the host binds, that is, for few tokens."""
     plain = as_it_was_made(attn.gate) if "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS else None
-    gates: torch.Tensor = attn.gate(x) if plain is None else plan.fused["gates"](x, plain.weight, plain.bias, call=call)
+    if plain is None:
+        return gates_of(attn.gate, x)
+    gates: torch.Tensor = plan.fused["gates"](x, plain.weight, plain.bias, call=call)
     return gates
 
 
