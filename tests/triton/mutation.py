@@ -38,7 +38,7 @@ _SWAPS: dict[type, type] = {
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 _RENAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "sum": "max", "exp2": "exp"}
-_NO_LOGIC = {"num_stages", "input_precision", "out_dtype", "loop_unroll_factor", "flatten", "warp_specialize"}
+_NO_LOGIC = {"num_stages", "input_precision", "out_dtype", "loop_unroll_factor", "flatten", "warp_specialize", "pack"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from nsa_core.contract import SlotCall
 @triton.jit
 def _places(pid, n_rows, seq_len, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """(row, sequence, token, head) of the program's rows, int64 [ROWS], and whether they exist."""
-    row = pid.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.cast(pid, tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // HEADS
     return row, token // seq_len, token % seq_len, row % HEADS, row < n_rows
 

@@ -32,7 +32,7 @@ def _put(
         column = tl.arange(0, BLOCK // 2)
         mask = there & (head < heads)[:, None] & (column < HALF)[None, :]
         at, to = head[:, None] * x_head + column[None, :], head[:, None] * out_head + column[None, :]
-        angle = position.to(tl.int64) * HALF + column
+        angle = tl.cast(position, tl.int64) * HALF + column
         cos = tl.load(COS + angle, mask=(column < HALF) & there, other=0.0)[None, :]
         sin = tl.load(SIN + angle, mask=(column < HALF) & there, other=0.0)[None, :]
         x1 = tl.load(X + at, mask=mask, other=0.0).to(cos.dtype)
@@ -55,7 +55,7 @@ def _keep(
     BLOCK_DV: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """k and v of a token to row ``at`` of page ``page`` of contiguous stores [P, rows_of_page, G, D]."""
-    to = (page.to(tl.int64) * rows_of_page + at) * GROUPS
+    to = (tl.cast(page, tl.int64) * rows_of_page + at) * GROUPS
     _put(K + seq * k_seq + row * k_row, OUT_K + to * DK, COS, SIN, GROUPS, position, there, k_head, DK, HEADS, DK,
          BLOCK_DK, ROTATE)  # fmt: skip
     _put(V + seq * v_seq + row * v_row, OUT_V + to * DV, COS, SIN, GROUPS, position, there, v_head, DV, HEADS, DV,

@@ -14,17 +14,18 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature, native_specialize_impl
 
 from nsa_backend_triton import launch
 
@@ -92,11 +93,67 @@ def recording(architecture: int) -> Iterator[list[Launch]]:
         yield launches
 
 
+def specialized_integers(made: Launch) -> tuple[str, ...]:
+    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a constant."""
+    names = []
+    for place, parameter in enumerate(made.kernel.params):
+        if parameter.is_constexpr or parameter.do_not_specialize:
+            continue
+        equals_one = type(made.constexprs.get((place,))) is int
+        if equals_one or made.signature[parameter.name] in ("i32", "i64"):
+            names.append(parameter.name)
+    return tuple(names)
+
+
+def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
+    """``made`` with other values of its integer arguments, specialized by Triton's own rules.
+
+    Args:
+        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a constant, a multiple
+            of 16 is marked as one.
+    """
+    backend = make_backend(GPUTarget("cuda", made.architecture, 32))
+    signature, constexprs, attributes = dict(made.signature), dict(made.constexprs), dict(made.attributes)
+    for place, parameter in enumerate(made.kernel.params):
+        name = parameter.name
+        if name not in values:
+            continue
+        specialize, align = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
+        kind, mark = native_specialize_impl(backend, values[name], False, specialize, align)
+        constexprs.pop((place,), None)
+        attributes.pop((place,), None)
+        signature[name] = parameter.annotation_type or kind  # an annotated argument keeps its type, even if it is 1
+        if signature[name] == "constexpr":
+            constexprs[place,] = values[name]
+        if isinstance(mark, str):
+            attributes[place,] = backend.parse_attr(mark)
+    return dataclasses.replace(made, signature=signature, constexprs=constexprs, attributes=attributes)
+
+
+def _source(made: Launch) -> ASTSource:
+    return ASTSource(made.kernel, made.signature, made.constexprs, made.attributes)
+
+
+def translate(made: Launch) -> None:
+    """Translate ``made`` to Triton's own IR (TTIR), the first stage of a compilation.
+
+    Errors in a kernel's Python are found here, such as a method call on an argument that became a constant.
+
+    Raises:
+        CompilationError: The message names the line of the kernel.
+    """
+    target = GPUTarget("cuda", made.architecture, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(made.options)
+    _source(made).make_ir(target, made.options, codegen, backend.get_module_map(), context)
+
+
 def cost(made: Launch) -> Cost:
     """Compile ``made`` for its architecture and read what it takes."""
-    source = ASTSource(made.kernel, made.signature, made.constexprs, made.attributes)
     target = GPUTarget("cuda", made.architecture, 32)
-    compiled = triton.compile(source, target=target, options=dict(made.options.__dict__))
+    compiled = triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         text, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

@@ -28,7 +28,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend_triton.launch import interpreted
 from nsa_backend_triton.tile import LOG2E, add_dot, dot_columns, owner, place, scale_rows, turn, zero_rows
+
+INTERPRETED = tl.constexpr(interpreted())  # fixed when triton is imported
 
 
 @triton.jit
@@ -118,6 +121,24 @@ def sel_scores_backward(s, dp, seen, lse, delta, scale):
 
 
 @triton.jit
+def sel_wait_for_products(x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the fp32 sums x unchanged, and make the program wait until the products added to them are complete.
+
+    On sm_90 a product is asynchronous (wgmma), and Triton lets the last one of a loop stay in flight into the next
+    iteration. In this kernel ptxas cannot follow that: it serializes every product of the loop (warning C7515). Each
+    band therefore passes through an inline assembly statement without instructions, which reads the sums, so Triton
+    waits for the products before it. The interpreter has no inline assembly and nothing to wait for.
+    """
+    complete = ()
+    for i in tl.static_range((DIM + WIDTH - 1) // WIDTH):
+        band = x[i]
+        if not INTERPRETED:
+            band = tl.inline_asm_elementwise("", "=f,0", [band], dtype=tl.float32, is_pure=True, pack=1)
+        complete = complete + (band,)
+    return complete
+
+
+@triton.jit
 def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are always legal."""
     row = tl.arange(0, ROWS)
@@ -186,7 +207,9 @@ def sel_rows_backward(
         p, ds = p.to(do[0].dtype), ds.to(k[0].dtype)
     dv = add_dot(dv, p, do, DIM_V, WIDTH_V, ACC)
     dk = add_dot(dk, ds, q, DIM_K, WIDTH_K, ACC)
-    if not ORDERED:
+    if ORDERED:
+        dk = sel_wait_for_products(dk, DIM_K, WIDTH_K)
+    else:
         dq = ()
         for i in tl.static_range((DIM_K + WIDTH_K - 1) // WIDTH_K):
             if TURN:

@@ -25,7 +25,7 @@ def sel_merge_kernel(
     head = rows % H
     token = local.to(tl.int64) * groups + group  # within the run
     row = local.to(tl.int64) + first_row
-    at_left = LEFT + (token + first_row * groups.to(tl.int64)) * N
+    at_left = LEFT + (token + first_row * tl.cast(groups, tl.int64)) * N
     at_part = token * N * H + head
     if VARLEN:
         at_lse = LSE + (group * H + head) * sl_h + row

@@ -1,0 +1,108 @@
+"""Every kernel, compiled for the values of its integer arguments that Triton compiles anew for.
+
+Triton makes an integer argument that equals 1 a constant, and marks one that 16 divides. A kernel that calls a method
+on such an argument fails to compile where the argument is 1, for example with one kv head. Errors of this kind arise in
+the translation of a kernel's Python to Triton's own IR (TTIR), so the ordinary tests stop there: about 50 ms a kernel.
+The interpreter does not specialize, so the interpreted tests cannot see them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = importlib.import_module("triton.language")
+compile_table = importlib.import_module("nsa_backend_triton.compile_table")
+offline = importlib.import_module("nsa_backend_triton.offline")
+
+SLOTS = ("cmp", "select", "sel", "win", "combine")
+BUCKETS = {"sel_bucket_kernel", "sel_merge_kernel"}  # of groups of at most 8 query heads, from 16384 tokens on
+
+
+def all_launches(architecture: int):
+    """Launches of every slot, dense and packed, and of decode steps of one and of four tokens."""
+    for slot, varlen, groups, deterministic in itertools.product(SLOTS, (False, True), (4, 16), (False, True)):
+        if deterministic and slot != "sel":
+            continue
+        asked = dataclasses.replace(
+            compile_table._BASE, slot=slot, varlen=varlen, n_kv_heads=groups, deterministic=deterministic
+        )  # fmt: skip
+        yield from compile_table.launches(asked, architecture)
+    far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
+    yield from compile_table.launches(far, architecture)
+    for rows in (1, 4):
+        asked = dataclasses.replace(
+            compile_table._BASE, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
+        )  # fmt: skip
+        yield from compile_table.step_launches(asked, architecture, rows)
+
+
+def distinct_launches(architecture: int) -> Iterator:
+    """One launch of each kernel for each combination of its flags and of the tensors that it is given."""
+    seen = set()
+    for launch in all_launches(architecture):
+        flags = [(k, str(v)) for k, v in sorted(launch.constexprs.items()) if v is None or isinstance(v, bool)]
+        key = (launch.name, *flags)
+        if key not in seen:
+            seen.add(key)
+            yield launch
+
+
+@triton.jit(do_not_specialize=["plain"])
+def method_on_argument(OUT, number, plain, wide: tl.int64):
+    tl.store(OUT, number.to(tl.int64) + plain.to(tl.int64) + wide.to(tl.int64))
+
+
+def test_a_method_call_on_a_constant_is_seen() -> None:
+    """Also with_values itself: 1 is a constant only for an argument that Triton specializes."""
+    with offline.recording(90) as made:
+        method_on_argument[(1,)](torch.empty(1, dtype=torch.int64, device="meta"), 5, 1, 1)
+    (launch,) = made
+    assert offline.specialized_integers(launch) == ("number", "wide")
+    for values in ({}, {"number": 16}, {"number": 2**40}, {"plain": 1, "wide": 1}):
+        offline.translate(offline.with_values(launch, values))
+    with pytest.raises(triton.CompilationError, match="has no attribute 'to'"):
+        offline.translate(offline.with_values(launch, {"number": 1}))
+    aligned = offline.with_values(launch, {"number": 16, "plain": 16})
+    assert aligned.attributes[1,] == [["tt.divisibility", 16]]
+    assert (2,) not in aligned.attributes
+
+
+def test_every_kernel_takes_ones() -> None:
+    """All specialized integer arguments of a kernel are 1 at once; the first stage of the compilation, for sm_90."""
+    names = set()
+    for launch in distinct_launches(90):
+        names.add(launch.name)
+        ones = dict.fromkeys(offline.specialized_integers(launch), 1)
+        offline.translate(offline.with_values(launch, ones))
+    printed = {row.launch.name for row in compile_table.rows({"bfloat16": ((128, 128),)})}
+    assert names >= printed
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
+def test_sel_with_one_kv_head(heads: int) -> None:
+    """The launches of a real call: small groups take the path over buckets."""
+    asked = dataclasses.replace(compile_table._BASE, slot="sel", n_heads=heads, n_kv_heads=1, seq_len=16384)
+    launches = compile_table.launches(asked, 90)
+    assert {launch.name for launch in launches} >= BUCKETS
+    for launch in launches:
+        offline.translate(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_each_argument_alone_and_all_of_them(architecture: int) -> None:
+    """Translated with each argument equal to 1; compiled to the end with all of them 1, and all divisible by 16."""
+    for launch in distinct_launches(architecture):
+        names = offline.specialized_integers(launch)
+        for name in names:
+            offline.translate(offline.with_values(launch, {name: 1}))
+        for value in (1, 16) if names else ():
+            cost = offline.cost(offline.with_values(launch, dict.fromkeys(names, value)))
+            assert cost.shared <= offline.SHARED[architecture], (launch.name, value)
