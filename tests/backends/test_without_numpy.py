@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 # The strict interpreter wraps triton's own interpreter, which needs numpy.
-NEED_NUMPY = {"nsa_core.verify.machine", "nsa_core.verify.quick"}
+NEED_NUMPY = {"nsa_backend_triton.strict.memory_model", "nsa_backend_triton.strict.speedups"}
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys

@@ -59,7 +59,7 @@ class InterpretedRun(pytest.Item):
 @pytest.fixture(autouse=True)
 def strictly() -> Iterator[None]:
     """Every kernel of an interpreted test runs in the strict interpreter, which is also the quicker one."""
-    from nsa_core.verify.interpreter import strict
+    from nsa_backend_triton.strict.interpreter import strict
 
     with strict() if INTERPRETED else contextlib.nullcontext():
         yield

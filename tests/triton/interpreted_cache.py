@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.registry import default_registry
-from nsa_core.verify.interpreter import strict
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "decode"))
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton import configs, decode, decode_launch, decode_sel, decode_span
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
@@ -21,7 +22,6 @@ from nsa_core.ops import record_dispatch
 from nsa_core.verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_core.verify.decode import ODD, Step, StepData, decode_parity, step_data
 from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
-from nsa_core.verify.interpreter import strict
 from nsa_core.verify.subject import Subject, bits
 
 SUBJECT = Subject(dict.fromkeys(SLOTS, "triton"))

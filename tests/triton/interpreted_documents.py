@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nsa_backend_triton import documents
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
-from nsa_core.verify.interpreter import strict
 
 MANY = torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(3)).sort().values.tolist()
 

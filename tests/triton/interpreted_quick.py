@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nsa_core.verify.quick import quickly
+from nsa_backend_triton.strict.speedups import quickly
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nsa_core.verify.interpreter import strict
+from nsa_backend_triton.strict.interpreter import strict
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
 from row_14 import group_sets_agree

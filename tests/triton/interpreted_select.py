@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nsa_backend_triton import select
 from nsa_backend_triton.configs import Settings
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.interpreter import strict
 from nsa_core.verify.regret import judge_selection
 
 # A window of 32 scores, 16 of them new: rows of more blocks take several.

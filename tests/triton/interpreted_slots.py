@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernel_cases import CASES, EVERY_DTYPE, SLOTS, SLOW, SMALLEST, point, under_test
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.ops import DIFFERENTIABLE
 from nsa_core.testing.candidate import faults
 from nsa_core.verify.cases import Case
-from nsa_core.verify.interpreter import strict
 from nsa_core.verify.subject import bits
 
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa_backend_triton import cmp, configs, span_backward, span_forward, win
+from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.interpreter import strict
 from nsa_core.verify.parity import judge_slot
 
 MODULES = {"cmp": cmp, "win": win}

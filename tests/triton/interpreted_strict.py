@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_core.verify.interpreter import interpreted, strict
+from nsa_backend_triton.strict.interpreter import interpreted, strict
 
 
 @triton.jit

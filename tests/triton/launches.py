@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_core.verify.interpreter import strict
+from nsa_backend_triton.strict.interpreter import strict
 
 SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 

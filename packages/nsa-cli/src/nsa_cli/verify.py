@@ -190,8 +190,9 @@ def _run(
     """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
     import torch
 
+    from nsa_backend_triton.strict import interpreter
     from nsa_core.text import dtype_name
-    from nsa_core.verify import interpreter, suite
+    from nsa_core.verify import suite
     from nsa_core.verify.judging import judge
     from nsa_core.verify.subject import Subject
 

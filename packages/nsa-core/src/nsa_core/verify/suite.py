@@ -10,10 +10,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
+from nsa_backend_triton.strict import interpreter
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.interruption import NEVER, Interruption
 from nsa_core.text import dtype_name
-from nsa_core.verify import checks, decode_checks, decode_fused, interpreter, invariants, layer, reads
+from nsa_core.verify import checks, decode_checks, decode_fused, invariants, layer, reads
 from nsa_core.verify.cases import PRESETS, Case, text_case
 from nsa_core.verify.decode import STEPS, Step, decode_parity
 from nsa_core.verify.remembered import remembering

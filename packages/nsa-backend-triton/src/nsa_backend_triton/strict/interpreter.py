@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 if TYPE_CHECKING:
-    from nsa_core.verify.machine import Machine, Seen
+    from nsa_backend_triton.strict.memory_model import Machine, Seen
 
 
 def interpreted() -> bool:
@@ -56,8 +56,8 @@ def strict(seed: int = 0) -> Iterator[Seen]:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    from nsa_core.verify.machine import Machine
-    from nsa_core.verify.quick import quickly
+    from nsa_backend_triton.strict.memory_model import Machine
+    from nsa_backend_triton.strict.speedups import quickly
 
     machine, options = Machine(interpreter, seed), interpreter.InterpreterOptions(debug=True)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The machine behind :func:`nsa_core.verify.interpreter.strict`: what it puts in place of triton's own interpreter.
+"""The parts of triton's interpreter that :func:`nsa_backend_triton.strict.interpreter.strict` replaces.
 
 Needs triton and numpy. Written against triton 3.6.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nsa_core.verify.quick import method
+from nsa_backend_triton.strict.speedups import method
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 

@@ -1,0 +1,1 @@
+"""The strict Triton interpreter, in which verification runs kernels without a GPU."""
