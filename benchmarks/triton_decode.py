@@ -27,9 +27,9 @@ from graph_time import graph_ms
 
 from nsa_backend_triton import configs, decode, launch
 from nsa_core.contract import SLOTS
-from nsa_core.verify.decode import decode_parity, quick_steps
-from nsa_core.verify.decode_fused import append_parity, step_parity
-from nsa_core.verify.subject import Finding, Subject
+from nsa_verify.checks.decode_fused import append_parity, step_parity
+from nsa_verify.checks.decode_parity import decode_parity, quick_steps
+from nsa_verify.subject import Finding, Subject
 
 FLOOR = 4.3e12  # bytes a second
 Change = dict[str, int]

@@ -15,10 +15,10 @@ import torch
 
 from nsa_core import NSAConfig, resolve
 from nsa_core.contract import SLOTS
-from nsa_core.verify.cases import Case
-from nsa_core.verify.decode import Step
-from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
-from nsa_core.verify.subject import Subject, run_slots
+from nsa_verify.cases import Case
+from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
+from nsa_verify.checks.decode_parity import Step
+from nsa_verify.subject import Subject, run_slots
 
 SHAPES = {
     "12/2/64": {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64},

@@ -28,7 +28,7 @@ from nsa_backend_triton import sel_forward, sel_lists, sel_union
 from nsa_backend_triton.launch import Sequences
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.judge import judge, judge_lse
+from nsa_verify.judge.tensor import judge, judge_lse
 
 GEOMETRY = BlockGeometry()
 SHAPES = [

@@ -28,8 +28,8 @@ from torch import Tensor
 from nsa_backend_triton import sel_backward, sel_lists
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify import dense
-from nsa_core.verify.judge import heads_first, judge
+from nsa_verify.judge.tensor import heads_first, judge
+from nsa_verify.reference import attention
 
 GEOMETRY = BlockGeometry()
 SHAPES = {  # heads, kv heads, Dk, Dv, tokens
@@ -126,7 +126,7 @@ CASES = [(16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128),
 
 
 def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> list[str]:
-    """A line for each mode: the verdict on dq, dk, dv by nsa_core.verify.judge."""
+    """A line for each mode: the verdict on dq, dk, dv by nsa_verify.judge.tensor."""
     torch.set_num_threads(1)
     length, groups, lines = 450, 2, []
     for cu in (torch.tensor([0, 200, 201, 201, 450], device="cuda", dtype=torch.int32) if packed else None,):
@@ -138,7 +138,7 @@ def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> li
         blocks = blocks if cu is None else blocks[0].contiguous()
         call = SlotCall(GEOMETRY, dk**-0.5, cu, length)
         golden, rounded, magnitude = (
-            dense.sel(
+            attention.sel(
                 q, k, v, blocks, GEOMETRY, call.scale, cu_seqlens=cu, do=do, arithmetic=arithmetic, dtype=dtype
             )
             for arithmetic in ("exact", "rounded", "magnitude")

@@ -26,7 +26,7 @@ import triton.language as tl
 from nsa_backend_triton import configs, select
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.regret import judge_selection
+from nsa_verify.judge.selection import judge_selection
 
 GEOMETRY = BlockGeometry(32, 16, 64, 16, 1, 2, 512)
 FORCED = BlockGeometry(32, 16, 64, 3, 1, 2, 512)  # every block of it is forced: nothing is ranked

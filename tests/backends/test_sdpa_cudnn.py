@@ -10,9 +10,9 @@ import torch
 
 from nsa_backend_sdpa import cudnn, probe
 from nsa_core import NSAConfig, Request, resolve
-from nsa_core.verify.cases import Case
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.subject import run_slot
+from nsa_verify.cases import Case
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import run_slot
 
 CONFIG = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=16, v_head_dim=24, compress_block_size=8, compress_stride=4,

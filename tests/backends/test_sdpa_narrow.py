@@ -9,9 +9,9 @@ import torch
 
 from nsa_backend_sdpa import aten
 from nsa_core import NSAConfig, resolve
-from nsa_core.verify.cases import Case
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.subject import run_slots
+from nsa_verify.cases import Case
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import run_slots
 
 CONFIG = NSAConfig(
     dim=64, n_heads=4, n_kv_heads=2, head_dim=1, v_head_dim=2, rope=False, compress_block_size=8, compress_stride=4,

@@ -11,9 +11,9 @@ import torch
 from nsa_core import NSAConfig, resolve
 from nsa_core.ops import slot_op
 from nsa_core.registry import default_registry
-from nsa_core.verify.cases import Case
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.subject import SlotRun, bits, run_slot, run_slots, slot_inputs
+from nsa_verify.cases import Case
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import SlotRun, bits, run_slot, run_slots, slot_inputs
 
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

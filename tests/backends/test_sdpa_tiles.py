@@ -11,10 +11,10 @@ import torch
 from nsa_backend_sdpa import aten, engine, probe, select
 from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
-from nsa_core.verify.cases import Case
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import SlotRun, bits, run_slot, run_slots
+from nsa_verify.cases import Case
+from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import SlotRun, bits, run_slot, run_slots
 
 BRANCHES = ("cmp", "sel", "win")
 CONFIG = NSAConfig(

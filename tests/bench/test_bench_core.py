@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from nsa_core import oracle, resolve
+from nsa_core import resolve
 from nsa_core.bench.baselines import Dense
 from nsa_core.bench.cells import TOTAL, works_of
 from nsa_core.bench.inputs import make_inputs
@@ -15,6 +15,7 @@ from nsa_core.bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core.compress import mean_compress
 from nsa_core.contract import SLOTS
 from nsa_core.ops import record_dispatch
+from nsa_verify import oracle
 
 CONFIG = parse_shape("4/2/8").config((8, 4, 16, 3, 24))
 INPUTS = ("q", "k", "v", "gates")

@@ -23,7 +23,7 @@ import itertools, sys, types
 if __name__ == "__main__":
     from nsa_cli import output
     from nsa_cli.app import main
-    from nsa_core.verify import suite
+    from nsa_verify import suite
 
     jobs, checks, processes = suite.jobs, int(sys.argv[1]), sys.argv[2]
     suite.jobs = lambda *args, **options: jobs(*args, **options)[:checks]

@@ -17,8 +17,9 @@ from nsa_core.bench import clocks, decode, roofline, run, timing
 from nsa_core.bench.result import read_result
 from nsa_core.interruption import held
 from nsa_core.registry import discover
-from nsa_core.verify import cases, suite
-from nsa_core.verify.subject import Finding
+from nsa_verify import cases
+from nsa_verify.run import suite
+from nsa_verify.subject import Finding
 
 SIGNALS = [((signal.SIGTERM,) * 2, 143), ((signal.SIGINT,), 130), ((signal.SIGINT,) * 2, 130)]
 TWICE = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]

@@ -18,13 +18,14 @@ from nsa_backend_sdpa import win
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli import verify
 from nsa_cli.app import app
-from nsa_core import oracle
 from nsa_core.contract import Reason, Request
 from nsa_core.errors import Unsupported
 from nsa_core.registry import Registry
-from nsa_core.verify import cases, checks, suite
-from nsa_core.verify.combinations import every_combination
-from nsa_core.verify.subject import Subject
+from nsa_verify import cases, oracle
+from nsa_verify.checks import slots as checks
+from nsa_verify.combinations import every_combination
+from nsa_verify.run import suite
+from nsa_verify.subject import Subject
 
 
 def half_only(request: Request) -> list[Reason]:

@@ -19,10 +19,11 @@ from nsa_cli.verify import _jobs
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.interruption import held
 from nsa_core.registry import Registry
-from nsa_core.verify import cases, judging, suite
-from nsa_core.verify.judging import judge
-from nsa_core.verify.piles import Piles
-from nsa_core.verify.subject import Finding, Subject
+from nsa_verify import cases
+from nsa_verify.run import runner, suite
+from nsa_verify.run.runner import judge
+from nsa_verify.run.schedule import Piles
+from nsa_verify.subject import Finding, Subject
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -80,7 +81,7 @@ def test_processes_left_out_are_as_many_as_fit(monkeypatch, given, many):
         raise KeyError(processes)
 
     monkeypatch.setattr(nsa_cli.verify, "_jobs", lambda device, interpreted: 7)
-    monkeypatch.setattr(judging, "judge", judge)
+    monkeypatch.setattr(runner, "judge", judge)
     done = CliRunner().invoke(app, ["verify", "--device", "cpu", *given])
     assert repr(done.exception) == f"KeyError({many})"
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from nsa_core import NSACache, NSAConfig, NSAttention, oracle
-from nsa_core.verify.judge import judge
+from nsa_core import NSACache, NSAConfig, NSAttention
+from nsa_verify import oracle
+from nsa_verify.judge.tensor import judge
 
 # l, d, l', n, w are small and all different, so that an edge of one is not an edge of another.
 TINY = {

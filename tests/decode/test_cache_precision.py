@@ -13,9 +13,9 @@ import torch
 
 from caches import OPTIONS, layer_of, poisoned_cache, tokens
 from nsa_core import InvalidInput
-from nsa_core.verify.judge import judge
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.regret import judge_selection
+from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.judge.tensor import judge
 
 LENGTH = 45
 PIECES = (10, *[1] * 8, 5, *[1] * 14, 8)  # sum 45

@@ -12,19 +12,20 @@ from typer.testing import CliRunner
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_core.registry import Registry
-from nsa_core.verify import decode_checks, decode_fused, suite
-from nsa_core.verify.decode import quick_steps
-from nsa_core.verify.subject import Subject
+from nsa_verify.checks import decode_fused, decode_invariants
+from nsa_verify.checks.decode_parity import quick_steps
+from nsa_verify.run import suite
+from nsa_verify.subject import Subject
 from toy_forms import subject
 
 STEP = quick_steps()[2]  # five rows, some absent, pages
 CHECKS = {
-    "ties": decode_checks.ties,
-    "run to run": decode_checks.run_to_run,
-    "page order": decode_checks.page_order,
-    "replay": decode_checks.replayed,
-    "inputs untouched": decode_checks.inputs_untouched,
-    "dispatch": decode_checks.dispatch,
+    "ties": decode_invariants.ties,
+    "run to run": decode_invariants.run_to_run,
+    "page order": decode_invariants.page_order,
+    "replay": decode_invariants.replayed,
+    "inputs untouched": decode_invariants.inputs_untouched,
+    "dispatch": decode_invariants.dispatch,
     "fused step": decode_fused.fused_step,
     "fused append": decode_fused.fused_append,
     "fused gates": decode_fused.fused_gates,

@@ -10,8 +10,8 @@ import torch
 from nsa_backend_sdpa import decode, engine
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import InvalidInput
-from nsa_core.verify.decode import decode_parity, quick_steps, step_data
-from nsa_core.verify.subject import Subject
+from nsa_verify.checks.decode_parity import decode_parity, quick_steps, step_data
+from nsa_verify.subject import Subject
 
 SDPA = Subject(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "sdpa"))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -9,9 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from nsa_cli.app import app
-from nsa_core.verify import reads, suite
-from nsa_core.verify.cases import TINY, config_of
-from nsa_core.verify.reads import PAPER_BOUND, count_reads, predicted_total, reads_config
+from nsa_verify.cases import TINY, config_of
+from nsa_verify.checks import reads
+from nsa_verify.checks.reads import PAPER_BOUND, count_reads, predicted_total, reads_config
+from nsa_verify.run import suite
 from toy_forms import subject
 
 CONFIG = config_of(4, 2, 16, 16, TINY)  # l=8 d=4 l'=16 n=4 w=24

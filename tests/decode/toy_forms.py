@@ -12,7 +12,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
 from nsa_core.registry import Registry
 from nsa_core.rope import RopeTable, rotate
-from nsa_core.verify.subject import Subject
+from nsa_verify.subject import Subject
 
 _calls = itertools.count()
 

@@ -11,9 +11,9 @@ import misbehaving
 from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
 from nsa_core.ops import record_dispatch
 from nsa_core.registry import default_registry
-from nsa_core.verify import invariants
-from nsa_core.verify.cases import Case
-from nsa_core.verify.subject import Subject
+from nsa_verify.cases import Case
+from nsa_verify.checks import invariants
+from nsa_verify.subject import Subject
 
 CONFIG = NSAConfig(
     dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=4, compress_stride=2, select_block_size=8,

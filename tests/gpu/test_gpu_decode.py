@@ -11,7 +11,7 @@ import torch
 from nsa_core import InvalidInput, NSACache, NSAConfig, NSAttention
 from nsa_core.contract import SLOTS
 from nsa_core.registry import default_registry
-from nsa_core.verify.judge import judge
+from nsa_verify.judge.tensor import judge
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
-from nsa_core.verify.cases import Case
-from nsa_core.verify.decode import Step, StepData, decode_parity, step_data
-from nsa_core.verify.decode_fused import append_parity, fused_gates, step_parity
-from nsa_core.verify.subject import Subject, bits
+from nsa_verify.cases import Case
+from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
+from nsa_verify.checks.decode_parity import Step, StepData, decode_parity, step_data
+from nsa_verify.subject import Subject, bits
 
 pytest.importorskip("triton")
 pytest.importorskip("nsa_backend_triton")

@@ -18,7 +18,7 @@ from nsa_core.contract import SLOTS, SlotCall, import_named
 from nsa_core.ops import Kernel
 from nsa_core.plan import Plan
 from nsa_core.registry import default_registry
-from nsa_core.verify.cases import Case
+from nsa_verify.cases import Case
 
 pytestmark = pytest.mark.gpu
 

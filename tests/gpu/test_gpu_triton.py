@@ -12,9 +12,9 @@ import torch
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan import Plan
-from nsa_core.testing import BackendConformance
-from nsa_core.verify.cases import Case, CaseData
-from nsa_core.verify.subject import bits, run_slot, run_slots, slot_inputs
+from nsa_verify.cases import Case, CaseData
+from nsa_verify.conformance import BackendConformance
+from nsa_verify.subject import bits, run_slot, run_slots, slot_inputs
 
 nsa_backend_triton = pytest.importorskip("nsa_backend_triton")
 pytest.importorskip("triton")

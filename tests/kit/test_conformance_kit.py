@@ -9,12 +9,12 @@ import torch
 
 from nsa_core import NSAError
 from nsa_core.registry import default_registry
-from nsa_core.testing import BackendConformance
-from nsa_core.testing.candidate import SlotUnderTest, faults
-from nsa_core.testing.conformance import GRID, STEPS
-from nsa_core.testing.grid import Point
-from nsa_core.verify import suite
-from nsa_core.verify.cases import quick_cases
+from nsa_verify.cases import quick_cases
+from nsa_verify.conformance import BackendConformance
+from nsa_verify.conformance.grid import Point
+from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
+from nsa_verify.conformance.suite import GRID, STEPS
+from nsa_verify.run import suite
 
 POINTS = {point.label: point for point in GRID}
 RED = (pytest.fail.Exception, NSAError)

@@ -6,7 +6,7 @@ import torch
 from cases import boundaries
 from nsa_core import NSAConfig, NSAttention
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.verify.parameters import judge_layer, replayed
+from nsa_verify.judge.layer_gradients import judge_layer, replayed
 
 SIZES = {
     "dim": 12,

@@ -15,8 +15,8 @@ import torch
 
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
 from nsa_core.registry import discover
-from nsa_core.verify import suite
-from nsa_core.verify.subject import Finding, Subject
+from nsa_verify.run import suite
+from nsa_verify.subject import Finding, Subject
 
 BACKEND = "nsa_backend_sdpa"
 

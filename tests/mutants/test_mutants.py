@@ -11,7 +11,7 @@ from decode_faults import DECODE_MUTANTS
 from faults import MUTANTS
 from harness import Mutant, first_red, verdict_on
 from nsa_core.contract import SLOTS
-from nsa_core.verify.subject import Subject
+from nsa_verify.subject import Subject
 
 
 def test_the_healthy_backend_passes() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 from observed import keys_read, ranges, slot_kernel
 
 PATTERNS = ("random", "sequential", "duplicates", "gaps", "single_valid")

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.parity import judge_slot
+from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel
 
 SMALL = BlockGeometry(8, 4, 8, 4, window_size=1)

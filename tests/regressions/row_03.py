@@ -11,7 +11,7 @@ import torch
 from nsa_core import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.parity import judge_slot
+from nsa_verify.judge.slot import judge_slot
 from observed import keys_read, slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=24)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import NSAConfig, oracle, resolve
-from nsa_core.verify.parity import judge_slot
+from nsa_core import NSAConfig, resolve
+from nsa_verify import oracle
+from nsa_verify.judge.slot import judge_slot
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import DispatchRecord, record_dispatch
-from nsa_core.verify.subject import bits
+from nsa_verify import oracle
+from nsa_verify.subject import bits
 from observed import slot_kernel
 
 REPORTED = BlockGeometry(16, 8, 32, 4, window_size=32)  # l, d as reported

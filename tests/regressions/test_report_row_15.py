@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import DispatchRecord, record_dispatch
-from nsa_core.verify.parity import judge_slot
+from nsa_verify import oracle
+from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel
 
 WINDOWS = (1, 31, 32, 64, 512)

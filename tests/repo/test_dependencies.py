@@ -77,7 +77,7 @@ def test_command_line_imports_no_backend(repo):
 
 def test_oracle_reaches_nothing_it_judges(repo):
     graph = imported(repo)
-    todo = [name for name in graph if name == "nsa_core.oracle" or name.startswith("nsa_core.oracle.")]
+    todo = [name for name in graph if name == "nsa_verify.oracle" or name.startswith("nsa_verify.oracle.")]
     assert todo
     reached = set(todo)
     while todo:

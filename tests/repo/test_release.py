@@ -10,7 +10,14 @@ import stat
 import subprocess
 import sys
 
-PACKAGES = ("nsa-backend-fa2", "nsa-backend-sdpa", "nsa-backend-triton", "nsa-cli", "nsa-core")
+PACKAGES = (
+    "nsa-backend-fa2",
+    "nsa-backend-sdpa",
+    "nsa-backend-triton",
+    "nsa-cli",
+    "nsa-core",
+    "nsa-verify",
+)
 
 
 def project(repo, package: str) -> str:

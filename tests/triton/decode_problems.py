@@ -11,8 +11,8 @@ import torch
 from launches import apart
 from nsa_backend_triton import configs, decode, decode_append, decode_gates, decode_launch
 from nsa_core.rope import rope_table
-from nsa_core.verify.cases import Case, config_of
-from nsa_core.verify.decode import Step, StepData, step_data
+from nsa_verify.cases import Case, config_of
+from nsa_verify.checks.decode_parity import Step, StepData, step_data
 
 Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]

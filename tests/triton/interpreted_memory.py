@@ -13,7 +13,7 @@ from nsa_backend_triton import workspace
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.dryrun import PeakBytes
-from nsa_core.verify.cases import Case
+from nsa_verify.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)

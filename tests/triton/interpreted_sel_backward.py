@@ -14,9 +14,9 @@ from triton.runtime import interpreter
 
 from nsa_backend_triton import configs
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 
 SMALL = BlockGeometry(8, 4, 16, 4, 1, 2, 5)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from nsa_backend_triton import sel_forward, sel_union
 from nsa_backend_triton.launch import Sequences
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 
 GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half a step of 16 keys
 WHOLE = BlockGeometry(4, 2, 16, 4, 1, 2, 8)  # l' = 16: one step, nothing masked in a block of the past

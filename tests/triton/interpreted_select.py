@@ -12,10 +12,10 @@ from torch import Tensor
 from nsa_backend_triton import select
 from nsa_backend_triton.configs import Settings
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core import oracle
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.regret import judge_selection
+from nsa_verify import oracle
+from nsa_verify.judge.selection import judge_selection
 
 # A window of 32 scores, 16 of them new: rows of more blocks take several.
 SMALL = {"COLUMNS": 32, "KEYS": 32, "Q_BYTES": 8192, "ROWS": 16, "CHUNKS": 4, "LANES": 8, "PROGRAMS": 2}

@@ -10,9 +10,9 @@ import torch
 from kernel_cases import CASES, EVERY_DTYPE, SLOTS, SLOW, SMALLEST, point, under_test
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.ops import DIFFERENTIABLE
-from nsa_core.testing.candidate import faults
-from nsa_core.verify.cases import Case
-from nsa_core.verify.subject import bits
+from nsa_verify.cases import Case
+from nsa_verify.conformance.slot_under_test import faults
+from nsa_verify.subject import bits
 
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)
 DTYPES = ("float64", "float32", "bfloat16")

@@ -13,7 +13,7 @@ from nsa_backend_triton import cmp, configs, span_backward, span_forward, win
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.parity import judge_slot
+from nsa_verify.judge.slot import judge_slot
 
 MODULES = {"cmp": cmp, "win": win}
 KEYS = {"cmp": ("k_cmp", "v_cmp"), "win": ("k", "v")}

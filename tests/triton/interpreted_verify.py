@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nsa_cli.app import app
 from nsa_core.contract import SLOTS
-from nsa_core.verify import suite
+from nsa_verify.run import suite
 
 CHECKS = {name.name for name in suite._CHECKS} - {"packed"}  # whose case is judged by parity there
 STEP_CHECKS = {worth.name for worth in suite._STEP_CHECKS if worth.interpreter}

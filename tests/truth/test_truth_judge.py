@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nsa_core.verify.judge import LIMITS, LSE_LIMIT, gate_rows, heads_first, judge, judge_lse
+from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, gate_rows, heads_first, judge, judge_lse
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 
 TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 CONFIG = NSAConfig(12, 4, 2, 6, 3, *dataclasses.astuple(TINY)[:4], window_size=5)

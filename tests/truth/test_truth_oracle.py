@@ -11,11 +11,11 @@ import pathlib
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify import dense_selection
+from nsa_verify import oracle
+from nsa_verify.reference import selection
 
 TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 CONFIG = NSAConfig(12, 4, 2, 6, 3, *dataclasses.astuple(TINY)[:4], window_size=5)
@@ -32,7 +32,7 @@ def test_imports_nothing_it_judges() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                inside = name.startswith("nsa_core.oracle") or not name.startswith(("nsa", "torch."))
+                inside = name.startswith("nsa_verify.oracle") or not name.startswith(("nsa", "torch."))
                 assert inside or name in allowed, (path.name, name)
 
 
@@ -140,7 +140,7 @@ def test_eq9_read_from_0_picks_another_block() -> None:
 def test_row_39_choice(score: list[float], t: int, expected: list[int]) -> None:
     assert oracle.choose(score, t, TINY) == expected
     every = torch.tensor(score, dtype=torch.float64).expand(t + 1, 1, -1)
-    assert [j for j in dense_selection.choose(every, TINY)[t, 0].tolist() if j >= 0] == expected
+    assert [j for j in selection.choose(every, TINY)[t, 0].tolist() if j >= 0] == expected
 
 
 def test_a_freed_place_goes_to_the_next_score() -> None:

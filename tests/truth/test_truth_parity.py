@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify import dense
-from nsa_core.verify.judge import Verdict, heads_first, judge
-from nsa_core.verify.parity import judge_slot, path_dtype
+from nsa_verify import oracle
+from nsa_verify.judge.slot import judge_slot, path_dtype
+from nsa_verify.judge.tensor import Verdict, heads_first, judge
+from nsa_verify.reference import attention
 from truth_cases import TruthCase
 
 INPUTS = {
@@ -44,7 +44,7 @@ def compute(
     if slot != "combine":
         call |= {"cu_seqlens": case.cu_seqlens}
         args += [change.get("geometry", case.geometry), change.get("scale", case.scale)]
-    result = getattr(dense, slot)(*args, do=do, **call)
+    result = getattr(attention, slot)(*args, do=do, **call)
     out = {"o": result.o.to(do.dtype)} | ({"lse": result.lse} if slot != "combine" else {})
     return out | {name: g.to(inputs[name[1:]].dtype) for name, g in result.grads.items()}
 
@@ -76,8 +76,8 @@ def test_outputs_and_gradients_each_by_their_rule() -> None:
     inputs, do = problem(DENSE, "win", torch.bfloat16)
     outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
     args = (*inputs.values(), GEOMETRY, DENSE.scale)
-    g, m = oracle.win(*args, do=do), dense.win(*args, do=do, arithmetic="magnitude")
-    r = dense.win(*args, do=do, arithmetic="rounded", dtype=torch.bfloat16)
+    g, m = oracle.win(*args, do=do), attention.win(*args, do=do, arithmetic="magnitude")
+    r = attention.win(*args, do=do, arithmetic="rounded", dtype=torch.bfloat16)
     verdicts = judged(DENSE, "win", inputs, outputs, do=do)
     for name in ("o", "dq", "dk", "dv"):
         four = [x if torch.is_tensor(x) else x.o if name == "o" else x.grads[name] for x in (outputs[name], g, r, m)]

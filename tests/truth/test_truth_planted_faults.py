@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import planted
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify import dense
-from nsa_core.verify.judge import heads_first, judge
-from nsa_core.verify.parity import judge_slot
+from nsa_verify import oracle
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.judge.tensor import heads_first, judge
+from nsa_verify.reference import attention
 from planted import FAULTS, MINOR, RULES, Attention, Fault
 
 GEOMETRY = BlockGeometry(planted.BLOCK, planted.STRIDE, 64, 8, 1, 2, planted.W)
@@ -59,8 +59,8 @@ def build(S: int, setting: str) -> Scene:
             "inputs": inputs,
             "do": t["do"],
             "golden": getattr(oracle, slot)(*args, **call),
-            "rounded": getattr(dense, slot)(*args, **call, arithmetic="rounded", dtype=dtype),
-            "magnitude": getattr(dense, slot)(*args, **call, arithmetic="magnitude"),
+            "rounded": getattr(attention, slot)(*args, **call, arithmetic="rounded", dtype=dtype),
+            "magnitude": getattr(attention, slot)(*args, **call, arithmetic="magnitude"),
             "kernel": Attention(q, k, v, seen[slot], t["do"][0].transpose(0, 1), scale, dtype),
         }
     return scene

@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.regret import SelectionVerdict, judge_selection
+from nsa_verify import oracle
+from nsa_verify.judge.selection import SelectionVerdict, judge_selection
 
 GEOMETRY = BlockGeometry(8, 4, 16, 5, 1, 2, 9)
 S, H, G, D = 300, 4, 2, 16

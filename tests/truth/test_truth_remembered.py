@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from nsa_core.verify import remembered
-from nsa_core.verify.remembered import recall, remembering
+from nsa_verify.judge import truth_cache
+from nsa_verify.judge.truth_cache import recall, remembering
 
 
 def test_same_bits_are_found_again_and_others_are_not() -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_remembered_outside() -> None:
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST_BYTES", 3 * 400)
+    monkeypatch.setattr(truth_cache, "MOST_BYTES", 3 * 400)
     made = []
 
     def ask(name: int) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from nsa_core import oracle
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify import dense, dense_selection
-from nsa_core.verify.regret import judge_selection
+from nsa_verify import oracle
+from nsa_verify.judge.selection import judge_selection
+from nsa_verify.reference import attention, selection
 from truth_cases import TruthCase, truth_cases
 
 SLOTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
@@ -40,8 +40,8 @@ def test_branch_forward_and_gradients(slot: str, case: TruthCase) -> None:
     t = case.tensors()
     args = (*(t[name] for name in SLOTS[slot]), case.geometry, case.scale)
     call = {"cu_seqlens": case.cu_seqlens, "do": t["do"]}
-    a, b = getattr(oracle, slot)(*args, **call), getattr(dense, slot)(*args, **call)
-    size = getattr(dense, slot)(*args, **call, arithmetic="magnitude")
+    a, b = getattr(oracle, slot)(*args, **call), getattr(attention, slot)(*args, **call)
+    size = getattr(attention, slot)(*args, **call, arithmetic="magnitude")
     assert agree(a.o, b.o, size.o)
     assert agree(a.lse, b.lse, 1 + size.top)
     assert a.grads.keys() == b.grads.keys() == {f"d{name}" for name in SLOTS[slot] if name != "blocks"}
@@ -55,7 +55,7 @@ def test_branch_forward_and_gradients(slot: str, case: TruthCase) -> None:
 def test_combine_forward_and_gradients(case: TruthCase) -> None:
     t = case.tensors()
     args = [t[name] for name in ("gates", "o_cmp", "o_sel", "o_win", "do")]
-    a, b, size = oracle.combine(*args), dense.combine(*args), dense.combine(*args, arithmetic="magnitude")
+    a, b, size = oracle.combine(*args), attention.combine(*args), attention.combine(*args, arithmetic="magnitude")
     assert agree(a.o, b.o, size.o)
     assert set(a.grads) == {"dgates", "do_cmp", "do_sel", "do_win"}
     for name in a.grads:
@@ -72,19 +72,19 @@ def test_scores_and_selection(case: TruthCase) -> None:
     lse = oracle.cmp(t["q"], t["k_cmp"], t["v_cmp"], case.geometry, case.scale, **call).lse
     assert lse is not None
     args = (t["q"], t["k_cmp"], lse, case.geometry, case.scale)
-    whole, parts = oracle.scores(*args, **call), dense_selection.scores(*args, **call)
+    whole, parts = oracle.scores(*args, **call), selection.scores(*args, **call)
     bounds = [0, *itertools.accumulate(case.lengths)]
     spans = [whole[a:b] for a, b in itertools.pairwise(bounds)] if case.packed else list(whole)
     for mine, theirs in zip(spans, parts, strict=True):
         assert agree(mine[..., : theirs.shape[-1]], theirs, theirs)
         assert not mine[..., theirs.shape[-1] :].any()
-        assert torch.equal(dense_selection.choose(mine[..., : theirs.shape[-1]], case.geometry), choice(mine, case))
+        assert torch.equal(selection.choose(mine[..., : theirs.shape[-1]], case.geometry), choice(mine, case))
     blocks = oracle.select(*args, **call)
     verdict = judge_selection(*args[:3], blocks, case.geometry, case.scale, **call)
     assert verdict, verdict
     assert verdict.flip_rate == 0
     if case.scale:  # with all scores equal the second oracle's matrix product may break ties
-        assert torch.equal(dense_selection.select(*args, **call), blocks)
+        assert torch.equal(selection.select(*args, **call), blocks)
 
 
 def choice(mine: torch.Tensor, case: TruthCase) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_rows_are_the_same_rows_and_only_their_gradients() -> None:
     for slot, names in SLOTS.items():
         args = (*(t[name] for name in names), case.geometry, case.scale)
         full = getattr(oracle, slot)(*args, cu_seqlens=case.cu_seqlens, do=only)
-        for module in (oracle, dense):
+        for module in (oracle, attention):
             part = getattr(module, slot)(*args, cu_seqlens=case.cu_seqlens, do=t["do"], rows=rows)
             assert torch.allclose(part.o[keep], full.o[keep], rtol=0, atol=1e-14)
             assert torch.allclose(part.lse[:, keep], full.lse[:, keep], rtol=0, atol=1e-14)
@@ -126,7 +126,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype) -> None:
     case = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 40), (32,), False, 1, 1, 1, 8, 8, 0.5, 4)
     t = case.tensors(dtype)
-    got = dense.win(t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype)
+    got = attention.win(t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype)
 
     def r(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).float()
@@ -144,7 +144,9 @@ def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype
     assert not torch.equal(got.lse, r(got.lse))
     for name, want in expected.items():
         assert torch.equal(got.grads[name][0, :, 0], want), name
-    gates = dense.combine(t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype)
+    gates = attention.combine(
+        t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype
+    )
     g, branches = t["gates"], [t[f"o_{name}"].float() for name in ("cmp", "sel", "win")]
     assert torch.allclose(gates.o, r(sum(g[..., c, None] * x for c, x in enumerate(branches))), rtol=1e-2, atol=1e-5)
     assert torch.equal(gates.o, r(gates.o))

@@ -23,7 +23,7 @@ from fa2_problems import (
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
-from nsa_core.verify.parity import judge_slot
+from nsa_verify.judge.slot import judge_slot
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ def conformance(
     stop: Annotated[bool, typer.Option("-x", help="Stop at the first failure.")] = False,
     verbose: Annotated[bool, typer.Option("-v", help="A line per test, and why a test was skipped.")] = False,
 ) -> None:
-    """Run the conformance suite of nsa_core.testing on one backend: what it declares decides what runs.
+    """Run the conformance suite of nsa_verify.conformance on one backend: what it declares decides what runs.
 
     Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here or takes nothing that is
     asked, or pytest is not installed; 4: pytest itself failed.
@@ -54,12 +54,12 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     if device != "auto":
         known_device(device)
     torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
-    import nsa_core.testing
+    import nsa_verify.conformance
 
-    home = Path(nsa_core.testing.__file__).parent
+    home = Path(nsa_verify.conformance.__file__).parent
     run = _Run(name, device, preset, interruption)
     # Nothing of the caller's own pytest settings, conftest files or cache.
-    arguments = [str(home / "suite.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
+    arguments = [str(home / "collected.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
     arguments += ["-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "--no-header"]
     # The suite asserts nothing by itself: pytest need not rewrite what is loaded already.
     arguments += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]

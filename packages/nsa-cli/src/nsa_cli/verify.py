@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_core.plan import Plan
-    from nsa_core.verify.subject import Subject
+    from nsa_verify.subject import Subject
 
 SCHEMA_VERSION = 1
 
@@ -120,7 +120,7 @@ def _jobs(device: str, interpreted: bool) -> int:
 
 
 def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
-    from nsa_core.verify.combinations import every_combination
+    from nsa_verify.combinations import every_combination
 
     return every_combination(output.find_backends(), device, dtypes, named, decode=phase == "decode")
 
@@ -134,7 +134,7 @@ def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: s
         Unsupported: the combination takes none of them; the reasons are those against the first.
     """
     from nsa_core.errors import Unsupported
-    from nsa_core.verify import cases
+    from nsa_verify import cases
 
     config, refusals = cases.PRESETS[preset]()[0].config, []
     for dtype in dtypes:
@@ -192,9 +192,9 @@ def _run(
 
     from nsa_backend_triton.strict import interpreter
     from nsa_core.text import dtype_name
-    from nsa_core.verify import suite
-    from nsa_core.verify.judging import judge
-    from nsa_core.verify.subject import Subject
+    from nsa_verify.run import suite
+    from nsa_verify.run.runner import judge
+    from nsa_verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
@@ -241,7 +241,7 @@ def _run(
 def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
     """What a step reads at every length of verify.reads, in the first dtype that has decode forms."""
     from nsa_core.errors import Unsupported
-    from nsa_core.verify.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
+    from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
 
     config, refusals = reads_config(), []
     for dtype in dtypes:

@@ -46,9 +46,9 @@ from nsa_core.interruption import NEVER, Interruption
 from nsa_core.plan import Plan, resolve
 from nsa_core.registry import Registry
 from nsa_core.text import describe_error, dtype_name
-from nsa_core.verify.decode import Step, decode_parity
-from nsa_core.verify.decode_fused import fused_step as judge_fused
-from nsa_core.verify.subject import Subject
+from nsa_verify.checks.decode_fused import fused_step as judge_fused
+from nsa_verify.checks.decode_parity import Step, decode_parity
+from nsa_verify.subject import Subject
 
 REPEATS = 5  # rounds at least: the spread of as many repeats is reported
 UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"

@@ -13,10 +13,10 @@ from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan import Plan
 from nsa_core.text import describe_error, dtype_name
-from nsa_core.verify.cases import Case
-from nsa_core.verify.parity import judge_slot
-from nsa_core.verify.regret import judge_selection
-from nsa_core.verify.subject import SlotRun, masked_do, run_slot, slot_inputs
+from nsa_verify.cases import Case
+from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import SlotRun, masked_do, run_slot, slot_inputs
 
 NOT_CORRECT = "not correct: its gate failed"  # why there is no figure
 

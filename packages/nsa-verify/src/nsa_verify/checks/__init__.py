@@ -1,0 +1,1 @@
+"""The checks of `nsa verify`, one family a file."""

@@ -1,0 +1,238 @@
+"""Checks that need no golden result: what must stay bit for bit the same, and who ran."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from nsa_core.attention import nsa_attention
+from nsa_core.contract import SLOTS
+from nsa_core.ops import record_dispatch
+from nsa_core.plan import Plan
+from nsa_core.text import dtype_name
+from nsa_verify.cases import Case, CaseData
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.subject import (
+    Finding,
+    SlotRun,
+    Subject,
+    judged,
+    masked_do,
+    run_slot,
+    run_slots,
+    same_bits,
+    slot_inputs,
+    spec_of,
+)
+
+HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
+
+
+def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """nsa_attention is the five slots in order: same bits out, and the same bits into every branch's gradient."""
+    data = case.data(dtype, subject.device)
+    # Two runs are compared bit by bit, so both are asked for the same bits.
+    plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=True)
+    do = masked_do(case, data.do)
+    names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+    leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
+    kv = {n: leaves[n] for n in ("k_cmp", "v_cmp")}
+    k, v = (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"])
+    o, blocks = nsa_attention(
+        leaves["q"], k, v, leaves["gates"],
+        config=case.config, plan=plan, cu_seqlens=data.cu_seqlens, max_seqlen=_longest(data), return_blocks=True, **kv,
+    )  # fmt: skip
+    got = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
+    runs = run_slots(plan, case, data)
+    yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
+    yield same_bits("composition", "select", case, dtype, "blocks", blocks, runs["select"].outputs["blocks"])
+    yield same_bits("composition", "combine", case, dtype, "dgates", got["gates"], runs["combine"].outputs["dgates"])
+    for branch in ("cmp", "sel", "win"):
+        upstream = runs["combine"].outputs[f"do_{branch}"]
+        run = run_slot(plan, branch, slot_inputs(branch, data, runs), upstream, data)
+        suffix = "_cmp" if branch == "cmp" else ""
+        for kind in "kv":
+            want = run.outputs[f"d{kind}{suffix}"]
+            yield same_bits("composition", branch, case, dtype, f"d{kind}_{branch}", got[f"{kind}_{branch}"], want)
+
+
+def _longest(data: CaseData) -> int | None:
+    return None if data.cu_seqlens is None else data.max_seqlen
+
+
+def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """Tokens from t0 on changed, and autograd asked: nothing before t0 moves, in any branch, by a single bit."""
+    if case.packed or case.tokens < 2 or case.rows is not None:
+        return
+    data = case.data(dtype, subject.device)
+    other = case.data(dtype, subject.device, seed=1)
+    plan = subject.plan(case.config, dtype)
+
+    def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
+        # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to the tokens.
+        k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
+        o, blocks = nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        return o, blocks
+
+    with torch.no_grad():
+        o, blocks = run(data)
+    geometry = case.config.geometry
+    points = {1, geometry.compress_block_size, geometry.select_block_size + 1, case.tokens // 2, case.tokens - 1}
+    for t0 in sorted(t for t in points if 0 < t < case.tokens):
+        with torch.no_grad():
+            changed_o, changed_blocks = run(_splice(data, other, t0))
+        yield same_bits("causality", "whole", case, dtype, f"o before {t0}", changed_o[:, :t0], o[:, :t0])
+        yield same_bits(
+            "causality", "select", case, dtype, f"blocks before {t0}", changed_blocks[:, :t0], blocks[:, :t0]
+        )
+    t0 = case.tokens // 2
+    leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", "k_sel", "v_sel", "k_win", "v_win")}
+    o, _ = run(_with(data, **leaves))
+    grads = torch.autograd.grad(o[:, :t0], list(leaves.values()), data.do[:, :t0])
+    for name, grad in zip(leaves, grads):
+        future = grad[:, t0:]
+        yield same_bits("causality", "whole", case, dtype, f"d{name} from {t0}", future, torch.zeros_like(future))
+
+
+def _with(data: CaseData, **tensors: torch.Tensor) -> CaseData:
+    return CaseData(**{**{n: getattr(data, n) for n in CaseData.__dataclass_fields__}, **tensors})
+
+
+def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
+    """``data`` before t0, ``other`` from t0 on; the compressed tensors are left alone."""
+    changed = {}
+    for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
+        a, b = getattr(data, name), getattr(other, name)
+        changed[name] = torch.cat([a[:, :t0], b[:, t0:]], 1)
+    return _with(data, **changed)
+
+
+def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """Keys and values after t set to +-1e30 (fp16 6e4) leave o, LSE and dq of the rows up to t unchanged, bitwise."""
+    if case.packed or case.tokens < 2 or case.rows is not None:
+        return
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, deterministic=True)
+    runs = run_slots(plan, case, data)
+    t = case.tokens // 2
+    seen = case.config.geometry.num_compressed(t + 1)
+    huge = HUGE.get(dtype, 1e30)
+    for slot in ("cmp", "sel", "win"):
+        inputs = dict(runs[slot].inputs)
+        for name in (n for n in inputs if n[0] in "kv"):
+            poisoned = inputs[name].clone()
+            tail = poisoned[:, seen if name.endswith("_cmp") else t + 1 :]
+            tail.copy_(torch.where(tail >= 0, huge, -huge))
+            inputs[name] = poisoned
+        run = run_slot(plan, slot, inputs, data.do, data)
+        for quantity in ("o", "dq"):
+            got, want = run.outputs[quantity][:, : t + 1], runs[slot].outputs[quantity][:, : t + 1]
+            yield same_bits("poison", slot, case, dtype, f"{quantity} up to {t}", got, want)
+        lse, clean = run.outputs["lse"][..., : t + 1], runs[slot].outputs["lse"][..., : t + 1]
+        yield same_bits("poison", slot, case, dtype, f"lse up to {t}", lse, clean)
+
+
+def nan_storage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """Inputs that live between NaNs (beyond S, between rows), outputs that start as NaN: still right."""
+    if case.rows is not None:
+        return
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    runs = run_slots(plan, case, data)
+    with _poisoned_memory():
+        for slot in ("cmp", "sel", "win"):
+            inputs = {n: t if n in ("blocks",) else _between_nans(t) for n, t in runs[slot].inputs.items()}
+            run = run_slot(plan, slot, inputs, data.do, data)
+            verdicts = judge_slot(
+                slot, run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale,
+                cu_seqlens=data.cu_seqlens, do=run.do,
+            )  # fmt: skip
+            yield from judged("nan storage", slot, case, dtype, verdicts)
+
+
+def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a view whose storage holds NaN before, after and between the token rows."""
+    axis = tensor.dim() - 3
+    shape = list(tensor.shape)
+    shape[axis] = 2 * shape[axis] + 2
+    storage = tensor.new_full(shape, torch.nan)
+    view = storage.narrow(axis, 1, 2 * tensor.shape[axis])[(slice(None),) * axis + (slice(None, None, 2),)]
+    return view.copy_(tensor)
+
+
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty returns NaN: an output that a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """Three runs have the same bits, forward and backward: as declared, and in every slot when it is demanded."""
+    data = case.data(dtype, subject.device)
+    for demanded in (False, True):
+        plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
+        first, *others = [run_slots(plan, case, data) for _ in range(3)]
+        for slot in SLOTS:
+            if not (demanded or spec_of(subject, plan, slot).slots[slot].deterministic):
+                detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
+                yield Finding("run to run", slot, case.name, dtype_name(dtype), "as declared", None, detail=detail)
+                continue
+            for other, quantity in itertools.product(others, first[slot].outputs):
+                got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
+                yield same_bits("run to run", slot, case, dtype, quantity, got, want)
+
+
+def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """No slot writes to a tensor it was given, forward or backward."""
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    runs = run_slots(plan, case, data)
+    for slot in SLOTS:
+        given = slot_inputs(slot, data, runs)
+        before = {n: t.clone() for n, t in given.items()} | {"do": data.do.clone()}
+        run_slot(plan, slot, given, None if slot == "select" else data.do, data)
+        for name, tensor in {**given, "do": data.do}.items():
+            yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
+
+
+def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    """The kernel that ran is the one that was asked for: by the operator's own record, and by a profile."""
+    data = case.data(dtype, subject.device)
+    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    with record_dispatch() as trace:
+        runs = run_slots(plan, case, data)
+    for slot in SLOTS:
+        backend = plan.choices[slot].backend
+        asked = subject.backends.get(slot, backend)
+        ran = sorted({r.backend for r in trace if r.slot == slot})
+        directions = {r.direction for r in trace if r.slot == slot}
+        expected = {"forward"} if slot == "select" else {"forward", "backward"}
+        nothing = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
+        ok = nothing or (ran == [asked] and directions == expected)
+        detail = "no compressed token: no call" if nothing else f"asked {asked}, ran {', '.join(ran) or 'nothing'}"
+        yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
+        if not nothing:
+            yield _profiled(subject, plan, slot, case, dtype, data, runs[slot])
+
+
+def _profiled(
+    subject: Subject, plan: Plan, slot: str, case: Case, dtype: torch.dtype, data: CaseData, run: SlotRun
+) -> Finding:
+    evidence = spec_of(subject, plan, slot).slots[slot].evidence
+    if not evidence:
+        return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", None, detail="no evidence declared")
+    with torch.profiler.profile() as profile:
+        run_slot(plan, slot, run.inputs, run.do, data)
+    names = {event.key for event in profile.key_averages()}
+    found = sorted({n for n in names for e in evidence if e in n})
+    detail = f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
+    return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", bool(found), detail=detail)

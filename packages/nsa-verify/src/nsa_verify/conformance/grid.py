@@ -1,0 +1,136 @@
+"""The grid of requests on which a probe is held to its word: one factor at a time around a small base case."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import DTYPES, Request
+from nsa_core.survey import request_of
+from nsa_verify.cases import Case
+from nsa_verify.checks.decode_parity import Step
+
+BASE = NSAConfig(
+    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
+    num_selected_blocks=3, init_blocks=1, local_blocks=1, window_size=24, rope=False,
+)  # fmt: skip
+LENGTH = 61  # the last 13 tokens choose one of two blocks, what else they have being forced
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One request, and the case that runs where a probe takes it. ``sized``: batch and seq_len are told."""
+
+    label: str
+    case: Case
+    dtype: str = "float32"
+    deterministic: bool = False
+    sized: bool = True
+
+    def request(self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool) -> Request:
+        """What a plan would ask about ``slot``."""
+        case = self.case
+        batch = 1 if case.packed else case.batch
+        return request_of(
+            case.config, slot, dtype=self.dtype, device=device, capability=capability, needs_grad=needs_grad,
+            deterministic=self.deterministic, varlen=case.packed, batch=batch if self.sized else None,
+            seq_len=case.tokens if self.sized else None,
+        )  # fmt: skip
+
+
+def _point(
+    label: str, lengths: tuple[int, ...] = (LENGTH,), batch: int = 1, packed: bool = False, **config: Any
+) -> Point:
+    return Point(label, Case(label, dataclasses.replace(BASE, **config), lengths, batch=batch, packed=packed))
+
+
+def _shapes() -> Iterator[Point]:
+    for heads, groups in ((2, 2), (3, 1), (7, 1), (32, 2), (64, 1)):
+        yield _point(f"Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
+    for dk, dv in ((13, 13), (65, 65), (96, 96), (192, 128), (320, 320), (16, 24), (128, 64)):
+        yield _point(f"Dk={dk} Dv={dv}", head_dim=dk, v_head_dim=dv)
+    # No token, one, fewer than a compression block, its edges, the window and one more, a whole selection block.
+    for length in (0, 1, 7, 8, 11, 12, 24, 25, 64):
+        yield _point(f"S={length}", (length,))
+    yield _point("B=0", batch=0)
+    yield _point("B=3", batch=3)
+    yield _point("packed", (0, 5, 57, 1, 17, 0), packed=True)
+    yield _point("packed, one document", (LENGTH,), packed=True)
+    yield _point("packed, no token", (0, 0), packed=True)
+    yield _point("w=1", window_size=1)
+    yield _point("w>S", window_size=100)
+    yield _point("l=d", compress_block_size=4)
+    yield _point("l=l'", compress_block_size=16)
+    yield _point("nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
+    yield _point("n*l'>S", num_selected_blocks=8)
+    yield _point("real block sizes", (130,), compress_block_size=32, compress_stride=16, select_block_size=64,
+                 num_selected_blocks=16, local_blocks=2, window_size=512)  # fmt: skip
+
+
+def grid() -> tuple[Point, ...]:
+    """Every point, the base in each dtype first."""
+    base = _point("base")
+    points = [dataclasses.replace(base, label=dtype, dtype=dtype) for dtype in DTYPES]
+    points.append(dataclasses.replace(base, label="sizes unknown", sized=False))
+    points.append(dataclasses.replace(base, label="deterministic", deterministic=True))
+    return (*points, *_shapes())
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPoint:
+    """One request of a step of decode, and the step that runs where a probe takes it."""
+
+    label: str
+    step: Step
+    dtype: str = "float32"
+    deterministic: bool = False
+    sized: bool = True
+
+    def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
+        """What a plan would ask about ``slot``."""
+        lengths = self.step.lengths
+        return request_of(
+            self.step.case.config, slot, dtype=self.dtype, device=device, capability=capability, phase="decode",
+            deterministic=self.deterministic, batch=len(lengths) if self.sized else None,
+            seq_len=max(lengths) if self.sized else None, page_size=self.step.page_size,
+        )  # fmt: skip
+
+
+_RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
+
+
+def _step(
+    label: str, lengths: tuple[int, ...] = _RAGGED, rows: int = 1, page_size: int | None = None, **config: Any
+) -> StepPoint:
+    case = Case(label, dataclasses.replace(BASE, **config), ())
+    new = tuple(min(rows, length) for length in lengths)
+    return StepPoint(label, Step(case, lengths, new, rows, page_size))
+
+
+def _step_shapes() -> Iterator[StepPoint]:
+    yield _step("step, pages of 16", page_size=16)
+    yield _step("step, pages of 48", page_size=48)
+    yield _step("step, three rows", rows=3)
+    yield _step("step, five rows, pages", (5, 3, 40, 66), rows=5, page_size=32)
+    yield _step("step, B=1", (61,))
+    for heads, groups in ((2, 2), (3, 1), (7, 1), (32, 2)):
+        yield _step(f"step, Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
+    for dk, dv in ((13, 13), (96, 96), (192, 128), (320, 320), (16, 24)):
+        yield _step(f"step, Dk={dk} Dv={dv}", head_dim=dk, v_head_dim=dv)
+    yield _step("step, w=1", window_size=1)
+    yield _step("step, w>S", window_size=100)
+    yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
+    yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
+                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2,
+                window_size=512)  # fmt: skip
+
+
+def step_grid() -> tuple[StepPoint, ...]:
+    """Every point, the base in each dtype first."""
+    base = _step("step")
+    points = [dataclasses.replace(base, label=f"step, {dtype}", dtype=dtype) for dtype in DTYPES]
+    points.append(dataclasses.replace(base, label="step, sizes unknown", sized=False))
+    points.append(dataclasses.replace(base, label="step, deterministic", deterministic=True))
+    return (*points, *_step_shapes())

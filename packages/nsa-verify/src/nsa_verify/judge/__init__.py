@@ -1,0 +1,1 @@
+"""The verdict: is a tensor, a selection, a slot or a layer's gradient right?"""

@@ -1,0 +1,31 @@
+"""The truth: Native Sparse Attention in float64 on the CPU, in plain loops, written from docs/semantics.md alone.
+
+Nothing here is shared with what it judges: of nsa_core it imports the fields of two dataclasses and the errors. Every
+function takes tensors of any dtype and device in the contract's layouts and answers in float64 on the CPU. It is for
+S up to a few thousand; beyond, ``rows=`` evaluates sampled query rows only.
+"""
+
+from nsa_verify.oracle.branches import cmp, combine, sel, win
+from nsa_verify.oracle.layer import Projected, attention, layer, project
+from nsa_verify.oracle.phi import compress, rope
+from nsa_verify.oracle.rows import Truth
+from nsa_verify.oracle.selection import RowScores, choose, row_scores, scores, select
+
+__all__ = [
+    "Projected",
+    "RowScores",
+    "Truth",
+    "attention",
+    "choose",
+    "cmp",
+    "combine",
+    "compress",
+    "layer",
+    "project",
+    "rope",
+    "row_scores",
+    "scores",
+    "sel",
+    "select",
+    "win",
+]

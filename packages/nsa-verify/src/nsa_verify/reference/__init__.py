@@ -1,0 +1,1 @@
+"""A second truth, computed with dense masks; it shares no code with the oracle."""

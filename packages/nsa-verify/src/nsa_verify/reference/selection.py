@@ -1,0 +1,81 @@
+"""Scores and selection a second time: an overlap matrix and stable sorts, nothing row by row."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_core.layout import BlockGeometry
+from nsa_verify.reference.attention import compressed_starts, host_bounds, spans
+
+
+def _overlap(n_c: int, blocks: int, geometry: BlockGeometry) -> torch.Tensor:
+    """Eq. 9 as a matrix [n_c, blocks]: tokens that compression block i shares with selection block j, over d."""
+    first = torch.arange(n_c)[:, None] * geometry.compress_stride
+    start = torch.arange(blocks)[None] * geometry.select_block_size
+    ends = torch.minimum(first + geometry.compress_block_size, start + geometry.select_block_size)
+    return (ends - torch.maximum(first, start)).clamp(min=0).double() / geometry.compress_stride
+
+
+def _document_scores(
+    q: torch.Tensor,  # [S, Hq, Dk] float64
+    k_cmp: torch.Tensor,  # [n_c, G, Dk]
+    lse: torch.Tensor,  # [S, Hq]
+    geometry: BlockGeometry,
+    scale: float,
+) -> torch.Tensor:
+    """[S, G, NB]."""
+    length, groups = len(q), k_cmp.shape[1]
+    blocks = -(-length // geometry.select_block_size)
+    last = torch.arange(len(k_cmp)) * geometry.compress_stride + geometry.compress_block_size - 1
+    seen = last[None] <= torch.arange(length)[:, None]
+    logits = torch.einsum("sghd,igd->sghi", q.unflatten(1, (groups, -1)), k_cmp) * scale
+    p = (logits - lse.unflatten(1, (groups, -1))[..., None]).masked_fill(~seen[:, None, None], -torch.inf).exp()
+    return torch.einsum("sghi,ij->sgj", p, _overlap(len(k_cmp), blocks, geometry))
+
+
+def scores(
+    q: torch.Tensor,  # [B, S, Hq, Dk]
+    k_cmp: torch.Tensor,  # [B, n_c, G, Dk], packed [T // d, G, Dk]
+    lse: torch.Tensor,  # [B, Hq, S]
+    geometry: BlockGeometry,
+    scale: float,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Group scores [S, G, NB] in float64, one tensor per batch entry or document."""
+    bounds = host_bounds(cu_seqlens)
+    q, k_cmp, lse = (x.detach().cpu().double() for x in (q, k_cmp, lse.transpose(-1, -2)))
+    per_key = spans(k_cmp, None if bounds is None else compressed_starts(bounds, geometry))
+    parts = zip(spans(q, bounds), per_key, spans(lse, bounds))
+    return [_document_scores(*part, geometry, scale) for part in parts]
+
+
+def choose(score: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
+    """The blocks int32 [S, G, n] of a document for its group scores [S, G, NB]."""
+    blocks = score.shape[-1]
+    t, j = torch.arange(len(score))[:, None, None], torch.arange(blocks)
+    newest = t // geometry.select_block_size
+    forced = (j < geometry.init_blocks) | (j > newest - geometry.local_blocks)
+    key = torch.nan_to_num(score, nan=-1.0).masked_fill(forced, torch.inf).masked_fill(j > newest, -torch.inf)
+    order = key.argsort(dim=-1, descending=True, stable=True)[..., : geometry.num_selected_blocks]
+    order = order.masked_fill(order > newest, blocks).sort(dim=-1).values
+    missing = geometry.num_selected_blocks - order.shape[-1]
+    picks = torch.nn.functional.pad(order, (0, missing), value=blocks)
+    return picks.masked_fill(picks == blocks, -1).to(torch.int32)
+
+
+def select(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    geometry: BlockGeometry,
+    scale: float,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The chosen blocks, int32 [B, S, G, n], ascending, -1 at the end; arguments of :func:`scores`."""
+    parts = [choose(s, geometry) for s in scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens)]
+    if cu_seqlens is not None:
+        return torch.cat(parts)
+    empty = q.new_zeros((0, q.shape[1], k_cmp.shape[2], geometry.num_selected_blocks), dtype=torch.int32)
+    return torch.stack(parts) if parts else empty

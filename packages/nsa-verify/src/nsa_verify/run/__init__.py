@@ -1,0 +1,1 @@
+"""Which checks run on which cases, in which order, in how many processes."""

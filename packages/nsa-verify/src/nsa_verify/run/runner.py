@@ -1,0 +1,67 @@
+"""Jobs judged in this process or spread over several, with the same findings in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from nsa_core.interruption import NEVER, Interruption
+from nsa_core.text import dtype_name
+from nsa_verify.run.suite import Job, Judged, run_each
+from nsa_verify.run.workers import spread
+from nsa_verify.subject import Finding, Subject
+
+
+@dataclasses.dataclass
+class Judgement:
+    """What many jobs found, of each subject."""
+
+    findings: list[list[list[Finding]]]  # of every job that ended, in the order of the jobs
+    seconds: list[float]  # its share of the time that passed
+    peak_bytes: int  # of GPU memory, in the process that took most
+
+
+def judge(
+    subjects: Sequence[Subject],
+    todo: Sequence[Job],
+    *,
+    processes: int = 1,
+    strict: bool = False,
+    stop: Interruption = NEVER,
+    advance: Callable[[str], None] = lambda label: None,
+) -> Judgement:
+    """Run every job on every subject; once ``stop`` has come, end behind what is under way.
+
+    Args:
+        processes: how many judge. Above one, jobs and subjects are pickled, a process that dies is a red finding of the
+            job it had, and another takes its place.
+        strict: kernels run in triton's interpreter, strictly.
+        advance: told of each job that ended on a subject.
+
+    Raises:
+        InvalidInput, BackendUnavailable: as a job raises them.
+        BackendUnavailable: no other process can start here.
+    """
+    found: list[dict[int, list[Finding]]] = [{} for _ in subjects]
+    busy, peak, started = [0.0] * len(subjects), 0, time.perf_counter()
+    processes = min(processes, len(todo))
+    each: Generator[Judged]
+    if processes > 1:
+        each = spread(subjects, todo, processes, strict, stop)
+    else:
+        each = run_each(subjects, todo, strict=strict, stop=stop)
+    with stop.cuts_short(), contextlib.closing(each):
+        for judged in each:
+            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+            if stop.came and any(f.quantity == "run" and f.ok is False for f in judged.findings):
+                continue
+            found[judged.subject][judged.job] = judged.findings
+            busy[judged.subject] += judged.seconds
+            peak = max(peak, judged.peak_bytes)
+            job = todo[judged.job]
+            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
+    share = (time.perf_counter() - started) / (sum(busy) or 1.0)
+    in_order = [[done[index] for index in sorted(done)] for done in found]
+    return Judgement(in_order, [seconds * share for seconds in busy], peak)
