@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nsa_bench import bytemodel
+from nsa_bench.bytemodel import ByteModel
+from nsa_bench.environment import device_name
+from nsa_bench.provenance import source
+from nsa_bench.python_docs import library_text
+from nsa_bench.shapes import parse_lengths, parse_shape
 from nsa_core import NSAConfig, resolve
-from nsa_core.bench import bytemodel
-from nsa_core.bench.bytemodel import ByteModel
-from nsa_core.bench.corpus import library_text
-from nsa_core.bench.machine import device_name
-from nsa_core.bench.shapes import parse_lengths, parse_shape
-from nsa_core.bench.source import source
 from nsa_core.files import write_atomic
 from nsa_core.layout import BlockGeometry
 

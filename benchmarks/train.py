@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from train_cells import Bench, Plan, Row, median, quick
 
-from nsa_core.bench.crossover import crossing
+from nsa_bench.crossover import crossing
 from nsa_core.lm.config import LMConfig, size
 from nsa_core.lm.data import Batch
 from nsa_core.lm.flops import row_flops

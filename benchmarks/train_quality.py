@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from nsa_bench.environment import machine
 from nsa_core import NSAConfig
-from nsa_core.bench.machine import machine
 from nsa_core.files import write_atomic
 from nsa_core.lm.config import LMConfig, size
 from nsa_core.lm.model import LanguageModel

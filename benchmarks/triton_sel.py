@@ -209,7 +209,7 @@ def inputs(case: int, kind: str, checkpoints: Path | None) -> tuple[Tensor, Tens
     _, n_heads, groups, width, length = SHAPES[case]
     torch.manual_seed(0)
     if kind == "real":
-        from real_blocks import real_inputs  # beside this file; needs the modules of nsa_core.bench
+        from real_blocks import real_inputs  # beside this file; needs the modules of nsa_bench
 
         assert checkpoints is not None, "--kind real needs --checkpoints"
         checkpoint = checkpoints / f"{n_heads}-{groups}-{width}.safetensors"

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nsa_core.bench import clocks, roofline
-from nsa_core.bench.run import Bench, Settings
-from nsa_core.bench.shapes import parse_shape
+from nsa_bench import clocks, roofline
+from nsa_bench.run import Bench, Settings
+from nsa_bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
 from nsa_core.registry import Registry, discover
 

@@ -12,12 +12,12 @@ import types
 import pytest
 import torch
 
-from nsa_cli.bench_report import changes_table, rows_of, summary
-from nsa_core.bench.clocks import CudaClock, host_may_bind
-from nsa_core.bench.compare import compare
-from nsa_core.bench.crossover import crossovers
-from nsa_core.bench.result import Measurement, read_result
-from nsa_core.bench.timing import Performance, Work, measure
+from nsa_bench.clocks import CudaClock, host_may_bind
+from nsa_bench.compare import compare
+from nsa_bench.crossover import crossovers
+from nsa_bench.render.report import changes_table, rows_of, summary
+from nsa_bench.result import Measurement, read_result
+from nsa_bench.timing import Performance, Work, measure
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from nsa_bench.baselines import Dense
+from nsa_bench.cells import TOTAL, works_of
+from nsa_bench.inputs import make_inputs
+from nsa_bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core import resolve
-from nsa_core.bench.baselines import Dense
-from nsa_core.bench.cells import TOTAL, works_of
-from nsa_core.bench.inputs import make_inputs
-from nsa_core.bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core.compress import mean_compress
 from nsa_core.contract import SLOTS
 from nsa_core.ops import record_dispatch

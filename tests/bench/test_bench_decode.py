@@ -10,15 +10,15 @@ import torch
 
 from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
+from nsa_bench.combos import Combo
+from nsa_bench.compare import compare
+from nsa_bench.decode import DecodeBench, DecodeSettings
+from nsa_bench.decode_workloads import Cell, default_cells, layer_config, make_state, one_by_one, step_costs
+from nsa_bench.render.report import rows_of, summary
+from nsa_bench.result import Result, read_result
+from nsa_bench.shapes import Shape
+from nsa_bench.timing import Performance, spread_of_repeats
 from nsa_cli import bench_decode
-from nsa_cli.bench_report import rows_of, summary
-from nsa_core.bench.combos import Combo
-from nsa_core.bench.compare import compare
-from nsa_core.bench.decode import DecodeBench, DecodeSettings
-from nsa_core.bench.decode_works import Cell, default_cells, layer_config, make_state, one_by_one, step_costs
-from nsa_core.bench.result import Result, read_result
-from nsa_core.bench.shapes import Shape
-from nsa_core.bench.timing import Performance, spread_of_repeats
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_core.plan import resolve
 from nsa_core.registry import Registry
@@ -149,8 +149,8 @@ def test_table_file_and_comparison(result, tmp_path):
 
 def test_picture_and_page(result):
     pytest.importorskip("matplotlib")
-    from nsa_cli.bench_report import page
-    from nsa_cli.plots import render
+    from nsa_bench.render.plots import render
+    from nsa_bench.render.report import page
 
     assert render(result, "png").startswith(b"\x89PNG")
     text = page(result)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_core.bench.figures import beside_dense, measurement, note_combo, part
-from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.timing import Outcome, Performance
+from nsa_bench.entries import beside_dense, measurement, note_combo, part
+from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.timing import Outcome, Performance
 
 PEAKS = Peaks(flops_per_s=1e6, bytes_per_s=1e3)
 COST = Cost(flops=10, bytes=6)  # 6 ms of bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_core.bench.clocks import CpuClock, CudaClock
+from nsa_bench.clocks import CpuClock, CudaClock
 
 
 @pytest.mark.parametrize("refusal", ["", "it waits"])

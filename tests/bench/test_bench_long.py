@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nsa_bench import run as room
+from nsa_bench.combos import Combo
 from nsa_core import default_plan
-from nsa_core.bench import run as room
-from nsa_core.bench.combos import Combo
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])

@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from nsa_core.bench import roofline
-from nsa_core.bench.combos import parse_combo
-from nsa_core.bench.compare import compare, regressed
-from nsa_core.bench.crossover import crossing
-from nsa_core.bench.roofline import measure_peaks
-from nsa_core.bench.shapes import parse_lengths, parse_shape
-from nsa_core.bench.timing import LATE, summarise
+from nsa_bench import roofline
+from nsa_bench.combos import parse_combo
+from nsa_bench.compare import compare, regressed
+from nsa_bench.crossover import crossing
+from nsa_bench.roofline import measure_peaks
+from nsa_bench.shapes import parse_lengths, parse_shape
+from nsa_bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
 
@@ -86,7 +86,7 @@ def test_the_first_cell_does_not_pay_for_fresh_pages():
     program = """
 import resource, torch
 from nsa_core import nsa_attention
-from nsa_core.bench import clocks, inputs, shapes
+from nsa_bench import clocks, inputs, shapes
 torch.set_num_threads(1)
 clocks.clock_for("cpu")
 config = shapes.parse_shape("tiny").config()
@@ -196,7 +196,7 @@ def test_compare_refuses_other_devices_unless_forced(result):
 
 
 def test_real_inputs_come_from_the_text_and_the_seed():
-    from nsa_core.bench.inputs import make_inputs
+    from nsa_bench.inputs import make_inputs
 
     config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 

@@ -12,12 +12,12 @@ import sys
 import pytest
 import torch
 
+from nsa_bench import bytemodel
+from nsa_bench.inputs import make_inputs
+from nsa_bench.python_docs import library_text
+from nsa_bench.result import read_result
+from nsa_bench.shapes import parse_shape
 from nsa_core import NSAConfig
-from nsa_core.bench import bytemodel
-from nsa_core.bench.corpus import library_text
-from nsa_core.bench.inputs import make_inputs
-from nsa_core.bench.result import read_result
-from nsa_core.bench.shapes import parse_shape
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.layout import BlockGeometry
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
         seen.append(model)
         return make_inputs(*arguments, model=model, **options)
 
-    monkeypatch.setattr("nsa_core.bench.run.make_inputs", watched)
+    monkeypatch.setattr("nsa_bench.run.make_inputs", watched)
     result = run(lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint])
     assert all(m.performance for m in result.measurements)
     assert result.settings["checkpoints"] == {"2/1/8": {"file": checkpoint.name, "steps": 7}}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_bench import rivals
+from nsa_bench.result import read_result
+from nsa_bench.shapes import parse_shape
 from nsa_core import nsa_attention
-from nsa_core.bench import rivals
-from nsa_core.bench.result import read_result
-from nsa_core.bench.shapes import parse_shape
 from nsa_core.errors import InvalidInput
 
 SHAPE = parse_shape("16/1/8")

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
+from nsa_bench.clocks import CpuClock
+from nsa_bench.combos import parse_combo
+from nsa_bench.render.report import page, rows_of, summary
+from nsa_bench.result import read_result
+from nsa_bench.timing import Outcome, Work, measure, summarise
 from nsa_cli import output
-from nsa_cli.bench_report import page, rows_of, summary
-from nsa_core.bench.clocks import CpuClock
-from nsa_core.bench.combos import parse_combo
-from nsa_core.bench.result import read_result
-from nsa_core.bench.timing import Outcome, Work, measure, summarise
 from nsa_core.errors import InvalidInput
 
 
@@ -223,7 +223,7 @@ def test_both_alone_is_told_by_part(run):
 
 def test_the_growth_of_the_last_two_lengths_tells_whether_a_call_is_too_long(run, monkeypatch):
     """A linear 1 ms per 40 tokens is 4 ms at 160; S^2 from 80 would say 8, and leave it out at 5."""
-    from nsa_core.bench import run as module
+    from nsa_bench import run as module
 
     def measured(self, problem, timed, wanted):
         times = {n: summarise([problem.length / 40.0], "perf_counter", 1) for n in ("total auto", "dense flash")}
@@ -238,7 +238,7 @@ def test_the_growth_of_the_last_two_lengths_tells_whether_a_call_is_too_long(run
 
 
 def test_a_device_that_breaks_costs_what_follows_and_not_what_was_measured(run, monkeypatch):
-    from nsa_core.bench import run as module
+    from nsa_bench import run as module
 
     real = module.make_inputs
 
@@ -265,7 +265,7 @@ def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
 
         return call
 
-    monkeypatch.setattr("nsa_core.bench.clocks.SAMPLE_MS", 1e-6)
+    monkeypatch.setattr("nsa_bench.clocks.SAMPLE_MS", 1e-6)
     outcomes = measure([Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01)
     assert outcomes["bad"].reason == "failed: RuntimeError: no more"
     assert outcomes["bad"].performance is None

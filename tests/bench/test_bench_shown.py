@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from nsa_core.bench.result import read_result
+from nsa_bench.result import read_result
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -28,7 +28,7 @@ def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
 
 def test_times_within_a_decade_have_labels():
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    from nsa_cli.plots import _over_length
+    from nsa_bench.render.plots import _over_length
 
     result = read_result(RESULTS / "core_64k.json")
     cells = [m for m in result.measurements if m.performance and 2 < m.performance.median_ms < 8]
@@ -45,8 +45,8 @@ def test_times_within_a_decade_have_labels():
 
 def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     pytest.importorskip("matplotlib")
+    from nsa_bench.render.plots_decode import decode_figure
     from nsa_cli.bench_decode import shares_of
-    from nsa_cli.plots_decode import decode_figure
 
     result = read_result(RESULTS / "decode.json")
     figure = decode_figure(result)
@@ -65,7 +65,7 @@ def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
 
 def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
     pytest.importorskip("matplotlib")
-    from nsa_cli.plots_decode import decode_figure
+    from nsa_bench.render.plots_decode import decode_figure
 
     figure = decode_figure(read_result(RESULTS / "decode_small.json"))  # sums from 98 to 101 %
     figure.draw_without_rendering()

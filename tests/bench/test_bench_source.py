@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from nsa_core.bench import source
+from nsa_bench import provenance
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-INSTALLED = source.PACKAGE
+INSTALLED = provenance.PACKAGE
 
 
 def git(folder: pathlib.Path, *words: str) -> str:
@@ -38,7 +38,7 @@ def committed(root: pathlib.Path) -> str:
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
     """A repository like this one, with one commit."""
     root = tmp_path / "checkout"
-    copy(root / source.IN_CHECKOUT)
+    copy(root / provenance.IN_CHECKOUT)
     (root / "README.md").write_text("a")
     committed(root)
     return root
@@ -61,7 +61,7 @@ def note(target: pathlib.Path, noted: object) -> None:
 
 def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[str | None, str]:
     """git_commit() of the installation in ``target``, in a process that works in ``cwd``."""
-    code = "import json; from nsa_core.bench.source import git_commit; print(json.dumps(git_commit()))"
+    code = "import json; from nsa_bench.provenance import git_commit; print(json.dumps(git_commit()))"
     env = os.environ | {"PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"} | environment
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -75,7 +75,7 @@ def test_installed_from_a_checkout_with_target(target, checkout, tmp_path):
     assert asked(target, tmp_path) == (head, "")
     (checkout / "README.md").write_text("b")
     assert asked(target, tmp_path) == (head + "+", "")
-    (checkout / source.IN_CHECKOUT / "ops.py").write_text("# went on after the installation\n")
+    (checkout / provenance.IN_CHECKOUT / "ops.py").write_text("# went on after the installation\n")
     commit, reason = asked(target, tmp_path)
     assert commit is None
     assert "the folder that pip installed from does not hold the files that are installed" in reason
@@ -89,7 +89,7 @@ def test_installed_from_a_repository(target, tmp_path):
 def test_the_working_directory_counts_when_it_holds_the_same_files(target, checkout, tmp_path):
     head = git(checkout, "rev-parse", "HEAD")
     assert asked(target, checkout / "packages") == (head, "")
-    (checkout / source.IN_CHECKOUT / "ops.py").write_text("# another version\n")
+    (checkout / provenance.IN_CHECKOUT / "ops.py").write_text("# another version\n")
     commit, reason = asked(target, checkout)
     assert (commit, "the working directory does not hold the files" in reason) == (None, True)
 
@@ -119,18 +119,18 @@ def test_without_git_there_is_a_reason(target, checkout, tmp_path):
 
 
 def test_tree_is_what_git_calls_it(checkout):
-    folder = checkout / source.IN_CHECKOUT
+    folder = checkout / provenance.IN_CHECKOUT
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(b"x")
     (folder / "empty").mkdir()
-    assert source.tree_id(folder) == git(checkout, "rev-parse", f"HEAD:{source.IN_CHECKOUT.as_posix()}")
+    assert provenance.tree_id(folder) == git(checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}")
     (folder / "ops.py").write_text("")
-    assert source.tree_id(folder) != git(checkout, "rev-parse", f"HEAD:{source.IN_CHECKOUT.as_posix()}")
-    assert source.tree_id(folder / "absent") is None
+    assert provenance.tree_id(folder) != git(checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}")
+    assert provenance.tree_id(folder / "absent") is None
 
 
 def test_every_package_of_ours_has_its_tree():
-    found = source.source()
+    found = provenance.source()
     assert found["source_trees"].keys() >= {
         "nsa_core", "nsa_cli", "nsa_backend_sdpa", "nsa_backend_triton", "nsa_backend_fa2"
     }  # fmt: skip

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from nsa_bench.shapes import parse_shape
+from nsa_bench.tune import steps, tune
 from nsa_cli import output
 from nsa_core import tuned
-from nsa_core.bench.shapes import parse_shape
-from nsa_core.bench.tune import steps, tune
 from nsa_core.plan import resolve
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))

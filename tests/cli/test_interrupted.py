@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa_bench import clocks, decode, roofline, run, timing
+from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _Run
-from nsa_core.bench import clocks, decode, roofline, run, timing
-from nsa_core.bench.result import read_result
 from nsa_core.interruption import held
 from nsa_core.registry import discover
 from nsa_verify import cases

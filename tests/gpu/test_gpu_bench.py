@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from nsa_core.bench.result import read_result
-from nsa_core.bench.timing import METHODS
+from nsa_bench.result import read_result
+from nsa_bench.timing import METHODS
 
 pytestmark = pytest.mark.gpu
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import types
 import pytest
 
 import standins
+from nsa_bench.python_docs import library_documents, library_text
 from nsa_core import InvalidInput
-from nsa_core.bench.corpus import library_documents, library_text
 from nsa_core.errors import BackendUnavailable
 from nsa_core.lm import corpus as room
 from nsa_core.lm.corpus import open_corpus

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_bench.python_docs import library_text
 from nsa_core import NSAConfig, NSAttention
-from nsa_core.bench.corpus import library_text
 
 CONFIG = NSAConfig(
     dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=8, compress_stride=4, select_block_size=16,

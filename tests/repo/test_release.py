@@ -14,6 +14,7 @@ PACKAGES = (
     "nsa-backend-fa2",
     "nsa-backend-sdpa",
     "nsa-backend-triton",
+    "nsa-bench",
     "nsa-cli",
     "nsa-core",
     "nsa-verify",

@@ -14,8 +14,8 @@ from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device,
 from nsa_core.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
-    from nsa_core.bench.result import Result
-    from nsa_core.bench.run import Settings
+    from nsa_bench.result import Result
+    from nsa_bench.run import Settings
 
 _HELP = """Time combinations of backends, each branch and the whole, against dense attention in the same run.
 
@@ -92,9 +92,9 @@ def compare_files(
 ) -> None:
     """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the noise, or lost."""
     with output.exit_codes():
-        from nsa_cli.bench_report import changes_table
-        from nsa_core.bench.compare import compare, regressed
-        from nsa_core.bench.result import read_result
+        from nsa_bench.compare import compare, regressed
+        from nsa_bench.render.report import changes_table
+        from nsa_bench.result import read_result
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
@@ -120,7 +120,7 @@ def report(
 ) -> None:
     """Print a result file, and write its report or plots. Exit code 1 where a combination had failed."""
     with output.exit_codes():
-        from nsa_core.bench.result import read_result
+        from nsa_bench.result import read_result
 
         _check_outputs([html, png, svg], html or png or svg, force)
         result = read_result(file)
@@ -139,7 +139,7 @@ def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bo
     for file in files:
         output.check_writable(file, force)
     if plotted is not None:
-        from nsa_cli.plots import need_matplotlib
+        from nsa_bench.render.plots import need_matplotlib
 
         need_matplotlib()
 
@@ -177,9 +177,9 @@ def _settings(
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
     of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
-    from nsa_core.bench.combos import parse_combo
-    from nsa_core.bench.run import Settings
-    from nsa_core.bench.shapes import parse_lengths, parse_shape
+    from nsa_bench.combos import parse_combo
+    from nsa_bench.run import Settings
+    from nsa_bench.shapes import parse_lengths, parse_shape
 
     kinds, lengths = words(inputs), parse_lengths(of["lengths"])
     name, content = _text(text, numbers["batch"] * max(lengths)) if "real" in kinds else ("", b"")
@@ -207,13 +207,13 @@ def _text(path: Path | None, at_least: int) -> tuple[str, bytes]:
         return read_text(path)
     import platform
 
-    from nsa_core.bench.corpus import library_text
+    from nsa_bench.python_docs import library_text
 
     return f"documentation of Python {platform.python_version()}", library_text(at_least)
 
 
 def _run(settings: Settings, stop: Interruption) -> Result:
-    from nsa_core.bench.run import Bench
+    from nsa_bench.run import Bench
 
     run = Bench(settings, output.find_backends(), output.environment())
     total = len(run.problems()) + len(settings.shapes) * len(settings.dtypes)
@@ -227,18 +227,18 @@ def _write(
     if json_file is not None:
         output.write_atomic(json_file, result.to_json(), force)
     if html is not None:
-        from nsa_cli.bench_report import page
+        from nsa_bench.render.report import page
 
         output.write_atomic(html, page(result), force)
     for file, kind in ((png, "png"), (svg, "svg")):
         if file is not None:
-            from nsa_cli.plots import save
+            from nsa_bench.render.plots import save
 
             save(result, file, kind, force)
 
 
 def _print(result: Result) -> None:
-    from nsa_cli.bench_report import summary, tables
+    from nsa_bench.render.report import summary, tables
 
     console = output.console()
     for table in tables(result):

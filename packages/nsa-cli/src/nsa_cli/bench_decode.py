@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nsa_bench.render.report import Rows, milliseconds, number, size
 from nsa_cli import bench_options, output
-from nsa_cli.bench_report import Rows, milliseconds, number, size
 from nsa_cli.choices import dtype_names, pick_device
 from nsa_core.contract import SLOTS
 from nsa_core.interruption import Interruption
 
 if TYPE_CHECKING:
-    from nsa_core.bench.decode_works import Cell
-    from nsa_core.bench.result import Measurement, Result
+    from nsa_bench.decode_workloads import Cell
+    from nsa_bench.result import Measurement, Result
 
 
 def cells(shape: str | None, length: str | None, batch: int, page_size: int | None) -> list[Cell]:
     """Every shape at every length; none where neither is named, for the device's own."""
-    from nsa_core.bench.decode import shape_named
-    from nsa_core.bench.decode_works import Cell
-    from nsa_core.bench.shapes import parse_lengths
+    from nsa_bench.decode import shape_named
+    from nsa_bench.decode_workloads import Cell
+    from nsa_bench.shapes import parse_lengths
 
     if shape is None and length is None:
         return []
@@ -42,8 +42,8 @@ def run(
     stop: Interruption,
 ) -> Result:
     """Measure; limits left out are the preset's."""
-    from nsa_core.bench.combos import parse_combo
-    from nsa_core.bench.decode import DecodeBench, DecodeSettings
+    from nsa_bench.combos import parse_combo
+    from nsa_bench.decode import DecodeBench, DecodeSettings
 
     place = pick_device(device, threads)
     dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
@@ -71,7 +71,7 @@ def decode_rows(result: Result) -> Iterator[Rows]:
 
 
 def _row(m: Measurement) -> list[str]:
-    from nsa_core.bench.timing import spread_of_repeats
+    from nsa_bench.timing import spread_of_repeats
 
     where, p = f"{m.batch} x {m.length}", m.performance
     if p is None:

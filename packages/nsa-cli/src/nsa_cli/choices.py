@@ -76,7 +76,7 @@ def named_backends(text: str) -> dict[str, str] | None:
     Raises:
         InvalidInput: they name no slot, or one twice.
     """
-    from nsa_core.bench.combos import parse_combo
+    from nsa_bench.combos import parse_combo
 
     return dict(parse_combo(text).backends) or None
 

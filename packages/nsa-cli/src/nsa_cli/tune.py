@@ -11,7 +11,7 @@ from nsa_cli.choices import block_sizes, dtype_names, pick_device
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from nsa_core.bench.tune import Tuning
+    from nsa_bench.tune import Tuning
 
 
 def tune(
@@ -39,10 +39,10 @@ def tune(
             raise InvalidInput(f"--dtype must be one dtype, got {dtype!r}")
         import torch
 
+        from nsa_bench.shapes import parse_shape
+        from nsa_bench.tune import steps
+        from nsa_bench.tune import tune as measure
         from nsa_core import tuned
-        from nsa_core.bench.shapes import parse_shape
-        from nsa_core.bench.tune import steps
-        from nsa_core.bench.tune import tune as measure
 
         config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()
@@ -58,7 +58,7 @@ def tune(
 
 
 def _print(result: Tuning, saved: str) -> None:
-    from nsa_cli.bench_report import number
+    from nsa_bench.render.report import number
 
     table = output.plain_table("slot", "use", "backend", "ms", "chosen")
     fastest = {

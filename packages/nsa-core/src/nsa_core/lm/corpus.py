@@ -113,7 +113,7 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
         BackendUnavailable: a library that it needs is not installed.
     """
     if data == "python-docs":
-        from nsa_core.bench.corpus import library_documents
+        from nsa_bench.python_docs import library_documents
 
         return ListCorpus(library_documents(), data, seed)
     if data == "fineweb-edu" or data.startswith("hf:"):

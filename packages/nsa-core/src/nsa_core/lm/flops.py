@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_core.bench.roofline import part_costs
+from nsa_bench.roofline import part_costs
 from nsa_core.lm.model import LanguageModel
 
 _NSA = ("cmp", "select", "sel", "win")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench.machine import device_name
-from nsa_core.bench.roofline import measure_peaks
+from nsa_bench.environment import device_name
+from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.interruption import exit_code, held
 from nsa_core.lm import checkpoint, log

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from nsa_core.bench.result import Crossover, Measurement, Problem
-from nsa_core.bench.timing import Performance
+from nsa_bench.result import Crossover, Measurement, Problem
+from nsa_bench.timing import Performance
 
 Took = Callable[[Performance], float]
 

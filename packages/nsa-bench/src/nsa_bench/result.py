@@ -10,9 +10,9 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nsa_core.bench.gate import Gate
-from nsa_core.bench.roofline import Peaks
-from nsa_core.bench.timing import FAILED, Performance
+from nsa_bench.gate import Gate
+from nsa_bench.roofline import Peaks
+from nsa_bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
 from nsa_core.interruption import Interruption
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench import cells, figures, roofline
-from nsa_core.bench.baselines import Dense, dense_baselines
-from nsa_core.bench.cells import Problem
-from nsa_core.bench.clocks import clock_for
-from nsa_core.bench.combos import Combo, ready_combos
-from nsa_core.bench.crossover import crossovers
-from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
-from nsa_core.bench.inputs import load_models, make_inputs
-from nsa_core.bench.machine import machine
-from nsa_core.bench.result import Interrupted, Measurement, Part, Result
-from nsa_core.bench.rivals import check_rivals, rivals
-from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
-from nsa_core.bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
+from nsa_bench import cells, entries, roofline
+from nsa_bench.baselines import Dense, dense_baselines
+from nsa_bench.cells import Problem
+from nsa_bench.clocks import clock_for
+from nsa_bench.combos import Combo, ready_combos
+from nsa_bench.crossover import crossovers
+from nsa_bench.environment import machine
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
+from nsa_bench.inputs import load_models, make_inputs
+from nsa_bench.result import Interrupted, Measurement, Part, Result
+from nsa_bench.rivals import check_rivals, rivals
+from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.shapes import PAPER_BLOCKS, Shape
+from nsa_bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
 from nsa_core.default_plan import is_long
@@ -153,7 +153,7 @@ class Bench:
             plan, small = self._plan(config, dtype, combo, long), self._plan(case.config, dtype, combo, long)
             self._plans.setdefault((shape.name, dtype_name, long), {})[combo.name] = plan
             where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
-            figures.note_combo(self._combos, combo.name, plan, where)
+            entries.note_combo(self._combos, combo.name, plan, where)
             who = {slot: choice.backend for slot, choice in small.choices.items()}
             if (combo, who) not in judged:
                 judged.append((combo, who))
@@ -251,12 +251,12 @@ class Bench:
             if time_ms is not None:
                 self._known_ms.setdefault(_curve(problem, name), []).append((problem.length, time_ms))
             made.append(
-                figures.measurement(
+                entries.measurement(
                     kind, outcome, cost, peaks, subject=name, shape=problem.shape, dtype=problem.dtype,
                     inputs=problem.inputs, phase=problem.phase, batch=problem.batch, length=problem.length, parts=parts,
                 )
             )  # fmt: skip
-        self._measurements += figures.beside_dense(made)
+        self._measurements += entries.beside_dense(made)
 
     def _parts(
         self, problem: Problem, combo: str, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
@@ -268,7 +268,7 @@ class Bench:
         for name in roofline.PARTS:
             backend, key = keys[name]
             if key in outcomes:
-                parts[name] = figures.part(backend, outcomes[key], costs[name], peaks)
+                parts[name] = entries.part(backend, outcomes[key], costs[name], peaks)
         return parts
 
 

@@ -1,6 +1,6 @@
 """Timing: works of one cell run round by round, interleaved, so that what drifts (clocks, neighbours) hits all alike.
 
-How a sample is taken: nsa_core.bench.clocks.
+How a sample is taken: nsa_bench.clocks.
 """
 
 from __future__ import annotations

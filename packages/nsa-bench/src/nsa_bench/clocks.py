@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nsa_core.bench.timing import Prepared, Work
+from nsa_bench.timing import Prepared, Work
 from nsa_core.errors import NSAError
 from nsa_core.text import describe_error
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import torch
 
+from nsa_bench.cells import part_work
+from nsa_bench.clocks import clock_for
+from nsa_bench.environment import device_name
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
+from nsa_bench.inputs import make_inputs
+from nsa_bench.shapes import Shape
+from nsa_bench.timing import measure
 from nsa_core import tuned
-from nsa_core.bench.cells import part_work
-from nsa_core.bench.clocks import clock_for
-from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
-from nsa_core.bench.inputs import make_inputs
-from nsa_core.bench.machine import device_name
-from nsa_core.bench.shapes import Shape
-from nsa_core.bench.timing import measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.plan import Plan, resolve

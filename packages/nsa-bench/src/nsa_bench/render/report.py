@@ -13,10 +13,10 @@ from nsa_core.contract import SLOTS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nsa_core.bench.compare import Change
-    from nsa_core.bench.result import Measurement, Result
-    from nsa_core.bench.roofline import Peaks
-    from nsa_core.bench.timing import Performance
+    from nsa_bench.compare import Change
+    from nsa_bench.result import Measurement, Result
+    from nsa_bench.roofline import Peaks
+    from nsa_bench.timing import Performance
 
 Rows = tuple[str, list[str], list[list[str]]]  # title, columns, cells
 _MISSING = "yellow"  # style of a line that says why figures are missing
@@ -192,7 +192,7 @@ def page(result: Result) -> str:
     """The report as one HTML file: no script, nothing loaded from elsewhere."""
     import json
 
-    from nsa_cli.plots import render
+    from nsa_bench.render.plots import render
 
     picture = base64.b64encode(render(result, "png")).decode()
     told = list(summary(result))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench.baselines import Dense
-from nsa_core.bench.inputs import Inputs, make_inputs
+from nsa_bench.baselines import Dense
+from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.text import describe_error, did_you_mean

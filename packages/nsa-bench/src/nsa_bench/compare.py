@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from nsa_core.bench.result import Measurement, Result
-from nsa_core.bench.timing import NOT_MEASURED, Performance
+from nsa_bench.result import Measurement, Result
+from nsa_bench.timing import NOT_MEASURED, Performance
 from nsa_core.errors import InvalidInput
 
 Key = tuple[str, ...]

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from nsa_bench.baselines import Dense
+from nsa_bench.inputs import Inputs
+from nsa_bench.rivals import guarded
+from nsa_bench.timing import Work
 from nsa_core.attention import nsa_attention
-from nsa_core.bench.baselines import Dense
-from nsa_core.bench.inputs import Inputs
-from nsa_core.bench.rivals import guarded
-from nsa_core.bench.timing import Work
 from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nsa_bench.render.plots import BRANCH_COLOURS, colours_of
+from nsa_bench.render.report import number
 from nsa_cli.bench_decode import shares_of
-from nsa_cli.bench_report import number
-from nsa_cli.plots import BRANCH_COLOURS, colours_of
 
 if TYPE_CHECKING:
-    from nsa_core.bench.result import Measurement, Result
+    from nsa_bench.result import Measurement, Result
 
 
 def decode_figure(result: Result) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_core.bench.clocks import CpuClock, CudaClock
-from nsa_core.bench.roofline import Cost
-from nsa_core.bench.shapes import PAPER_BLOCKS, Shape
-from nsa_core.bench.timing import MAX_ROUNDS, Performance, Work, summarise
+from nsa_bench.clocks import CpuClock, CudaClock
+from nsa_bench.roofline import Cost
+from nsa_bench.shapes import PAPER_BLOCKS, Shape
+from nsa_bench.timing import MAX_ROUNDS, Performance, Work, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.module import NSAttention

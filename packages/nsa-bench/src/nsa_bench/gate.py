@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from nsa_core.bench.shapes import Shape
+from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError

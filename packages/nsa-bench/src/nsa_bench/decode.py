@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from nsa_core.bench import figures, roofline
-from nsa_core.bench.clocks import EagerClock, clock_for
-from nsa_core.bench.combos import Combo, ready_combos
-from nsa_core.bench.decode_works import (
+from nsa_bench import entries, roofline
+from nsa_bench.clocks import EagerClock, clock_for
+from nsa_bench.combos import Combo, ready_combos
+from nsa_bench.decode_workloads import (
     Cell,
     default_cells,
     dense_works,
@@ -25,12 +25,12 @@ from nsa_core.bench.decode_works import (
     step_costs,
     within_step,
 )
-from nsa_core.bench.gate import NOT_CORRECT, Gate, gate_case
-from nsa_core.bench.machine import machine
-from nsa_core.bench.result import Interrupted, Measurement, Part, Result
-from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.shapes import PAPER_BLOCKS, Shape, parse_shape
-from nsa_core.bench.timing import (
+from nsa_bench.environment import machine
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
+from nsa_bench.result import Interrupted, Measurement, Part, Result
+from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
+from nsa_bench.timing import (
     FAILED,
     INTERRUPTED,
     LATE,
@@ -143,7 +143,7 @@ class DecodeBench:
                 config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
                 page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
             )  # fmt: skip
-            figures.note_combo(self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}")
+            entries.note_combo(self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}")
             self._judge(combo, config, cell, dtype)
         return plans
 
@@ -224,13 +224,13 @@ class DecodeBench:
             )
             outcome = outcomes.get(subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE))
             made.append(
-                figures.measurement(
+                entries.measurement(
                     kind, outcome, costs["dense" if kind == "dense" else "total"], peaks, subject=subject,
                     shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode", batch=cell.batch,
                     length=cell.length, parts=parts,
                 )
             )  # fmt: skip
-        self._measurements += figures.beside_dense(made)
+        self._measurements += entries.beside_dense(made)
 
 
 def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int) -> Gate:
@@ -263,7 +263,7 @@ def _parts(
     for slot in SLOTS:
         outcome = outcomes.get(slot_key(combo, slot))
         if outcome is not None:
-            parts[slot] = figures.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
+            parts[slot] = entries.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
     return parts
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli.bench_report import number
+from nsa_bench.render.report import number
 from nsa_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from nsa_core.bench.result import Measurement, Result
+    from nsa_bench.result import Measurement, Result
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#6a3d9a", "#b15928")
 _GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
@@ -83,7 +83,7 @@ def _figure(result: Result) -> Any:
     from matplotlib.figure import Figure
 
     if any(m.phase == "decode" for m in result.measurements):
-        from nsa_cli.plots_decode import decode_figure
+        from nsa_bench.render.plots_decode import decode_figure
 
         return decode_figure(result)
     rows = list(dict.fromkeys((m.shape, m.dtype, m.inputs) for m in result.measurements))

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nsa_core.bench.result import Measurement, Part
-from nsa_core.bench.roofline import Cost, Peaks
-from nsa_core.bench.timing import Outcome
+from nsa_bench.result import Measurement, Part
+from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.timing import Outcome
 from nsa_core.plan import Plan
 
 

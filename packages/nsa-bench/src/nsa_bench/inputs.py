@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.bench.bytemodel import ByteModel, load, tokens_of, untrained
-from nsa_core.bench.shapes import Shape
+from nsa_bench.bytemodel import ByteModel, load, tokens_of, untrained
+from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.ops import stats_dtype

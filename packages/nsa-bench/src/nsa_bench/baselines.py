@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core.bench.inputs import Inputs, make_inputs
+from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.text import describe_error
 
@@ -19,7 +19,7 @@ from nsa_core.text import describe_error
 class Dense:
     """A dense kernel: ``forward(inputs)`` gives o; ``reason`` says why it cannot run, "" that it can.
 
-    Or, with another ``kind``, somebody else's NSA (nsa_core.bench.rivals), which computes that of ``config``.
+    Or, with another ``kind``, somebody else's NSA (nsa_bench.rivals), which computes that of ``config``.
     """
 
     name: str

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_bench.shapes import Shape
 from nsa_core import tensorfile
-from nsa_core.bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.module import NSAttention

@@ -1,0 +1,1 @@
+"""Timing NSA backends against dense attention: correctness first, all candidates interleaved in one run."""
