@@ -36,11 +36,11 @@ from nsa_backend_triton import launch, prepared
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.model import Block
 from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_core.plan import Plan
 from nsa_core.survey import request_of
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.model import Block
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
 devices = itertools.count(99)  # not ones that real kernels are kept for

@@ -19,11 +19,11 @@ import torch
 from train_cells import Bench, Plan, Row, median, quick
 
 from nsa_bench.crossover import crossing
-from nsa_core.lm.config import LMConfig, size
-from nsa_core.lm.data import Batch
-from nsa_core.lm.flops import row_flops
-from nsa_core.lm.graph import Graphed
-from nsa_core.lm.model import parameter_count
+from nsa_models.lm.config import LMConfig, size
+from nsa_models.lm.data import Batch
+from nsa_models.lm.flops import row_flops
+from nsa_models.lm.graph import Graphed
+from nsa_models.lm.model import parameter_count
 
 SECTIONS = ("stall", "layers", "toy", "memory", "throughput")
 

@@ -15,13 +15,13 @@ import torch
 from nsa_bench.environment import machine
 from nsa_bench.roofline import measure_peaks
 from nsa_core.files import write_atomic
-from nsa_core.lm.config import LMConfig, size
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.trainer import Trainer
 from nsa_core.text import describe_error
+from nsa_models.lm.config import LMConfig, size
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.trainer import Trainer
 
 Row = dict[str, Any]
 

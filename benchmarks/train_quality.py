@@ -19,12 +19,12 @@ import torch
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig
 from nsa_core.files import write_atomic
-from nsa_core.lm.config import LMConfig, size
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.trainer import Trainer
+from nsa_models.lm.config import LMConfig, size
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.trainer import Trainer
 
 MODELS = {"tiny": size("tiny"), "256": LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 4)}
 

@@ -14,16 +14,16 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.lm import log
-from nsa_core.lm.config import LMConfig, size
-from nsa_core.lm.data import batch_of
-from nsa_core.lm.model import IGNORED, LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.sentinel import leak_sentinel
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.trainer import Trainer
 from nsa_core.registry import default_registry
+from nsa_models.lm import log
+from nsa_models.lm.config import LMConfig, size
+from nsa_models.lm.data import batch_of
+from nsa_models.lm.model import IGNORED, LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.sentinel import leak_sentinel
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 # Blocks and window of the paper's sizes, few layers: what differs between backends is the attention.
@@ -136,7 +136,7 @@ def test_neither_a_batch_nor_the_numbers_of_a_step_wait_for_later_work():
 
 def test_a_resumed_run_goes_on(tmp_path):
     pytest.importorskip("safetensors")
-    from nsa_core.lm import checkpoint
+    from nsa_models.lm import checkpoint
 
     options = {"precision": "bfloat16"}
     expected = losses(trainer(**options), 6)

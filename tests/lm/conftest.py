@@ -1,4 +1,4 @@
-"""Small models and data that the tests of nsa_core.lm share."""
+"""Small models and data that the tests of nsa_models.lm share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # tests share standins.py
 
 from nsa_core import NSAConfig
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.corpus import ListCorpus
-from nsa_core.lm.data import TextRows
-from nsa_core.lm.tokens import ByteTokenizer
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.corpus import ListCorpus
+from nsa_models.lm.data import TextRows
+from nsa_models.lm.tokens import ByteTokenizer
 
 LAYER = NSAConfig(
     dim=24, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=6, compress_block_size=4, compress_stride=2,

@@ -1,4 +1,4 @@
-"""As much of pyarrow and of tokenizers as nsa_core.lm uses, for machines that have neither."""
+"""As much of pyarrow and of tokenizers as nsa_models.lm uses, for machines that have neither."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nsa_core.lm.model import LanguageModel
+from nsa_models.lm.model import LanguageModel
 
 pytestmark = pytest.mark.slow  # tracing takes its time
 

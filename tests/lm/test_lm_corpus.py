@@ -12,10 +12,10 @@ import standins
 from nsa_bench.python_docs import library_documents, library_text
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
-from nsa_core.lm import corpus as room
-from nsa_core.lm.corpus import open_corpus
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
+from nsa_models.lm import corpus as room
+from nsa_models.lm.corpus import open_corpus
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
 
 
 def epoch(path, number=0, start=0, **options):

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_core.lm.corpus import ListCorpus
-from nsa_core.lm.data import Row, TextRows, batch_of, is_held_out, unigram_entropy
-from nsa_core.lm.model import IGNORED
-from nsa_core.lm.synthetic import RecallRows, UniformRows
-from nsa_core.lm.tokens import ByteTokenizer
+from nsa_models.lm.corpus import ListCorpus
+from nsa_models.lm.data import Row, TextRows, batch_of, is_held_out, unigram_entropy
+from nsa_models.lm.model import IGNORED
+from nsa_models.lm.synthetic import RecallRows, UniformRows
+from nsa_models.lm.tokens import ByteTokenizer
 
 END = ByteTokenizer.end
 SHARE = 0.3

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_core.lm.generate import advance, generate
-from nsa_core.lm.mass import selected_mass
-from nsa_core.lm.model import LanguageModel
+from nsa_models.lm.generate import advance, generate
+from nsa_models.lm.mass import selected_mass
+from nsa_models.lm.model import LanguageModel
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_draws_are_the_seeds_and_of_the_likeliest(model):
 def test_it_stops_when_every_sequence_has_ended(model, monkeypatch):
     fixed = torch.tensor([[1, 2, 9, 4, 5], [3, 9, 6, 7, 8]])
     calls = iter(fixed.T)
-    monkeypatch.setattr("nsa_core.lm.generate._draw", lambda *_: next(calls))
+    monkeypatch.setattr("nsa_models.lm.generate._draw", lambda *_: next(calls))
     assert generate(model, fixed[:, :1], 5, end=9).tolist() == [[1, 2, 9], [3, 9, 9]]
     assert generate(model, fixed[:, :1], 0).shape == (2, 0)
 

@@ -10,13 +10,13 @@ import torch
 
 from nsa_core import NSAConfig, module
 from nsa_core.default_plan import default_plan
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.sentinel import LIMIT, leak_sentinel
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.trainer import Trainer
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.sentinel import LIMIT, leak_sentinel
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.trainer import Trainer
 
 WINDOW, VOCAB = 16, 32
 LAYER = NSAConfig(

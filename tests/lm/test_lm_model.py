@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from nsa_core import InvalidInput, NSAConfig
 from nsa_core.errors import NSAError
-from nsa_core.lm import model as room
-from nsa_core.lm.config import SIZES, LMConfig, size
-from nsa_core.lm.dense import DenseAttention
-from nsa_core.lm.model import IGNORED, LanguageModel, parameter_count
 from nsa_core.rope import rope_table, rotate
+from nsa_models.lm import model as room
+from nsa_models.lm.config import SIZES, LMConfig, size
+from nsa_models.lm.dense import DenseAttention
+from nsa_models.lm.model import IGNORED, LanguageModel, parameter_count
 
 
 def test_every_wrong_field_is_named(config):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm import log
-from nsa_core.lm.parallel import join
+from nsa_models.lm import log
+from nsa_models.lm.parallel import join
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.slow  # two processes start, and plan, and train

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_core.lm import checkpoint
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.start import from_dense, read_dense
+from nsa_models.lm import checkpoint
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.start import from_dense, read_dense
 
 
 @pytest.fixture

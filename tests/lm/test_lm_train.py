@@ -16,16 +16,16 @@ import torch
 
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
-from nsa_core.lm import checkpoint, log
-from nsa_core.lm import train as room
-from nsa_core.lm.data import batch_of
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import Data, DataSpec, open_data
-from nsa_core.lm.tokens import ByteTokenizer
-from nsa_core.lm.train import NotFinite, train
-from nsa_core.lm.trainer import Trainer
+from nsa_models.lm import checkpoint, log
+from nsa_models.lm import train as room
+from nsa_models.lm.data import batch_of
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import Data, DataSpec, open_data
+from nsa_models.lm.tokens import ByteTokenizer
+from nsa_models.lm.train import NotFinite, train
+from nsa_models.lm.trainer import Trainer
 
 pytest.importorskip("safetensors")
 HERE = World(torch.device("cpu"))

@@ -16,11 +16,11 @@ import pytest
 from nsa_cli import train_options
 from nsa_cli.choices import said_as_options
 from nsa_core import InvalidInput
-from nsa_core.lm import checkpoint, log
-from nsa_core.lm import train as room
-from nsa_core.lm.config import SIZES
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import DataSpec
+from nsa_models.lm import checkpoint, log
+from nsa_models.lm import train as room
+from nsa_models.lm.config import SIZES
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import DataSpec
 
 pytest.importorskip("safetensors")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nsa_core.lm.trainer.Trainer.step", killed)
+    monkeypatch.setattr("nsa_models.lm.trainer.Trainer.step", killed)
     assert nsa("train", *out, "--force").code == 130
     assert "cannot be read as a checkpoint" in nsa("train", "--out", str(tmp_path / "run"), "--resume").err
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "nsa-bench",
     "nsa-cli",
     "nsa-core",
+    "nsa-models",
     "nsa-verify",
 )
 

@@ -1,6 +1,6 @@
 """A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint.
 
-Not a model of nsa_core.lm, whose layer sees single bytes: a layer by itself, or above another that is as new, has not
+Not a model of nsa_models.lm, whose layer sees single bytes: a layer by itself, or above another that is as new, has not
 learned to choose after the hundred steps that benchmarks/real_blocks.py takes.
 """
 

@@ -30,8 +30,8 @@ def generate(
         import torch
 
         from nsa_core.errors import InvalidInput
-        from nsa_core.lm.checkpoint import read
-        from nsa_core.lm.generate import generate as made
+        from nsa_models.lm.checkpoint import read
+        from nsa_models.lm.generate import generate as made
 
         kept = read(checkpoint)
         tokenizer = kept.text()

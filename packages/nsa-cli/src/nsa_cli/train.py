@@ -15,12 +15,12 @@ from nsa_cli import train_options as options
 from nsa_cli.choices import named_backends, options_said, pick_device, said_as_options, spelt
 
 if TYPE_CHECKING:
-    from nsa_core.lm.checkpoint import Checkpoint
-    from nsa_core.lm.model import LanguageModel
-    from nsa_core.lm.parallel import World
-    from nsa_core.lm.tokens import Tokenizer
-    from nsa_core.lm.train import Progress
-    from nsa_core.lm.trainer import Trainer
+    from nsa_models.lm.checkpoint import Checkpoint
+    from nsa_models.lm.model import LanguageModel
+    from nsa_models.lm.parallel import World
+    from nsa_models.lm.tokens import Tokenizer
+    from nsa_models.lm.train import Progress
+    from nsa_models.lm.trainer import Trainer
 
 
 def train(
@@ -109,7 +109,7 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
 def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
     """Refuse options that this run would not look at."""
     from nsa_core.errors import InvalidInput
-    from nsa_core.lm.task import TASKS
+    from nsa_models.lm.task import TASKS
 
     data, tasks = given["data"], " and ".join(TASKS)
     named, what = (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
@@ -121,13 +121,13 @@ def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
 
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
     place = pick_device(given["device"], given["threads"])
-    from nsa_core.lm import checkpoint
-    from nsa_core.lm.parallel import join
-    from nsa_core.lm.recipe import Recipe
-    from nsa_core.lm.task import DataSpec, open_data
-    from nsa_core.lm.tokens import read_tokenizer
-    from nsa_core.lm.trainer import Trainer
     from nsa_core.tensorfile import need_safetensors
+    from nsa_models.lm import checkpoint
+    from nsa_models.lm.parallel import join
+    from nsa_models.lm.recipe import Recipe
+    from nsa_models.lm.task import DataSpec, open_data
+    from nsa_models.lm.tokens import read_tokenizer
+    from nsa_models.lm.trainer import Trainer
 
     need_safetensors()
     kept = checkpoint.read(given["out"]) if given["resume"] else None
@@ -162,9 +162,9 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
 def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -> LanguageModel:
     import torch
 
-    from nsa_core.lm.config import size
-    from nsa_core.lm.model import LanguageModel
-    from nsa_core.lm.start import from_dense, read_dense
+    from nsa_models.lm.config import size
+    from nsa_models.lm.model import LanguageModel
+    from nsa_models.lm.start import from_dense, read_dense
 
     named = named_backends(given["backends"])
     if kept is not None:
@@ -177,7 +177,7 @@ def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -
 
 
 def _run(trainer: Trainer, out: Path) -> list[Progress]:
-    from nsa_core.lm.train import train as run
+    from nsa_models.lm.train import train as run
 
     held_out = ""
 
@@ -210,7 +210,7 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:
-        from nsa_core.lm.data import unigram_entropy
+        from nsa_models.lm.data import unigram_entropy
 
         console.print(f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}")
     if trainer.data.spec.data == "uniform":
@@ -227,6 +227,6 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
 def _plot(out: Path, png: Path | None, svg: Path | None, force: bool) -> None:
     for file, kind in ((png, "png"), (svg, "svg")):
         if file is not None:
-            from nsa_cli.loss_plot import save
+            from nsa_models.lm.loss_plot import save
 
             save(out, file, kind, force)

@@ -51,9 +51,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the run in --out, 
 Png = Annotated[Path | None, typer.Option("--png", help="Plot the losses as PNG.", show_default=False)]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Plot the losses as SVG.", show_default=False)]
 
-# Options that are fields of nsa_core.lm.recipe.Recipe, and may change when a run is resumed.
+# Options that are fields of nsa_models.lm.recipe.Recipe, and may change when a run is resumed.
 FREE = ("steps", "accumulate", "recompute", "compile", "graph", "parallel", "eval_every", "save_every")
-# Fields of Recipe and nsa_core.lm.task.DataSpec whose options are called otherwise.
+# Fields of Recipe and nsa_models.lm.task.DataSpec whose options are called otherwise.
 RENAMED = {"learning_rate": "lr", "precision": "dtype", "graph": "cuda_graph", "vocab_size": "vocab"}
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
 # With --resume these are the checkpoint's: they fix what is computed.

@@ -8,8 +8,8 @@ import math
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import KINDS
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import KINDS
 
 PRECISIONS = ("float32", "bfloat16")
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core.cache import NSACache
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.dense import DenseAttention, DenseCache
 from nsa_core.module import NSAttention
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.dense import DenseAttention, DenseCache
 
 IGNORED = -100  # a target that is not trained on
 Cache = NSACache | DenseCache

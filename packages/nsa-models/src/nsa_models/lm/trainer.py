@@ -12,18 +12,18 @@ import torch
 
 from nsa_core.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
-from nsa_core.lm import checkpoint
-from nsa_core.lm.checkpoint import Checkpoint
-from nsa_core.lm.data import Batch, Row, batch_of
-from nsa_core.lm.graph import Graphed
-from nsa_core.lm.mass import Mass, selected_mass
-from nsa_core.lm.model import IGNORED, LanguageModel
-from nsa_core.lm.parallel import Replica, World, whole
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import Data
 from nsa_core.module import NSAttention
 from nsa_core.plan import Plan
 from nsa_core.survey import known_device
+from nsa_models.lm import checkpoint
+from nsa_models.lm.checkpoint import Checkpoint
+from nsa_models.lm.data import Batch, Row, batch_of
+from nsa_models.lm.graph import Graphed
+from nsa_models.lm.mass import Mass, selected_mass
+from nsa_models.lm.model import IGNORED, LanguageModel
+from nsa_models.lm.parallel import Replica, World, whole
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import Data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Trainer:
         return right / counted if counted else math.nan
 
     def selected_mass(self) -> list[Mass] | None:
-        """:func:`nsa_core.lm.mass.selected_mass` of the held-out row with the longest document.
+        """:func:`nsa_models.lm.mass.selected_mass` of the held-out row with the longest document.
 
         None where that is too short, where the model is dense, or where its parameters are spread over processes.
         """

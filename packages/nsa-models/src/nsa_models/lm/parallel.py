@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.model import LanguageModel
 from nsa_core.survey import known_device
+from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
 

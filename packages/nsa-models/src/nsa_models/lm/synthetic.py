@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.corpus import mixed
-from nsa_core.lm.data import Row
-from nsa_core.lm.model import IGNORED
+from nsa_models.lm.corpus import mixed
+from nsa_models.lm.data import Row
+from nsa_models.lm.model import IGNORED
 
 
 class SyntheticRows(abc.ABC):

@@ -10,9 +10,9 @@ from nsa_core.attention import nsa_attention
 from nsa_core.config import NSAConfig
 from nsa_core.default_plan import default_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.model import Block, LanguageModel
 from nsa_core.module import NSAttention, Projected
 from nsa_core.packing import TokenPlaces, token_places
+from nsa_models.lm.model import Block, LanguageModel
 
 _ROWS_AT_ONCE = 16
 

@@ -11,9 +11,9 @@ import torch
 
 from nsa_core import tensorfile
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.checkpoint import FORMAT, read
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.model import LanguageModel
+from nsa_models.lm.checkpoint import FORMAT, read
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.model import LanguageModel
 
 # Names that Hugging Face gives the layers of Llama and its kin, whose rotary pairs are halves as ours are.
 _LLAMA = {

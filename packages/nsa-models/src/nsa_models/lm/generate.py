@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.model import Cache, LanguageModel
+from nsa_models.lm.model import Cache, LanguageModel
 
 
 @torch.no_grad()

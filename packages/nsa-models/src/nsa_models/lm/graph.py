@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_core.lm.data import Batch
+from nsa_models.lm.data import Batch
 
 Work = Callable[[Batch], torch.Tensor]
 _WARM_UP = 3

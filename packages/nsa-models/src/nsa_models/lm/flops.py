@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nsa_bench.roofline import part_costs
-from nsa_core.lm.model import LanguageModel
+from nsa_models.lm.model import LanguageModel
 
 _NSA = ("cmp", "select", "sel", "win")
 

@@ -15,9 +15,9 @@ from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.interruption import exit_code, held
-from nsa_core.lm import checkpoint, log
-from nsa_core.lm.flops import row_flops
-from nsa_core.lm.trainer import Measured, Trainer
+from nsa_models.lm import checkpoint, log
+from nsa_models.lm.flops import row_flops
+from nsa_models.lm.trainer import Measured, Trainer
 
 
 @dataclasses.dataclass(frozen=True)

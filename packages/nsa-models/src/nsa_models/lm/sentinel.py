@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import World
-from nsa_core.lm.recipe import Recipe
-from nsa_core.lm.task import DataSpec, open_data
-from nsa_core.lm.trainer import Trainer
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.trainer import Trainer
 
 LIMIT = 0.02  # nats
 

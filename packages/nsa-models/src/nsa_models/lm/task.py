@@ -6,17 +6,17 @@ import dataclasses
 import itertools
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.corpus import open_corpus
-from nsa_core.lm.data import Row, Rows, TextRows
-from nsa_core.lm.synthetic import RecallRows, SyntheticRows, UniformRows
-from nsa_core.lm.tokens import ByteTokenizer, Tokenizer
+from nsa_models.lm.corpus import open_corpus
+from nsa_models.lm.data import Row, Rows, TextRows
+from nsa_models.lm.synthetic import RecallRows, SyntheticRows, UniformRows
+from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
 TASKS: dict[str, type[SyntheticRows]] = {"uniform": UniformRows, "recall": RecallRows}
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSpec:
-    """``data`` is a task of TASKS or a name that :func:`nsa_core.lm.corpus.open_corpus` takes.
+    """``data`` is a task of TASKS or a name that :func:`nsa_models.lm.corpus.open_corpus` takes.
 
     Raises:
         InvalidInput: a field is out of range; all offending fields are named with their values.

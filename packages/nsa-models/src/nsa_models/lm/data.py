@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.corpus import Corpus
-from nsa_core.lm.model import IGNORED
-from nsa_core.lm.tokens import Tokenizer
+from nsa_models.lm.corpus import Corpus
+from nsa_models.lm.model import IGNORED
+from nsa_models.lm.tokens import Tokenizer
 
 
 class Row(NamedTuple):
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What :class:`nsa_core.lm.model.LanguageModel` takes."""
+    """What :class:`nsa_models.lm.model.LanguageModel` takes."""
 
     tokens: torch.Tensor  # int64 [B, S], or packed [T]
     targets: torch.Tensor  # int64, of the same shape

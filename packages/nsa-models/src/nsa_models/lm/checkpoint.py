@@ -14,11 +14,11 @@ import torch
 
 from nsa_core import tensorfile
 from nsa_core.errors import InvalidInput
-from nsa_core.lm.config import LMConfig
-from nsa_core.lm.model import LanguageModel
-from nsa_core.lm.parallel import load_whole, share_of, whole
-from nsa_core.lm.tokens import Tokenizer, tokenizer_from_dict
 from nsa_core.text import describe_error
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.parallel import load_whole, share_of, whole
+from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
 FORMAT = "nsa-language-model 1"
 FILE = "checkpoint.safetensors"
