@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nsa_cli import scaffold
+from nsa_cli.support_matrix import support_matrix
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec
 from nsa_core.registry import Registry, discover
-from nsa_core.support import support_matrix
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
@@ -31,7 +31,7 @@ def test_the_tutorial_shows_the_files_of_the_template() -> None:
 def test_the_support_matrix_is_what_the_probes_say(monkeypatch) -> None:
     monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
     page = (DOCS / "backends.md").read_text()
-    assert page == support_matrix(discover(safe=True)), "python -m nsa_core.support > docs/backends.md"
+    assert page == support_matrix(discover(safe=True)), "python -m nsa_cli.support_matrix > docs/backends.md"
 
 
 def probe(request) -> list[Reason]:

@@ -7,10 +7,9 @@ import pathlib
 
 import pytest
 
-from nsa_cli import health
-from nsa_core import libraries
+from nsa_cli import health, trial_imports
+from nsa_cli.trial_imports import Tried
 from nsa_core.contract import Reason
-from nsa_core.libraries import Tried
 
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
 GPU = {"name": "Some GPU", "capability": [9, 0], "memory_bytes": 80 * 2**30}
@@ -115,7 +114,7 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
         "1 // 0",
         "facts = {'a': 1}",
     ]
-    hangs, exits, missing, raises, fine = libraries.try_all(bodies, 4.0)
+    hangs, exits, missing, raises, fine = trial_imports.try_all(bodies, 4.0)
     assert hangs.reason is not None
     assert (hangs.reason.code, "4 s" in hangs.reason.message) == ("hangs", True)
     assert exits.reason is not None
@@ -140,7 +139,7 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
     ],
 )
 def test_troubles_of_torch_and_the_gpu(monkeypatch, facts: dict, node: bool, said: list[str]) -> None:
-    monkeypatch.setattr(libraries, "has_nvidia_device", lambda: node)
+    monkeypatch.setattr(trial_imports, "has_nvidia_device", lambda: node)
     troubles = health._torch_troubles(Tried({**TORCH, **facts}, None))
     assert len(troubles) == len(said), troubles
     assert all(text in trouble["message"] and trouble["hint"] for text, trouble in zip(said, troubles))

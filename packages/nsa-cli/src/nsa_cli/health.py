@@ -13,10 +13,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from nsa_cli import output
-from nsa_core import libraries
+from nsa_cli import output, trial_imports
+from nsa_cli.trial_imports import Tried
 from nsa_core.contract import SLOTS
-from nsa_core.libraries import Tried
 from nsa_core.plugins import BackendEntry
 from nsa_core.registry import Registry
 
@@ -27,14 +26,14 @@ _OURS = ("nsa-core", "nsa-cli", "nsa-backend-sdpa", "nsa-backend-triton", "nsa-b
 def examine(limit_s: float) -> dict[str, Any]:
     """Everything `nsa doctor --json` prints; ``works``: torch imports and some backend runs a small attention."""
     registry = output.find_backends()
-    bodies = (libraries.TORCH, libraries.TRITON, libraries.FLASH_ATTN)
+    bodies = (trial_imports.TORCH, trial_imports.TRITON, trial_imports.FLASH_ATTN)
     safe = output.safe_mode()
     # Our own probes share a child process; each third-party probe, which may crash, has one to itself.
     groups = [[entry for entry in registry.ready() if entry.first_party]]
     groups += [[entry] for entry in registry.ready() if not entry.first_party]
-    probes = [libraries.PROBE.format(safe=safe, names=[entry.name for entry in group]) for group in groups]
-    attention = libraries.ATTENTION.format(safe=safe)
-    torch, triton, flash, ran, *asked = libraries.try_all([*bodies, attention, *probes], limit_s)
+    probes = [trial_imports.PROBE.format(safe=safe, names=[entry.name for entry in group]) for group in groups]
+    attention = trial_imports.ATTENTION.format(safe=safe)
+    torch, triton, flash, ran, *asked = trial_imports.try_all([*bodies, attention, *probes], limit_s)
     gpu = bool(torch.facts.get("gpus"))
     troubles = _python_troubles() + _torch_troubles(torch) + _optional_troubles(triton, flash, gpu)
     troubles += _backend_troubles(registry)
@@ -50,7 +49,7 @@ def examine(limit_s: float) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "packages": {name: found for name in _OURS if (found := _installed(name))},
         "torch": _library(torch, "torch"),
-        "driver": libraries.driver_version(),
+        "driver": trial_imports.driver_version(),
         "triton": _library(triton, "triton"),
         "flash_attn": _library(flash, "flash-attn"),
         "backends": [_backend(entry) for entry in registry.entries],
@@ -126,11 +125,13 @@ def _torch_troubles(tried: Tried) -> list[dict[str, str]]:
 
 def _cuda_troubles(found: dict[str, Any]) -> list[dict[str, str]]:
     troubles = []
-    if libraries.has_nvidia_device() and not found["cuda"] and not found["hip"]:
+    if trial_imports.has_nvidia_device() and not found["cuda"] and not found["hip"]:
         text = "there is an NVIDIA GPU, and this torch is built for the CPU only"
         troubles.append(_trouble("cuda", text, "pip install --force-reinstall torch, from an index with CUDA builds"))
-    elif found["cuda"] and not found["cuda_available"] and libraries.has_nvidia_device():
-        text = f"torch is built for CUDA {found['cuda']} and finds no usable GPU (driver {libraries.driver_version()})"
+    elif found["cuda"] and not found["cuda_available"] and trial_imports.has_nvidia_device():
+        text = (
+            f"torch is built for CUDA {found['cuda']} and finds no usable GPU (driver {trial_imports.driver_version()})"
+        )
         troubles.append(_trouble("cuda", text, "nvidia-smi  # a driver too old for this CUDA is the usual cause"))
     for gpu in found["gpus"]:
         major, minor = gpu["capability"]

@@ -1,6 +1,6 @@
 """docs/backends.md: which backend takes what, as the probes of this project's own backends answer.
 
-    python -m nsa_core.support > docs/backends.md
+    python -m nsa_cli.support_matrix > docs/backends.md
 
 Run it where there is no GPU and torch is a CPU build: probes see metadata only, so GPUs can be described.
 """
@@ -30,8 +30,8 @@ _BASE = Request(
 )  # fmt: skip
 _HEAD = """# Who runs what
 
-Written by `nsa_core.support` from the answers of the probes, for machines that are described rather than present; a
-test holds this page to them. A cell says which of the slots that a backend offers it takes, gradients included
+Written by `nsa_cli.support_matrix` from the answers of the probes, for machines that are described rather than present;
+a test holds this page to them. A cell says which of the slots that a backend offers it takes, gradients included
 ("forward": without them). What a probe finds missing on the machine that wrote this page (a package, a driver) is left
 out: `nsa backends explain` tells that of yours.
 
