@@ -36,9 +36,9 @@ from nsa_backend_triton import launch, prepared
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
+from nsa_core.dispatch.candidates import request_of
+from nsa_core.dispatch.plan import Plan
 from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
-from nsa_core.plan import Plan
-from nsa_core.survey import request_of
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 

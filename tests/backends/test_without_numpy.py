@@ -31,8 +31,8 @@ import dataclasses, sys
 sys.modules["numpy"] = None
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS, import_named
-from nsa_core.registry import discover
-from nsa_core.survey import ask
+from nsa_core.dispatch.registry import discover
+from nsa_core.dispatch.candidates import ask
 entry = discover(safe=True).get("triton")
 prefill = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",

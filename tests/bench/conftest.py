@@ -16,7 +16,7 @@ from nsa_bench import clocks, roofline
 from nsa_bench.run import Bench, Settings
 from nsa_bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
-from nsa_core.registry import Registry, discover
+from nsa_core.dispatch.registry import Registry, discover
 
 BLOCKS = (8, 4, 16, 3, 24)
 _numbers = itertools.count()  # an operator is made once per name of its functions

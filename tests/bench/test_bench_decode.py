@@ -20,8 +20,8 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import Performance, spread_of_repeats
 from nsa_cli import bench_decode
 from nsa_core.contract import SLOTS, SlotCall
-from nsa_core.plan import resolve
-from nsa_core.registry import Registry
+from nsa_core.dispatch.plan import resolve
+from nsa_core.dispatch.registry import Registry
 
 BLOCKS = (16, 8, 32, 4, 32)
 SHAPE = Shape(4, 2, 16, 16)

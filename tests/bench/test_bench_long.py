@@ -6,7 +6,7 @@ import pytest
 
 from nsa_bench import run as room
 from nsa_bench.combos import Combo
-from nsa_core import default_plan
+from nsa_core.dispatch import default_plan
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])

@@ -10,8 +10,8 @@ import torch
 from nsa_bench.shapes import parse_shape
 from nsa_bench.tune import steps, tune
 from nsa_cli import output
-from nsa_core import tuned
-from nsa_core.plan import resolve
+from nsa_core.dispatch import tuned
+from nsa_core.dispatch.plan import resolve
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 

@@ -11,7 +11,7 @@ import torch
 
 from nsa_cli import output
 from nsa_core.contract import SLOTS, BackendSpec, Reason
-from nsa_core.registry import BackendEntry, Registry, discover
+from nsa_core.dispatch.registry import BackendEntry, Registry, discover
 
 
 def of(document: dict, name: str) -> dict:
@@ -53,7 +53,7 @@ def test_list_without_probe_reads_metadata_only(nsa, monkeypatch):
     def trap(*args, **options):
         raise AssertionError("a plugin was loaded")
 
-    monkeypatch.setattr("nsa_core.registry.load", trap)
+    monkeypatch.setattr("nsa_core.dispatch.registry.load", trap)
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "fa2")
     document = json.loads(nsa("backends", "list", "--no-probe", "--json").out)
     assert (of(document, "sdpa")["status"], of(document, "sdpa")["slots"]) == ("not loaded", None)
@@ -224,7 +224,7 @@ def test_device_that_is_not_there_is_exit_3(nsa, monkeypatch):
 
 def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     asked = []
-    monkeypatch.setattr("nsa_core.registry.discover", lambda **options: asked.append(options) or Registry())
+    monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: asked.append(options) or Registry())
     nsa("--safe", "--plugin-limit", "3", "backends", "list")
     nsa("backends", "list")
     assert asked == [

@@ -15,8 +15,8 @@ from nsa_bench import clocks, decode, roofline, run, timing
 from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _Run
+from nsa_core.dispatch.registry import discover
 from nsa_core.interruption import held
-from nsa_core.registry import discover
 from nsa_verify import cases
 from nsa_verify.run import suite
 from nsa_verify.subject import Finding

@@ -16,9 +16,9 @@ import nsa_cli.verify
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_cli.verify import _jobs
+from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.interruption import held
-from nsa_core.registry import Registry
 from nsa_verify import cases
 from nsa_verify.run import runner, suite
 from nsa_verify.run.runner import judge

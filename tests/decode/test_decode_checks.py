@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
-from nsa_core.registry import Registry
+from nsa_core.dispatch.registry import Registry
 from nsa_verify.checks import decode_fused, decode_invariants
 from nsa_verify.checks.decode_parity import quick_steps
 from nsa_verify.run import suite

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_iter
 
 from nsa_core import BlockGeometry, NSAConfig, Unsupported, resolve
 from nsa_core.contract import SLOTS, SlotCall, import_named
+from nsa_core.dispatch.plan import Plan
+from nsa_core.dispatch.registry import default_registry
 from nsa_core.ops import Kernel
-from nsa_core.plan import Plan
-from nsa_core.registry import default_registry
 from nsa_verify.cases import Case
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import pytest
 
 from nsa_cli import scaffold
 from nsa_core.contract import BackendSpec, import_named
-from nsa_core.registry import default_registry
+from nsa_core.dispatch.registry import default_registry
 from nsa_verify.conformance import BackendConformance
 
 Changes = Mapping[str, tuple[str, str]]  # module of the package -> (text that stands there once, what is put there)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, module
-from nsa_core.default_plan import default_plan
+from nsa_core.dispatch.default_plan import default_plan
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World

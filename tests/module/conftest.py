@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # tests share dense_backend.py and cases.py
 
 from dense_backend import dense_plan
-from nsa_core import default_plan
+from nsa_core.dispatch import default_plan
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         asked.append({"dtype": dtype, "varlen": varlen, "needs_grad": needs_grad, **others})
         return dense_plan(config, dtype, varlen=varlen, needs_grad=needs_grad)
 
-    monkeypatch.setattr("nsa_core.plan.resolve", resolve)
+    monkeypatch.setattr("nsa_core.dispatch.plan.resolve", resolve)
     monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
     return asked
 

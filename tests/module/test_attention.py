@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import nsa_core.plan
+import nsa_core.dispatch.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, Unsupported, nsa_attention
@@ -258,14 +258,14 @@ def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
 
 
 def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkeypatch):
-    resolve = nsa_core.plan.resolve
+    resolve = nsa_core.dispatch.plan.resolve
 
     def cannot_train(config, *, needs_grad, **others):
         if needs_grad:
             raise Unsupported("forward only")
         return resolve(config, needs_grad=needs_grad, **others)
 
-    monkeypatch.setattr(nsa_core.plan, "resolve", cannot_train)
+    monkeypatch.setattr(nsa_core.dispatch.plan, "resolve", cannot_train)
     given = inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(Unsupported, match="forward only"):
         nsa_attention(*given, config=CONFIG)
@@ -274,13 +274,13 @@ def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkey
 
 
 def test_long_sequences_have_a_plan_of_their_own(planned, monkeypatch):
-    monkeypatch.setattr(nsa_core.default_plan, "LONG_SEQUENCE", 20)
+    monkeypatch.setattr(nsa_core.dispatch.default_plan, "LONG_SEQUENCE", 20)
     layer = nsa_core.NSAttention(CONFIG).double()
     for length in (12, 19, 20, 40):
         nsa_attention(*inputs(CONFIG, 1, length), config=CONFIG)
         layer(torch.zeros(1, length, CONFIG.dim, dtype=torch.float64))
     assert [a["seq_len"] for a in planned] == [None, 20]
-    assert layer.plan is nsa_core.default_plan.default_plan(
+    assert layer.plan is nsa_core.dispatch.default_plan.default_plan(
         CONFIG, torch.device("cpu"), torch.float64, False, True, None, True
     )
     nsa_attention(*inputs(CONFIG, 40), config=CONFIG, cu_seqlens=boundaries(40))

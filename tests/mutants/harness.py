@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
-from nsa_core.registry import discover
+from nsa_core.dispatch.registry import discover
 from nsa_verify.run import suite
 from nsa_verify.subject import Finding, Subject
 

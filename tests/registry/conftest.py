@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import pytest
 
 import toys
-from nsa_core import isolate
-from nsa_core.plugins import installed
-from nsa_core.registry import Registry, discover
+from nsa_core.dispatch import trial
+from nsa_core.dispatch.loading import installed
+from nsa_core.dispatch.registry import Registry, discover
 
 LIMIT_S = 8.0  # for children on a busy machine; only toy-hangs ever takes it up
 
@@ -49,7 +49,7 @@ def tamed(zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         patch.syspath_prepend(str(zoo))
         foreign = [plugin for plugin in installed() if not plugin.first_party]
         # Before anything is loaded here: a deadly toy that slips through would end the test run, some with status 0.
-        assert {plugin.distribution for plugin in isolate.crashed(foreign, LIMIT_S)} == set(toys.DEADLY)
+        assert {plugin.distribution for plugin in trial.crashed(foreign, LIMIT_S)} == set(toys.DEADLY)
         return discover(isolate=True, limit_s=LIMIT_S), cache
 
 

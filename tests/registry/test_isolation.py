@@ -11,9 +11,9 @@ import time
 import pytest
 
 import toys
-from nsa_core import isolate
-from nsa_core.plugins import Plugin, installed
-from nsa_core.registry import discover
+from nsa_core.dispatch import trial
+from nsa_core.dispatch.loading import Plugin, installed
+from nsa_core.dispatch.registry import discover
 
 
 def plugin(name: str) -> Plugin:
@@ -25,7 +25,7 @@ def test_remembered_crash_is_honoured_without_a_child(install):
     assert "SIGSEGV" in discover(isolate=True).get("toy-segfault").reason.message
     entry = discover().get("toy-segfault")  # in this process: importing it would end the test run
     assert (entry.status, entry.reason.code) == ("broken", "crashes")
-    assert str(isolate.cache_file()) in entry.reason.hint
+    assert str(trial.cache_file()) in entry.reason.hint
 
 
 def test_verdict_is_dropped_when_the_plugin_changes(install):
@@ -39,13 +39,13 @@ def test_verdict_is_dropped_when_the_plugin_changes(install):
 
 def test_survivors_are_remembered_too(install, monkeypatch):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
-    assert isolate.crashed([plugin("toy-fine")]) == {}
+    assert trial.crashed([plugin("toy-fine")]) == {}
 
     def no_child(plugin):
         raise AssertionError("a child was started")
 
-    monkeypatch.setattr(isolate, "_start", no_child)
-    assert isolate.crashed([plugin("toy-fine")]) == {}
+    monkeypatch.setattr(trial, "_start", no_child)
+    assert trial.crashed([plugin("toy-fine")]) == {}
 
 
 def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeyp
     for name, does in body.items():
         source = toys.good(name, name.replace("-", "_"), probe="own_probe")
         install(name, textwrap.dedent(source) + f"\ndef own_probe(request):\n    {does}\n")
-    assert isolate.crashed([plugin(name) for name in body]) == {}
+    assert trial.crashed([plugin(name) for name in body]) == {}
 
 
 def test_hang_under_a_shorter_limit_is_tried_again(install):
@@ -79,8 +79,8 @@ def test_hang_under_a_shorter_limit_is_tried_again(install):
 )
 def test_corrupted_cache_is_ignored_and_rewritten(install, content):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
-    file = isolate.cache_file()
-    isolate.crashed([plugin("toy-fine")])
+    file = trial.cache_file()
+    trial.crashed([plugin("toy-fine")])
     if content == "entry":
         document = json.loads(file.read_text())
         for key in document["verdicts"]:

@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 
-from nsa_core import survey as survey_module
 from nsa_core.contract import SLOTS, Reason
+from nsa_core.dispatch import candidates as survey_module
+from nsa_core.dispatch.plan import resolve
+from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
-from nsa_core.plan import resolve
-from nsa_core.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
 
 
@@ -136,7 +136,7 @@ def together(work, count: int = 8) -> list:
 
 
 def test_row_52_first_calls_together_find_one_registry(monkeypatch):
-    registry_module, made = sys.modules["nsa_core.registry"], []
+    registry_module, made = sys.modules["nsa_core.dispatch.registry"], []
     monkeypatch.setattr(registry_module, "_default", None)
     real = registry_module.discover
     monkeypatch.setattr(registry_module, "discover", lambda: made.append(1) or time.sleep(0.05) or real())

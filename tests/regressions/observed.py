@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nsa_core.dispatch.registry import default_registry
 from nsa_core.layout import BlockGeometry
 from nsa_core.ops import Kernel, slot_op
-from nsa_core.registry import default_registry
 
 Sets = list[list[list[list[int]]]]  # [B][S][G] -> keys, ascending
 

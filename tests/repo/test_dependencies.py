@@ -117,7 +117,7 @@ def test_a_layer_imports_without_the_compiler():
 def test_a_result_is_marked_constant_as_torch_marks_it():
     import torch
 
-    from nsa_core.default_plan import constant_result
+    from nsa_core.dispatch.default_plan import constant_result
 
     assert vars(constant_result(lambda: 0)) == vars(torch.compiler.assume_constant_result(lambda: 0)) != {}
 

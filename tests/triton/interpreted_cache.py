@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core.registry import default_registry
+from nsa_core.dispatch.registry import default_registry
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "decode"))
 

@@ -18,9 +18,9 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Found
 from nsa_core.contract import Reason, Request, import_named
+from nsa_core.dispatch.candidates import details
+from nsa_core.dispatch.registry import Registry
 from nsa_core.layout import BlockGeometry
-from nsa_core.registry import Registry
-from nsa_core.survey import details
 
 GOOD = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,

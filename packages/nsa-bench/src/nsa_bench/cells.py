@@ -16,7 +16,7 @@ from nsa_core.attention import nsa_attention
 from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.plan import Plan
+from nsa_core.dispatch.plan import Plan
 
 PHASES = ("forward", "backward", "both")
 TOTAL = "total "

@@ -9,9 +9,9 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
+from nsa_core.dispatch.candidates import survey
+from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
-from nsa_core.registry import Registry
-from nsa_core.survey import survey
 from nsa_core.text import did_you_mean
 
 

@@ -17,9 +17,9 @@ from nsa_bench.shapes import PAPER_BLOCKS, Shape
 from nsa_bench.timing import MAX_ROUNDS, Performance, Work, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.dispatch.plan import Plan
 from nsa_core.module import NSAttention
 from nsa_core.ops import stats_dtype
-from nsa_core.plan import Plan
 
 LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
 

@@ -30,11 +30,11 @@ from nsa_bench.shapes import PAPER_BLOCKS, Shape
 from nsa_bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
-from nsa_core.default_plan import is_long
+from nsa_core.dispatch.default_plan import is_long
+from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_core.interruption import NEVER, Interruption
-from nsa_core.plan import Plan, resolve
-from nsa_core.registry import Registry
 from nsa_core.text import describe_error
 
 

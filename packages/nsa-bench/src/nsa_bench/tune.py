@@ -15,12 +15,12 @@ from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import measure
-from nsa_core import tuned
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.plan import Plan, resolve
-from nsa_core.registry import Registry
-from nsa_core.survey import survey
+from nsa_core.dispatch import tuned
+from nsa_core.dispatch.candidates import survey
+from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import Registry
 
 PHASES = {"inference": "forward", "training": "both"}
 

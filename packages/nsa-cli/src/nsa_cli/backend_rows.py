@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
 from nsa_core.contract import SLOTS, Reason
+from nsa_core.dispatch.loading import BackendEntry, installed
+from nsa_core.dispatch.registry import Registry, disabled_reason
 from nsa_core.errors import BackendUnavailable
-from nsa_core.plugins import BackendEntry, installed
-from nsa_core.registry import Registry, disabled_reason
 
 if TYPE_CHECKING:
-    from nsa_core.survey import Candidate
+    from nsa_core.dispatch.candidates import Candidate
 
 SCHEMA_VERSION = 1
 
@@ -50,8 +50,8 @@ def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Can
     import torch
 
     from nsa_core.config import NSAConfig
-    from nsa_core.plan import describe_request
-    from nsa_core.survey import survey
+    from nsa_core.dispatch.candidates import survey
+    from nsa_core.dispatch.plan import describe_request
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     answers = survey(NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry, phase=phase)
@@ -61,7 +61,7 @@ def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Can
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
     """Put into each row of ``document`` what its backend says of itself on this machine."""
-    from nsa_core.survey import details
+    from nsa_core.dispatch.candidates import details
 
     entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
     for row in document["backends"]:

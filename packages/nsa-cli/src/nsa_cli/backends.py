@@ -12,7 +12,7 @@ from nsa_cli import output
 from nsa_cli.choices import pick_device
 
 if TYPE_CHECKING:
-    from nsa_core.survey import Survey
+    from nsa_core.dispatch.candidates import Survey
 
 _HELP = """List the backends, show one, or explain who would run a request and why.
 
@@ -133,7 +133,7 @@ def explain(
     named = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
     with output.exit_codes():
         from nsa_core.config import NSAConfig
-        from nsa_core.survey import survey
+        from nsa_core.dispatch.candidates import survey
 
         answers: Survey = survey(
             NSAConfig(

@@ -96,7 +96,7 @@ def pick_device(text: str, threads: int | None = None) -> str:
     quiet_profiler()
     import torch
 
-    from nsa_core.survey import known_device
+    from nsa_core.dispatch.candidates import known_device
 
     if threads is not None:
         torch.set_num_threads(threads)

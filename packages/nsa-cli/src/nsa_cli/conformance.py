@@ -49,7 +49,7 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
     quiet_profiler()
     import torch
 
-    from nsa_core.survey import known_device
+    from nsa_core.dispatch.candidates import known_device
 
     if device != "auto":
         known_device(device)

@@ -7,9 +7,9 @@ from typing import Any
 
 from nsa_cli import output
 from nsa_core.contract import Reason
+from nsa_core.dispatch.candidates import Candidate, Survey
+from nsa_core.dispatch.plan import decide, describe_request
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
-from nsa_core.plan import decide, describe_request
-from nsa_core.survey import Candidate, Survey
 
 SCHEMA_VERSION = 1
 

@@ -16,8 +16,8 @@ from packaging.version import InvalidVersion, Version
 from nsa_cli import output, trial_imports
 from nsa_cli.trial_imports import Tried
 from nsa_core.contract import SLOTS
-from nsa_core.plugins import BackendEntry
-from nsa_core.registry import Registry
+from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.registry import Registry
 
 SCHEMA_VERSION = 1
 _OURS = ("nsa-core", "nsa-cli", "nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from nsa_core.registry import Registry
+    from nsa_core.dispatch.registry import Registry
 
 __all__ = [
     "check_writable",
@@ -61,7 +61,7 @@ def safe_mode() -> bool:
 
 def find_backends() -> Registry:
     """Every backend, third-party plugins tried in a child process first; only ours in safe mode."""
-    from nsa_core.registry import discover
+    from nsa_core.dispatch.registry import discover
 
     safe, limit_s = _plugin_options
     return discover(isolate=True, safe=safe, limit_s=limit_s)

@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Template
 
 from nsa_core.contract import API_VERSION
+from nsa_core.dispatch.loading import FIRST_PARTY, installed, normalized
 from nsa_core.errors import InvalidInput
-from nsa_core.plugins import FIRST_PARTY, installed, normalized
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST = 40

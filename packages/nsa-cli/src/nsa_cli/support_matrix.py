@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from nsa_core.contract import SLOTS, Reason, Request
+from nsa_core.dispatch.candidates import ask
+from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.layout import BlockGeometry
-from nsa_core.plugins import BackendEntry
-from nsa_core.registry import Registry, discover
-from nsa_core.survey import ask
 from nsa_core.text import one_line
 
 DEVICES: tuple[tuple[str, str, tuple[int, int] | None], ...] = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason
-from nsa_core.isolate import end, ended, start
+from nsa_core.dispatch.trial import end, ended, start
 
 # What each child prints as JSON: a dict of facts. An exception becomes {"error": "..."}.
 TORCH = """
@@ -33,8 +33,8 @@ FLASH_ATTN = 'import flash_attn, flash_attn_2_cuda\nfacts = {"version": flash_at
 ATTENTION = """
 import torch
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core.plan import resolve
-from nsa_core.registry import discover
+from nsa_core.dispatch.plan import resolve
+from nsa_core.dispatch.registry import discover
 registry = discover(safe={safe!r})
 config = NSAConfig(64, 4, 2, num_selected_blocks=3)
 facts = {{}}
@@ -51,8 +51,8 @@ for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
 PROBE = """
 import torch
 from nsa_core import NSAConfig
-from nsa_core.registry import discover
-from nsa_core.survey import survey
+from nsa_core.dispatch.registry import discover
+from nsa_core.dispatch.candidates import survey
 registry = discover(safe={safe!r})
 registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
 faults = ("probe_raised", "probe_nonsense", "probe_too_slow")

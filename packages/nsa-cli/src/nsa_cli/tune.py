@@ -42,7 +42,7 @@ def tune(
         from nsa_bench.shapes import parse_shape
         from nsa_bench.tune import steps
         from nsa_bench.tune import tune as measure
-        from nsa_core import tuned
+        from nsa_core.dispatch import tuned
 
         config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()

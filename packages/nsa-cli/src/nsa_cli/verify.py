@@ -19,7 +19,7 @@ from nsa_core.interruption import Interruption, held
 if TYPE_CHECKING:
     import torch
 
-    from nsa_core.plan import Plan
+    from nsa_core.dispatch.plan import Plan
     from nsa_verify.subject import Subject
 
 SCHEMA_VERSION = 1

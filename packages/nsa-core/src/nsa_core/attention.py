@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from nsa_core.chunks import packed_blocks
 from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig, must_be_config
-from nsa_core.default_plan import default_plan, is_long, must_be_plan
+from nsa_core.dispatch.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
 from nsa_core.validate import (
@@ -27,7 +27,7 @@ from nsa_core.validate import (
 )
 
 if TYPE_CHECKING:
-    from nsa_core.plan import Plan
+    from nsa_core.dispatch.plan import Plan
 
 KV = torch.Tensor | Sequence[torch.Tensor | None]
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)

@@ -17,7 +17,7 @@ from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig, must_be_config
-from nsa_core.default_plan import default_plan, frozen_backends, is_long, must_be_plan
+from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
 from nsa_core.gating import gates_of, make_gate
 from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
@@ -28,7 +28,7 @@ from nsa_core.validate import check_layer_input
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
-    from nsa_core.plan import Plan
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.stats import NSAStats
 
 

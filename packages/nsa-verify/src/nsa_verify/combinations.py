@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nsa_core.registry import Registry
-from nsa_core.survey import survey
+from nsa_core.dispatch.candidates import survey
+from nsa_core.dispatch.registry import Registry
 from nsa_verify import cases
 
 BRANCHES = ("cmp", "sel", "win")

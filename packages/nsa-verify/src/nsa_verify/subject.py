@@ -10,15 +10,15 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, BackendSpec
+from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import default_registry
 from nsa_core.ops import Kernel
-from nsa_core.plan import Plan, resolve
-from nsa_core.registry import default_registry
 from nsa_core.text import dtype_name
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
 
 if TYPE_CHECKING:
-    from nsa_core.registry import Registry
+    from nsa_core.dispatch.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from nsa_core.gating import gates_of
 if TYPE_CHECKING:
     from nsa_core.cache.arrival import Arrival
     from nsa_core.cache.state import NSACache
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.module import NSAttention
-    from nsa_core.plan import Plan
 
 
 def prefill(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nsa_core.cache.state import NSACache
-from nsa_core.default_plan import must_be_plan
+from nsa_core.dispatch.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.plain import dtype_and_device_from
 from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.module import NSAttention
-    from nsa_core.plan import Plan
 
 
 class CacheSizes(NamedTuple):
@@ -50,8 +50,8 @@ def make_cache(
     attn: NSAttention, sizes: CacheSizes, dtype: torch.dtype, device: str | torch.device | None, plan: Plan | None
 ) -> NSACache:
     """NSAttention.new_cache."""
-    from nsa_core.plan import resolve
-    from nsa_core.survey import known_device
+    from nsa_core.dispatch.candidates import known_device
+    from nsa_core.dispatch.plan import resolve
 
     sizes.check()
     if not isinstance(dtype, torch.dtype):

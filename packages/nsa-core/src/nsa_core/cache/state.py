@@ -19,8 +19,8 @@ from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.cache.setup import CacheSizes
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.module import NSAttention
-    from nsa_core.plan import Plan
 
 _Rows = tuple[torch.Tensor, torch.Tensor]
 

@@ -34,8 +34,8 @@ from nsa_core.surroundings import capturing
 if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores
     from nsa_core.config import NSAConfig
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.module import NSAttention
-    from nsa_core.plan import Plan
 
 FEW_TOKENS = 32  # whose gates are few enough that launches are what they cost
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

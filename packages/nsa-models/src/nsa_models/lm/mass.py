@@ -8,7 +8,7 @@ import torch
 
 from nsa_core.attention import nsa_attention
 from nsa_core.config import NSAConfig
-from nsa_core.default_plan import default_plan
+from nsa_core.dispatch.default_plan import default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.module import NSAttention, Projected
 from nsa_core.packing import TokenPlaces, token_places

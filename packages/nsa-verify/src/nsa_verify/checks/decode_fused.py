@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from nsa_core.dispatch.plan import Plan
 from nsa_core.ops import stats_dtype
-from nsa_core.plan import Plan
 from nsa_core.rope import RopeTable, rope_table, rotate
 from nsa_core.text import dtype_name
 from nsa_verify import oracle

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from nsa_core import tuned
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.contract import SLOTS, Reason, Request, import_named
+from nsa_core.dispatch import tuned
+from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
+from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.ops import DIFFERENTIABLE
-from nsa_core.plugins import BackendEntry, is_reason, report_hint
-from nsa_core.registry import Registry
 from nsa_core.text import describe_error, did_you_mean, dtype_name, one_line
 
 PROBE_LIMIT_S = 5.0
@@ -87,7 +87,7 @@ def survey(
     page_size: int | None = None,
     registry: Registry,
 ) -> Survey:
-    """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.plan.resolve`.
+    """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.dispatch.plan.resolve`.
 
     Raises:
         InvalidInput: an argument is wrong for every backend, or names a slot or backend that is not known.

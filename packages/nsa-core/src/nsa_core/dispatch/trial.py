@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason, Request, import_named
+from nsa_core.dispatch.loading import BackendEntry, Plugin, load
 from nsa_core.errors import InvalidInput
 from nsa_core.files import user_cache, write_atomic
 from nsa_core.layout import BlockGeometry
-from nsa_core.plugins import BackendEntry, Plugin, load
 
 LIMIT_S = 20.0
-_PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.survey
+_PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.dispatch.candidates
 _AT_ONCE = 8
 _SURVIVED = 86  # exit status; no pipe, because a grandchild that outlives the child would keep a pipe open
 _SCHEMA = 2  # 1: probes were not asked
@@ -91,7 +91,7 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Verdict]
 def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
     # The caller's own path, set before anything is imported; an argument, so that no environment variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    code = f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.isolate import _child\n_child(*sys.argv[1:])"
+    code = f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import _child\n_child(*sys.argv[1:])"
     return start([code, plugin.name, plugin.value])
 
 

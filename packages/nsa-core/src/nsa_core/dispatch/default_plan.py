@@ -11,9 +11,9 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.dispatch.candidates import backends_problems
+from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput, Unsupported
-from nsa_core.plan import Plan
-from nsa_core.survey import backends_problems
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
@@ -116,7 +116,7 @@ def _made(
     long: bool,
 ) -> str:
     """Name of the attribute of ``plans`` that holds the plan."""
-    from nsa_core.plan import resolve
+    from nsa_core.dispatch.plan import resolve
 
     plan = resolve(
         NSAConfig(*values),

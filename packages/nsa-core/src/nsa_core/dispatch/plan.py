@@ -14,10 +14,10 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
 from nsa_core.decode_ops import DecodeKernel, decode_kernel
+from nsa_core.dispatch.candidates import Backends, Candidate, Survey, survey
+from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.ops import Kernel, slot_op
-from nsa_core.registry import Registry, default_registry
-from nsa_core.survey import Backends, Candidate, Survey, survey
 from nsa_core.text import describe_error, one_line
 
 __all__ = ["Candidate", "Choice", "Plan", "Survey", "decide", "describe_request", "resolve", "survey"]
@@ -109,7 +109,7 @@ class Plan:
             InvalidInput: ``device`` is of another kind than the plan's.
             NSAError: a kernel failed; the message names it.
         """
-        from nsa_core.warmup import warm
+        from nsa_core.dispatch.warmup import warm
 
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:

@@ -8,10 +8,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
-from nsa_core import isolate as isolation
 from nsa_core.contract import BackendSpec, Reason
+from nsa_core.dispatch import trial as isolation
+from nsa_core.dispatch.loading import FIRST_PARTY, BackendEntry, Plugin, failed, installed, load, load_spec, normalized
 from nsa_core.errors import InvalidInput
-from nsa_core.plugins import FIRST_PARTY, BackendEntry, Plugin, failed, installed, load, load_spec, normalized
 from nsa_core.text import did_you_mean, one_line
 
 __all__ = ["BackendEntry", "Registry", "default_registry", "disabled_reason", "discover", "mark_conflicts"]

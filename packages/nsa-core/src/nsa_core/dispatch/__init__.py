@@ -1,0 +1,1 @@
+"""From installed plugins to a plan: loading, probing, choosing, warming up."""
