@@ -38,7 +38,7 @@ from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
-from nsa_core.ops import DIFFERENTIABLE, Kernel, output_specs, slot_op
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 

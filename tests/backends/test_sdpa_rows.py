@@ -10,7 +10,7 @@ import torch
 
 from nsa_core import NSAConfig, resolve
 from nsa_core.dispatch.registry import default_registry
-from nsa_core.ops import slot_op
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.cases import Case
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.subject import SlotRun, bits, run_slot, run_slots, slot_inputs

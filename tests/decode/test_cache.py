@@ -9,7 +9,7 @@ import torch
 
 from caches import EDGES, OPTIONS, assert_equal, layer_of, one_by_one, poisoned_cache, tokens, truth, whole
 from nsa_core.cache import step
-from nsa_core.ops import record_dispatch
+from nsa_core.torch_ops.slot_op import record_dispatch
 
 LENGTH = 53
 

@@ -17,7 +17,7 @@ from nsa_core import BlockGeometry, NSAConfig, Unsupported, resolve
 from nsa_core.contract import SLOTS, SlotCall, import_named
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import default_registry
-from nsa_core.ops import Kernel
+from nsa_core.torch_ops.slot_op import Kernel
 from nsa_verify.cases import Case
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
-from nsa_core.ops import Kernel, slot_op, stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.torch_ops.slot_op import Kernel, slot_op, stats_dtype
 
 
 def _rows(tensors: tuple[torch.Tensor, ...], call: SlotCall) -> tuple[list[torch.Tensor], Any, Any, torch.Tensor]:

@@ -11,8 +11,8 @@ from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, nsa_attention
 from nsa_core.contract import SlotSpec
-from nsa_core.differentiable import unseen
-from nsa_core.ops import slot_op
+from nsa_core.torch_ops.autograd import unseen
+from nsa_core.torch_ops.slot_op import slot_op
 
 CONFIG = small()
 

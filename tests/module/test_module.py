@@ -12,8 +12,8 @@ from cases import boundaries, layer_of, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.ops import record_dispatch
 from nsa_core.rope import rope_table, rotate
+from nsa_core.torch_ops.slot_op import record_dispatch
 
 pytestmark = pytest.mark.usefixtures("planned")
 OPTIONS = {

@@ -130,7 +130,7 @@ def test_check_names_layer_branch_and_backend(slot, value, monkeypatch):
 def _slot_of(slot):
     """The operator whose overload the plan calls."""
     from dense_backend import _spec
-    from nsa_core.ops import slot_op
+    from nsa_core.torch_ops.slot_op import slot_op
 
     return slot_op("dense", slot, _spec(slot))
 

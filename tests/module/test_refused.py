@@ -7,7 +7,7 @@ import torch
 
 from cases import boundaries, inputs, layer_of, small
 from nsa_core import InvalidInput, NSAttention, nsa_attention, resolve, unpad
-from nsa_core.validate import check_cu_seqlens
+from nsa_core.torch_ops.tensor_checks import check_cu_seqlens
 
 CONFIG = small()
 

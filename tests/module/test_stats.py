@@ -55,7 +55,7 @@ def test_stats_of_a_layer(planned):
 
 
 def test_stats_leave_no_trace(planned):
-    from nsa_core.ops import record_dispatch
+    from nsa_core.torch_ops.slot_op import record_dispatch
 
     attn, x = NSAttention(small()).double(), torch.randn(1, 60, 24, dtype=torch.float64, requires_grad=True)
     with record_dispatch() as calls:

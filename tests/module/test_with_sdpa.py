@@ -54,7 +54,7 @@ def test_plan_of_a_layer_is_what_ran():
     attn = NSAttention(CONFIG, backends={"win": "sdpa"})
     assert attn.plan.choices["win"].explicit
     assert not attn.plan.choices["sel"].explicit
-    with nsa_core.ops.record_dispatch() as calls:
+    with nsa_core.torch_ops.slot_op.record_dispatch() as calls:
         attn(torch.randn(1, 20, 24))
     assert {c.slot: c.backend for c in calls} == {slot: choice.backend for slot, choice in attn.plan.choices.items()}
 

@@ -10,10 +10,10 @@ import torch
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core import InvalidInput, NSAConfig, resolve
 from nsa_core.contract import SLOTS, DecodeCall, Request
-from nsa_core.decode_ops import DecodeKernel
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import Unsupported
-from nsa_core.ops import record_dispatch
+from nsa_core.torch_ops.decode_kernel import DecodeKernel
+from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = NSAConfig(
     dim=32, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=4, compress_block_size=8, compress_stride=4,

@@ -18,7 +18,7 @@ from nsa_backend_triton.strict.interpreter import strict
 from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
-from nsa_core.ops import record_dispatch
+from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import ODD, Step, StepData, decode_parity, step_data

@@ -15,7 +15,7 @@ from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.text import dtype_name
-from nsa_core.validate import (
+from nsa_core.torch_ops.tensor_checks import (
     Described,
     Metadata,
     check_cu_seqlens,

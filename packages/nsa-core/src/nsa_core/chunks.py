@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.layout import BlockGeometry
-from nsa_core.ops import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 class PackedBlocks(NamedTuple):

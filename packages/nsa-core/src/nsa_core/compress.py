@@ -17,9 +17,9 @@ from torch import nn
 from nsa_core.chunks import Chunks, PackedBlocks
 from nsa_core.joint_phi import JointPhi, fits
 from nsa_core.layout import BlockGeometry
-from nsa_core.ops import stats_dtype
 from nsa_core.plain import is_plain, is_plain_linear
-from nsa_core.surroundings import eager
+from nsa_core.torch_ops.slot_op import stats_dtype
+from nsa_core.torch_ops.torch_state import eager
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:

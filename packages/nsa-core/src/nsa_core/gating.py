@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.errors import InvalidInput
-from nsa_core.ops import stats_dtype
 from nsa_core.plain import is_plain_linear
-from nsa_core.surroundings import no_autocast
+from nsa_core.torch_ops.slot_op import stats_dtype
+from nsa_core.torch_ops.torch_state import no_autocast
 
 _SPREAD = 0.5  # of the logits at the start: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # of SiLU over a standard normal

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nsa_core.ops import stats_dtype
-from nsa_core.surroundings import autocasts, no_autocast
+from nsa_core.torch_ops.slot_op import stats_dtype
+from nsa_core.torch_ops.torch_state import autocasts, no_autocast
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

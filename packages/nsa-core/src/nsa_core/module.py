@@ -13,7 +13,6 @@ from torch import nn
 
 from nsa_core.attention import nsa_attention
 from nsa_core.cache.setup import CacheSizes, make_cache
-from nsa_core.checked import checked_plan
 from nsa_core.chunks import PackedBlocks, packed_blocks
 from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig, must_be_config
@@ -23,8 +22,9 @@ from nsa_core.heads import rotated_heads
 from nsa_core.packing import token_places
 from nsa_core.plain import dtype_and_device_from, is_plain
 from nsa_core.rope import Table, apart, as_used, rope_table, rotate, table_for
-from nsa_core.surroundings import autocasts, eager
-from nsa_core.validate import check_layer_input
+from nsa_core.torch_ops.finite_checks import checked_plan
+from nsa_core.torch_ops.tensor_checks import check_layer_input
+from nsa_core.torch_ops.torch_state import autocasts, eager
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache

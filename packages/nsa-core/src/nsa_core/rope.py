@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.ops import stats_dtype
 from nsa_core.rope_operator import cos_sin
-from nsa_core.surroundings import capturing, eager
+from nsa_core.torch_ops.slot_op import stats_dtype
+from nsa_core.torch_ops.torch_state import capturing, eager
 
 # Of a table that is kept, 8 MiB at D = 128: eight of them hold little for good, and the host binds no longer sequence.
 MOST_ROWS = 1 << 13

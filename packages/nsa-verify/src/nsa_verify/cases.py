@@ -10,7 +10,7 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.ops import stats_dtype
+from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 @dataclasses.dataclass(frozen=True)

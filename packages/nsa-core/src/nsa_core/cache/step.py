@@ -23,13 +23,13 @@ from nsa_core.cache.long_step import MOST_ROWS, keep_newest, lengthened
 from nsa_core.cache.prefill import prefill
 from nsa_core.cache.setup import check_plan
 from nsa_core.cache.state import NSACache
-from nsa_core.checked import checked_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.gating import as_it_was_made, gates_of
 from nsa_core.plain import dtype_and_device_from
 from nsa_core.rope import RopeTable, rotate
-from nsa_core.surroundings import capturing
+from nsa_core.torch_ops.finite_checks import checked_plan
+from nsa_core.torch_ops.torch_state import capturing
 
 if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from nsa_core.contract import DecodeCall, Request, SlotSpec
-from nsa_core.decode_ops import DecodeKernel
-from nsa_core.ops import DIFFERENTIABLE, INPUTS, Kernel, stats_dtype
-from nsa_core.validate import SLOT_AXES
+from nsa_core.torch_ops.decode_kernel import DecodeKernel
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel, stats_dtype
+from nsa_core.torch_ops.tensor_checks import SLOT_AXES
 
 
 def warm(

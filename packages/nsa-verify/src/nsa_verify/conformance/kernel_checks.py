@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nsa_core.errors import NSAError
-from nsa_core.ops import slot_op
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.cases import CaseData
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from nsa_core.contract import SlotSpec
-from nsa_core.decode_ops import decode_kernel
 from nsa_core.dispatch.candidates import Candidate, ask
 from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.ops import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
+from nsa_core.torch_ops.decode_kernel import decode_kernel
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_parity import Results, Step, StepData, judge_step, packed, received, step_data

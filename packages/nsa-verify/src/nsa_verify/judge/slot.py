@@ -10,7 +10,7 @@ import torch
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.ops import stats_dtype
+from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_verify import oracle
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge, judge_lse, refused
 from nsa_verify.judge.truth_cache import recall

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from nsa_core import differentiable
 from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
-from nsa_core.surroundings import surroundings
-from nsa_core.validate import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
+from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops.tensor_checks import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
+from nsa_core.torch_ops.torch_state import surroundings
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()}
@@ -156,17 +156,17 @@ class SlotOp:
         self._define(short, self._forward_impl, self._forward_fake, [f"Tensor {i}" for i in INPUTS[slot]], self._n_out)
         self.op = getattr(getattr(torch.ops, namespace), short).default
         if not self._grads:
-            direct = differentiable.register_constant(self._lib, short, self.op, self._forward_impl)
+            direct = autograd.register_constant(self._lib, short, self.op, self._forward_impl)
         else:
             saved = [f"Tensor {i}" for i in INPUTS[slot]] + (["Tensor o", "Tensor lse"] if self._n_out == 2 else [])
             self._define(
                 f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-            direct = differentiable.register(
+            direct = autograd.register(
                 self._lib, short, self.op, self._forward_impl, self._setup_context, self._autograd
             )
-            differentiable.register(
+            autograd.register(
                 self._lib, f"{short}_backward", self.backward_op, self._backward_impl, lambda *_: None, self._double
             )
         _direct[self.op] = direct
@@ -233,8 +233,8 @@ class SlotOp:
         given: list[Any] = [None] * (self._n + 5)
         if grads[0] is None:
             return tuple(given)
-        alone = not torch.is_grad_enabled() and differentiable.unseen(grads[0], *saved, cu_seqlens)
-        with differentiable.once():
+        alone = not torch.is_grad_enabled() and autograd.unseen(grads[0], *saved, cu_seqlens)
+        with autograd.once():
             results = (self._backward_impl if alone else self.backward_op)(grads[0], *saved, cu_seqlens, *ctx.tail)
         for index, result in zip(self._grads, results):
             given[index] = result
@@ -294,7 +294,7 @@ class Kernel:
         """
         if max_seqlen is None:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
-        if differentiable.unseen(*tensors, cu_seqlens) and type(max_seqlen) is int:
+        if autograd.unseen(*tensors, cu_seqlens) and type(max_seqlen) is int:
             direct = _direct[self.op]
             return direct(*tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic)
         return self.op(*tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic)

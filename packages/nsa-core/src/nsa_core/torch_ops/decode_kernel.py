@@ -14,7 +14,7 @@ import torch
 
 from nsa_core.contract import DecodeCall, import_named
 from nsa_core.errors import NSAError
-from nsa_core.ops import running, stats_dtype
+from nsa_core.torch_ops.slot_op import running, stats_dtype
 
 
 @dataclasses.dataclass(frozen=True)

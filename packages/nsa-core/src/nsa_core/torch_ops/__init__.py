@@ -1,0 +1,1 @@
+"""Slots as PyTorch operators: schema, shape inference, autograd, checks, decode forms."""
