@@ -12,8 +12,8 @@ from nsa_bench.cells import TOTAL, works_of
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core import resolve
-from nsa_core.compress import mean_compress
 from nsa_core.contract import SLOTS
+from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify import oracle
 

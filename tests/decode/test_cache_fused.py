@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from caches import assert_equal, layer_of, poisoned_cache, tokens
 from nsa_core.cache import step
-from nsa_core.gating import LinearGate
+from nsa_core.layer.gating import LinearGate
 
 ROOM = 40
 

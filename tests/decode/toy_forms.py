@@ -11,7 +11,7 @@ from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
 from nsa_core.dispatch.registry import Registry
-from nsa_core.rope import RopeTable, rotate
+from nsa_core.layer.rope import RopeTable, rotate
 from nsa_verify.subject import Subject
 
 _calls = itertools.count()

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from nsa_core import NSAConfig, module
+from nsa_core import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan
+from nsa_core.layer import module
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nsa_core import InvalidInput, NSAConfig
 from nsa_core.errors import NSAError
-from nsa_core.rope import rope_table, rotate
+from nsa_core.layer.rope import rope_table, rotate
 from nsa_models.lm import model as room
 from nsa_models.lm.config import SIZES, LMConfig, size
 from nsa_models.lm.dense import DenseAttention

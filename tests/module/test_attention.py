@@ -10,7 +10,7 @@ import nsa_core.dispatch.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, Unsupported, nsa_attention
-from nsa_core.compress import mean_compress
+from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = small()

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from cases import boundaries, layer_of
-from nsa_core.chunks import packed_blocks
-from nsa_core.compress import compress_pair, make_phi, mean_compress
 from nsa_core.config import COMPRESS_KINDS
+from nsa_core.layer.phi.chunks import packed_blocks
+from nsa_core.layer.phi.kinds import compress_pair, make_phi, mean_compress
 from nsa_core.layout import BlockGeometry
 
 GEOMETRIES = {

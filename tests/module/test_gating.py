@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa_core.config import GATE_KINDS
-from nsa_core.gating import make_gate
+from nsa_core.layer.gating import make_gate
 
 
 def formula(kind, p, x):

@@ -12,7 +12,7 @@ from cases import boundaries, layer_of, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.rope import rope_table, rotate
+from nsa_core.layer.rope import rope_table, rotate
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 pytestmark = pytest.mark.usefixtures("planned")
@@ -235,7 +235,7 @@ def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(dtype, p
         seen.update(q=q, k=k[1], v=v[2], gates=gates, k_cmp=others["k_cmp"], v_cmp=others["v_cmp"])
         return nsa_attention(q, k, v, gates, **others)
 
-    monkeypatch.setattr("nsa_core.module.nsa_attention", spy)
+    monkeypatch.setattr("nsa_core.layer.module.nsa_attention", spy)
     with torch.autocast("cpu", dtype=dtype):
         y = attn(x)
     assert {n: t.dtype for n, t in seen.items()} == {

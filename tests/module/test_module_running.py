@@ -33,7 +33,7 @@ def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, pla
         chosen.append(blocks)
         return o
 
-    monkeypatch.setattr("nsa_core.module.nsa_attention", spy)
+    monkeypatch.setattr("nsa_core.layer.module.nsa_attention", spy)
 
     def grads(run):
         leaf = x.clone().requires_grad_()

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nsa_core import NSAConfig, NSAttention, rope
-from nsa_core.heads import rotated_heads
-from nsa_core.rope import apart, rope_table, rotate, table_for
+from nsa_core import NSAConfig, NSAttention
+from nsa_core.layer import rope
+from nsa_core.layer.fused_heads import rotated_heads
+from nsa_core.layer.rope import apart, rope_table, rotate, table_for
 
 
 def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch
         golden = attn(x)
         del made[:]
         monkeypatch.setattr(rope, "eager", lambda: by == "eager")
-        monkeypatch.setattr("nsa_core.module.eager", lambda: by == "eager")
+        monkeypatch.setattr("nsa_core.layer.module.eager", lambda: by == "eager")
         rope._kept.cache_clear()
         assert torch.equal(attn(x), golden)
     assert sorted(made) == ([9, 41] if by == "eager" else [41])

@@ -7,7 +7,7 @@ import torch
 
 from cases import boundaries, small
 from nsa_core import BlockGeometry, NSAttention
-from nsa_core.stats import summarize
+from nsa_core.layer.stats import summarize
 
 GEOMETRY = BlockGeometry(4, 4, 4, 4, init_blocks=1, local_blocks=1)
 

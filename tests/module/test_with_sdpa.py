@@ -12,7 +12,7 @@ import nsa_core
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import NSAttention, nsa_attention
-from nsa_core.compress import mean_compress
+from nsa_core.layer.phi.kinds import mean_compress
 
 CONFIG = small()
 

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations, prune
 
 from cases import boundaries, layer_of
 from nsa_core.errors import InvalidInput
-from nsa_core.gating import LinearGate, make_gate
-from nsa_core.plain import dtype_and_device_from, is_plain_linear
+from nsa_core.layer.gating import LinearGate, make_gate
+from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain_linear
 
 LENGTH = 13  # blocks of l = 8, d = 4 end at tokens 8 and 12
 MEAN, MLP_GATE = {"compress": "mean"}, {"compress": "mean", "gate": "mlp"}

@@ -151,36 +151,41 @@ MUTANTS = (
     ),
     # the layer and the functional entry
     Mutant(
-        "win is given the keys of sel", "nsa_core.attention", "plan.win(q, k_win, v_win", "plan.win(q, k_sel, v_win"
+        "win is given the keys of sel",
+        "nsa_core.layer.attention",
+        "plan.win(q, k_win, v_win",
+        "plan.win(q, k_sel, v_win",
     ),
     Mutant(
         "outputs reach the wrong gates",
-        "nsa_core.attention",
+        "nsa_core.layer.attention",
         "plan.combine(gates, o_cmp, o_sel, o_win",
         "plan.combine(gates, o_cmp, o_win, o_sel",
     ),
     Mutant(
         "selection by another head's lse",
-        "nsa_core.attention",
+        "nsa_core.layer.attention",
         "plan.select(q, k_cmp, lse_cmp",
         "plan.select(q, k_cmp, lse_cmp.roll(1, -2)",
     ),
     Mutant(
         "rotary over concatenated heads",
-        "nsa_core.heads",
+        "nsa_core.layer.fused_heads",
         "joint.roll(dk // 2, -1)",
         "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
     ),
-    Mutant("layer swaps the keys of sel and win", "nsa_core.module", "(None, ks[0], ks[-1])", "(None, ks[-1], ks[0])"),
+    Mutant(
+        "layer swaps the keys of sel and win", "nsa_core.layer.module", "(None, ks[0], ks[-1])", "(None, ks[-1], ks[0])"
+    ),
     Mutant(
         "compressed keys rotated at i*l",
-        "nsa_core.module",
+        "nsa_core.layer.module",
         "step, dim, base = self.config.compress_stride,",
         "step, dim, base = self.config.compress_block_size,",
     ),
     Mutant(
         "phi without its position encoding",
-        "nsa_core.compress",
+        "nsa_core.layer.phi.kinds",
         "layer(position.flatten()) + chunks",
         "layer(position.flatten() * 0) + chunks",
     ),

@@ -26,7 +26,7 @@ class Mutant:
     """``old`` stands exactly once in ``module``; the fault is to read ``new`` there."""
 
     name: str
-    module: str  # "nsa_backend_sdpa.win", "nsa_core.rope"
+    module: str  # "nsa_backend_sdpa.win", "nsa_core.layer.rope"
     old: str
     new: str
     phase: str = "prefill"  # whose checks must find it

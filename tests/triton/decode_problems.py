@@ -10,7 +10,7 @@ import torch
 
 from launches import apart
 from nsa_backend_triton import configs, decode, decode_append, decode_gates, decode_launch
-from nsa_core.rope import rope_table
+from nsa_core.layer.rope import rope_table
 from nsa_verify.cases import Case, config_of
 from nsa_verify.checks.decode_parity import Step, StepData, step_data
 

@@ -19,7 +19,7 @@ from nsa_bench.shapes import Shape
 from nsa_core import tensorfile
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.module import NSAttention
+from nsa_core.layer.module import NSAttention
 
 # What a token knows without attention, as lower layers would tell it: the last bytes one by one, enough to look for an
 # earlier occurrence of them, and the sum of the last 16 and 64, which changes slowly from token to token.

@@ -12,11 +12,11 @@ from nsa_bench.baselines import Dense
 from nsa_bench.inputs import Inputs
 from nsa_bench.rivals import guarded
 from nsa_bench.timing import Work
-from nsa_core.attention import nsa_attention
-from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
+from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.phi.kinds import mean_compress
 
 PHASES = ("forward", "backward", "both")
 TOTAL = "total "

@@ -18,7 +18,7 @@ from nsa_bench.timing import MAX_ROUNDS, Performance, Work, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dispatch.plan import Plan
-from nsa_core.module import NSAttention
+from nsa_core.layer.module import NSAttention
 from nsa_core.torch_ops.slot_op import stats_dtype
 
 LAYER_ROOM = 2048  # tokens that a layer's timed steps may append

@@ -106,7 +106,7 @@ def _fuse(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     assert case.text is not None
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
     text = case.text[: case.tokens]
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_core.rope import RopeTable, rope_table, rotate, turn
+from nsa_core.layer.rope import RopeTable, rope_table, rotate, turn
 
 if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores
     from nsa_core.config import NSAConfig
     from nsa_core.contract import DecodeCall
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
 
 class BlockPlaces:

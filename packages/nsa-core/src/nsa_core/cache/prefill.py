@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nsa_core.attention import nsa_attention
-from nsa_core.gating import gates_of
+from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.gating import gates_of
 
 if TYPE_CHECKING:
     from nsa_core.cache.arrival import Arrival
     from nsa_core.cache.state import NSACache
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
 
 def prefill(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch
 from nsa_core.cache.state import NSACache
 from nsa_core.dispatch.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.plain import dtype_and_device_from
+from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
 
 class CacheSizes(NamedTuple):

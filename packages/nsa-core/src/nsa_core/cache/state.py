@@ -20,7 +20,7 @@ from nsa_core.text import dtype_name
 if TYPE_CHECKING:
     from nsa_core.cache.setup import CacheSizes
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
 _Rows = tuple[torch.Tensor, torch.Tensor]
 

@@ -25,9 +25,9 @@ from nsa_core.cache.setup import check_plan
 from nsa_core.cache.state import NSACache
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
-from nsa_core.gating import as_it_was_made, gates_of
-from nsa_core.plain import dtype_and_device_from
-from nsa_core.rope import RopeTable, rotate
+from nsa_core.layer.gating import as_it_was_made, gates_of
+from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.torch_ops.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import capturing
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nsa_core.cache.stores import Stores
     from nsa_core.config import NSAConfig
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.module import NSAttention
+    from nsa_core.layer.module import NSAttention
 
 FEW_TOKENS = 32  # whose gates are few enough that launches are what they cost
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

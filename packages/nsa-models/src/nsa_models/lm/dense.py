@@ -11,9 +11,9 @@ from torch import nn
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.module import HeadNorm
+from nsa_core.layer.module import HeadNorm
+from nsa_core.layer.rope import as_used, rope_table, rotate, table_for
 from nsa_core.packing import token_places
-from nsa_core.rope import as_used, rope_table, rotate, table_for
 
 
 class DenseCache:

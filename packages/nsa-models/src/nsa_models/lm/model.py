@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core.cache import NSACache
 from nsa_core.errors import InvalidInput
-from nsa_core.module import NSAttention
+from nsa_core.layer.module import NSAttention
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.dense import DenseAttention, DenseCache
 

@@ -14,7 +14,7 @@ from nsa_core.dispatch.candidates import known_device
 from nsa_core.dispatch.default_plan import default_plan, is_long
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput
-from nsa_core.module import NSAttention
+from nsa_core.layer.module import NSAttention
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
 from nsa_models.lm.data import Batch, Row, batch_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nsa_core.dispatch.plan import Plan
-from nsa_core.rope import RopeTable, rope_table, rotate
+from nsa_core.layer.rope import RopeTable, rope_table, rotate
 from nsa_core.text import dtype_name
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_verify import oracle

@@ -15,7 +15,7 @@ import torch
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.errors import Unsupported
-from nsa_core.module import NSAttention
+from nsa_core.layer.module import NSAttention
 from nsa_verify.cases import Case
 from nsa_verify.judge.layer_gradients import judge_layer
 from nsa_verify.subject import Finding, Subject, judged

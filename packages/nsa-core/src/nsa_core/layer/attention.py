@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
-from nsa_core.chunks import packed_blocks
-from nsa_core.compress import mean_compress
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.layer.phi.chunks import packed_blocks
+from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.text import dtype_name
 from nsa_core.torch_ops.tensor_checks import (
     Described,

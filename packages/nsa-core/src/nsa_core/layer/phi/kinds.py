@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.chunks import Chunks, PackedBlocks
-from nsa_core.joint_phi import JointPhi, fits
+from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
+from nsa_core.layer.phi.joint import JointPhi, fits
+from nsa_core.layer.plain_linear import is_plain, is_plain_linear
 from nsa_core.layout import BlockGeometry
-from nsa_core.plain import is_plain, is_plain_linear
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import eager
 
@@ -96,7 +96,7 @@ class MeanPhi(Phi):
 def _block_linear(
     x: torch.Tensor, position: torch.Tensor, layer: nn.Linear, geometry: BlockGeometry, packed: PackedBlocks | None
 ) -> torch.Tensor:
-    """``layer`` on flatten(block + position), [..., n_c, G, out], as :mod:`nsa_core.joint_phi` has it, op by op.
+    """``layer`` on flatten(block + position), [..., n_c, G, out], as :mod:`nsa_core.layer.phi.joint` has it, op by op.
 
     One block alone is one product. A layer that is not a plain nn.Linear is called on whole blocks, which are copied.
     """
@@ -161,7 +161,7 @@ class LinearPhi(Phi):
         return (self.proj,)
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
+        """In the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
         return self.position, self.proj.weight, self.proj.bias
 
 
@@ -196,7 +196,7 @@ class MLPPhi(Phi):
         return self.up, self.down
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """In the order of :class:`nsa_core.joint_phi.JointPhi`."""
+        """In the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
         return self.position, self.up.weight, self.up.bias, self.down.weight, self.down.bias
 
 

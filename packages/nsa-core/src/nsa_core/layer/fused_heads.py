@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nsa_core.rope import Table, turn, widened
+from nsa_core.layer.rope import Table, turn, widened
 
 
 class RotatedHeads(torch.autograd.Function):

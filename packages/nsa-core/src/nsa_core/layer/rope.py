@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.rope_operator import cos_sin
+from nsa_core.layer.rope_op import cos_sin
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import capturing, eager
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.errors import InvalidInput
-from nsa_core.plain import is_plain_linear
+from nsa_core.layer.plain_linear import is_plain_linear
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import no_autocast
 

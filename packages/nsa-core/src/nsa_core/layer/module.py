@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.attention import nsa_attention
 from nsa_core.cache.setup import CacheSizes, make_cache
-from nsa_core.chunks import PackedBlocks, packed_blocks
-from nsa_core.compress import compress_pair, make_phi
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
-from nsa_core.gating import gates_of, make_gate
-from nsa_core.heads import rotated_heads
+from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.fused_heads import rotated_heads
+from nsa_core.layer.gating import gates_of, make_gate
+from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
+from nsa_core.layer.phi.kinds import compress_pair, make_phi
+from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain
+from nsa_core.layer.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.packing import token_places
-from nsa_core.plain import dtype_and_device_from, is_plain
-from nsa_core.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.torch_ops.finite_checks import checked_plan
 from nsa_core.torch_ops.tensor_checks import check_layer_input
 from nsa_core.torch_ops.torch_state import autocasts, eager
@@ -29,7 +29,7 @@ from nsa_core.torch_ops.torch_state import autocasts, eager
 if TYPE_CHECKING:
     from nsa_core.cache.state import NSACache
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.stats import NSAStats
+    from nsa_core.layer.stats import NSAStats
 
 
 class HeadNorm(nn.Module):
@@ -277,8 +277,8 @@ class NSAttention(nn.Module):
         return checked_plan(plan, self.layer) if self.check else plan
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
-        """Gates and selected blocks over x, as numbers (see nsa_core.stats); runs cmp and select, without gradient."""
-        from nsa_core.stats import summarize
+        """Gates and selected blocks over x (see nsa_core.layer.stats); runs cmp and select, without gradient."""
+        from nsa_core.layer.stats import summarize
 
         with torch.no_grad():
             check_layer_input(x, self.config.dim, dtype_and_device_from(self.qkv), cu_seqlens)
