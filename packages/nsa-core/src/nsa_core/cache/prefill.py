@@ -10,8 +10,8 @@ from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.gating import gates_of
 
 if TYPE_CHECKING:
-    from nsa_core.cache.arrival import Arrival
-    from nsa_core.cache.state import NSACache
+    from nsa_core.cache.cache import NSACache
+    from nsa_core.cache.new_tokens import Arrival
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nsa_core.cache.arrival import Arrival, New, arrival_of
-from nsa_core.cache.blocks import compress
-from nsa_core.cache.long_step import MOST_ROWS, keep_newest, lengthened
+from nsa_core.cache.cache import NSACache
+from nsa_core.cache.chunk import MOST_ROWS, keep_newest, lengthened
+from nsa_core.cache.compress_step import compress
+from nsa_core.cache.new_cache import check_plan
+from nsa_core.cache.new_tokens import Arrival, New, arrival_of
 from nsa_core.cache.prefill import prefill
-from nsa_core.cache.setup import check_plan
-from nsa_core.cache.state import NSACache
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import as_it_was_made, gates_of
@@ -32,7 +32,7 @@ from nsa_core.torch_ops.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import capturing
 
 if TYPE_CHECKING:
-    from nsa_core.cache.stores import Stores
+    from nsa_core.cache.kv_store import Stores
     from nsa_core.config import NSAConfig
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.cache.setup import CacheSizes, make_cache
+from nsa_core.cache.new_cache import CacheSizes, make_cache
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
 from nsa_core.layer.attention import nsa_attention
@@ -27,7 +27,7 @@ from nsa_core.torch_ops.tensor_checks import check_layer_input
 from nsa_core.torch_ops.torch_state import autocasts, eager
 
 if TYPE_CHECKING:
-    from nsa_core.cache.state import NSACache
+    from nsa_core.cache.cache import NSACache
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.stats import NSAStats
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.cache.blocks import block_places
+from nsa_core.cache.compress_step import block_places
 from nsa_core.config import NSAConfig
 from nsa_core.layer.rope import RopeTable, rope_table
 from nsa_core.torch_ops.slot_op import stats_dtype

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nsa_core.cache.state import NSACache
+from nsa_core.cache.cache import NSACache
 from nsa_core.dispatch.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.plain_linear import dtype_and_device_from

@@ -14,7 +14,7 @@ import torch
 from nsa_core.layer.rope import RopeTable, rope_table, rotate, turn
 
 if TYPE_CHECKING:
-    from nsa_core.cache.stores import Stores
+    from nsa_core.cache.kv_store import Stores
     from nsa_core.config import NSAConfig
     from nsa_core.contract import DecodeCall
     from nsa_core.layer.module import NSAttention

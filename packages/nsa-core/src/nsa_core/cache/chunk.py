@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from nsa_core.cache.stores import Pair, Stores
+from nsa_core.cache.kv_store import Pair, Stores
 
 if TYPE_CHECKING:
-    from nsa_core.cache.state import NSACache
+    from nsa_core.cache.cache import NSACache
 
 MOST_ROWS = 8192  # of one step; more are cut, so that what it takes beside the cache has a bound
 

@@ -11,7 +11,7 @@ import torch
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from nsa_core.cache.state import NSACache
+    from nsa_core.cache.cache import NSACache
 
 New = Sequence[int] | torch.Tensor | None
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from nsa_core.cache.arrival import integers
+from nsa_core.cache.block_table import BlockTable
+from nsa_core.cache.kv_store import Stores
+from nsa_core.cache.new_tokens import integers
 from nsa_core.cache.pages import Pages
-from nsa_core.cache.stores import Stores
-from nsa_core.cache.table import BlockTable
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.text import dtype_name
 
 if TYPE_CHECKING:
-    from nsa_core.cache.setup import CacheSizes
+    from nsa_core.cache.new_cache import CacheSizes
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
 

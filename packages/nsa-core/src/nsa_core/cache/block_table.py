@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from nsa_core.cache.kv_store import Stores
 from nsa_core.cache.pages import Pages
-from nsa_core.cache.stores import Stores
 from nsa_core.layout import BlockGeometry
 
 
