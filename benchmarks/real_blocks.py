@@ -30,8 +30,8 @@ from nsa_bench.provenance import source
 from nsa_bench.python_docs import library_text
 from nsa_bench.shapes import parse_lengths, parse_shape
 from nsa_core import NSAConfig, resolve
-from nsa_core.files import write_atomic
 from nsa_core.layout import BlockGeometry
+from nsa_core.util.atomic_files import write_atomic
 
 SHAPES = "12/2/64,64/4/128,32/8/128,64/4/192/128"
 HELD_OUT = 131072  # first bytes of the text: measured on, never trained on

@@ -14,8 +14,8 @@ import torch
 
 from nsa_bench.environment import machine
 from nsa_bench.roofline import measure_peaks
-from nsa_core.files import write_atomic
-from nsa_core.text import describe_error
+from nsa_core.util.atomic_files import write_atomic
+from nsa_core.util.text import describe_error
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World

@@ -18,7 +18,7 @@ import torch
 
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig
-from nsa_core.files import write_atomic
+from nsa_core.util.atomic_files import write_atomic
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World

@@ -16,7 +16,7 @@ from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _Run
 from nsa_core.dispatch.registry import discover
-from nsa_core.interruption import held
+from nsa_core.util.interruption import held
 from nsa_verify import cases
 from nsa_verify.run import suite
 from nsa_verify.subject import Finding

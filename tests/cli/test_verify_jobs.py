@@ -18,7 +18,7 @@ from nsa_cli.app import app
 from nsa_cli.verify import _jobs
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.interruption import held
+from nsa_core.util.interruption import held
 from nsa_verify import cases
 from nsa_verify.run import runner, suite
 from nsa_verify.run.runner import judge

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
-from nsa_core.text import describe_error
+from nsa_core.util.text import describe_error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_bench.shapes import Shape
-from nsa_core import tensorfile
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.util import safetensors_io
 
 # What a token knows without attention, as lower layers would tell it: the last bytes one by one, enough to look for an
 # earlier occurrence of them, and the sum of the last 16 and 64, which changes slowly from token to token.
@@ -107,7 +107,7 @@ def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = F
     """
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
     header = {"config": dataclasses.asdict(model.config), "facts": dict(facts)}
-    tensorfile.write(path, FORMAT, tensors, header, force)
+    safetensors_io.write(path, FORMAT, tensors, header, force)
 
 
 def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
@@ -117,7 +117,7 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
         BackendUnavailable: safetensors is not installed.
         InvalidInput: the file cannot be read, or is no such model.
     """
-    with tensorfile.reading(path, FORMAT) as (header, tensors):
+    with safetensors_io.reading(path, FORMAT) as (header, tensors):
         config, facts = NSAConfig(**header["config"]), dict(header["facts"])
         with torch.device("meta"):
             model = ByteModel(config)

@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 
 from nsa_bench.timing import Prepared, Work
 from nsa_core.errors import NSAError
-from nsa_core.text import describe_error
+from nsa_core.util.text import describe_error
 
 HOST_SHARE = 0.05  # of a call's time, up to which the host's part in it is let stand
 SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already

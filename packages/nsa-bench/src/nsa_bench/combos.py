@@ -12,7 +12,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.candidates import survey
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
-from nsa_core.text import did_you_mean
+from nsa_core.util.text import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,8 +44,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import NSAError
-from nsa_core.interruption import NEVER, Interruption
-from nsa_core.text import describe_error, dtype_name
+from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.text import describe_error, dtype_name
 from nsa_verify.checks.decode_fused import fused_step as judge_fused
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.subject import Subject

@@ -14,7 +14,7 @@ from nsa_bench.gate import Gate
 from nsa_bench.roofline import Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
-from nsa_core.interruption import Interruption
+from nsa_core.util.interruption import Interruption
 
 SCHEMA_VERSION = 1
 KIND = "nsa-bench"

@@ -17,7 +17,7 @@ from nsa_bench.baselines import Dense
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.text import describe_error, did_you_mean
+from nsa_core.util.text import describe_error, did_you_mean
 
 KIND = "rival"
 Call = Callable[[], Any]

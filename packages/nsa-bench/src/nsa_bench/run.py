@@ -34,8 +34,8 @@ from nsa_core.dispatch.default_plan import is_long
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
-from nsa_core.interruption import NEVER, Interruption
-from nsa_core.text import describe_error
+from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.text import describe_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

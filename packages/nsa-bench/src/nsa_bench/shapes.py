@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.text import did_you_mean
+from nsa_core.util.text import did_you_mean
 
 NAMED = {"reports": "12/2/64", "paper": "64/4/192/128", "tiny": "4/2/32"}
 PAPER_BLOCKS = (32, 16, 64, 16, 512)  # l, d, l', n, w

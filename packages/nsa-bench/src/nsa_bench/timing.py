@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from nsa_core.errors import NSAError
-from nsa_core.interruption import NEVER, Interruption
-from nsa_core.text import describe_error
+from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.text import describe_error
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin

@@ -11,7 +11,7 @@ import typer
 from nsa_cli import bench_options as options
 from nsa_cli import output
 from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device, spelt, words
-from nsa_core.interruption import Interruption, exit_code, held
+from nsa_core.util.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
     from nsa_bench.result import Result

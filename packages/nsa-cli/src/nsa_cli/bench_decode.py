@@ -9,7 +9,7 @@ from nsa_bench.render.report import Rows, milliseconds, number, size
 from nsa_cli import bench_options, output
 from nsa_cli.choices import dtype_names, pick_device
 from nsa_core.contract import SLOTS
-from nsa_core.interruption import Interruption
+from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
     from nsa_bench.decode_workloads import Cell

@@ -12,7 +12,7 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import quiet_profiler
 from nsa_cli.verify import Device, Preset
-from nsa_core.interruption import Interruption, exit_code, held
+from nsa_core.util.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
     import pytest
@@ -40,7 +40,7 @@ def conformance(
 
 def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool, interruption: Interruption) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
-    from nsa_core.extras import needed
+    from nsa_core.util.extras import needed
 
     entry = output.find_backends().get(name)
     if entry.status != "ready":

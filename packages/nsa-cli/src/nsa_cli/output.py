@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.files import write_atomic
-from nsa_core.text import describe_error, one_line
+from nsa_core.util.atomic_files import write_atomic
+from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

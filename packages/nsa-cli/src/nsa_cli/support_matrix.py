@@ -15,7 +15,7 @@ from nsa_core.dispatch.candidates import ask
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.layout import BlockGeometry
-from nsa_core.text import one_line
+from nsa_core.util.text import one_line
 
 DEVICES: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("CPU", "cpu", None),

@@ -121,7 +121,7 @@ def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
 
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
     place = pick_device(given["device"], given["threads"])
-    from nsa_core.tensorfile import need_safetensors
+    from nsa_core.util.safetensors_io import need_safetensors
     from nsa_models.lm import checkpoint
     from nsa_models.lm.parallel import join
     from nsa_models.lm.recipe import Recipe

@@ -14,7 +14,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
-from nsa_core.interruption import Interruption, held
+from nsa_core.util.interruption import Interruption, held
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ def _run(
     import torch
 
     from nsa_backend_triton.strict import interpreter
-    from nsa_core.text import dtype_name
+    from nsa_core.util.text import dtype_name
     from nsa_verify.run import suite
     from nsa_verify.run.runner import judge
     from nsa_verify.subject import Subject

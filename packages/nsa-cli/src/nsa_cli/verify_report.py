@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_core.interruption import exit_code
+from nsa_core.util.interruption import exit_code
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,8 +12,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, BackendSpec
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import default_registry
-from nsa_core.text import dtype_name
 from nsa_core.torch_ops.slot_op import Kernel
+from nsa_core.util.text import dtype_name
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
 

@@ -46,7 +46,7 @@ def need_matplotlib() -> None:
 
 def save(result: Result, path: Path, kind: str, force: bool) -> None:
     """Write the figure; ``kind`` is png or svg. Whole or not at all."""
-    from nsa_core.files import write_bytes_atomic
+    from nsa_core.util.atomic_files import write_bytes_atomic
 
     write_bytes_atomic(path, render(result, kind), force)
 

@@ -15,7 +15,7 @@ from nsa_core.cache.new_tokens import integers
 from nsa_core.cache.pages import Pages
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
-from nsa_core.text import dtype_name
+from nsa_core.util.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.cache.new_cache import CacheSizes

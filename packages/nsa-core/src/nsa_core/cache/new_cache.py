@@ -10,7 +10,7 @@ from nsa_core.cache.cache import NSACache
 from nsa_core.dispatch.default_plan import must_be_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.plain_linear import dtype_and_device_from
-from nsa_core.text import dtype_name
+from nsa_core.util.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan

@@ -17,8 +17,8 @@ from nsa_core.dispatch import tuned
 from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.text import describe_error, did_you_mean, dtype_name, one_line
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
+from nsa_core.util.text import describe_error, did_you_mean, dtype_name, one_line
 
 PROBE_LIMIT_S = 5.0
 

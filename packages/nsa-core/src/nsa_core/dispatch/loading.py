@@ -25,7 +25,7 @@ from nsa_core.contract import (
     SlotSpec,
     Unavailable,
 )
-from nsa_core.text import describe_error, one_line
+from nsa_core.util.text import describe_error, one_line
 
 FIRST_PARTY = ("nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")
 STATUSES = ("ready", "unavailable", "incompatible", "broken", "disabled")

@@ -16,9 +16,9 @@ from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
 from nsa_core.dispatch.candidates import Backends, Candidate, Survey, survey
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.text import describe_error, one_line
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.util.text import describe_error, one_line
 
 __all__ = ["Candidate", "Choice", "Plan", "Survey", "decide", "describe_request", "resolve", "survey"]
 

@@ -12,7 +12,7 @@ from nsa_core.contract import BackendSpec, Reason
 from nsa_core.dispatch import trial as isolation
 from nsa_core.dispatch.loading import FIRST_PARTY, BackendEntry, Plugin, failed, installed, load, load_spec, normalized
 from nsa_core.errors import InvalidInput
-from nsa_core.text import did_you_mean, one_line
+from nsa_core.util.text import did_you_mean, one_line
 
 __all__ = ["BackendEntry", "Registry", "default_registry", "disabled_reason", "discover", "mark_conflicts"]
 

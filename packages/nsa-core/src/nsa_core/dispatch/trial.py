@@ -26,8 +26,8 @@ from typing import Any
 from nsa_core.contract import Reason, Request, import_named
 from nsa_core.dispatch.loading import BackendEntry, Plugin, load
 from nsa_core.errors import InvalidInput
-from nsa_core.files import user_cache, write_atomic
 from nsa_core.layout import BlockGeometry
+from nsa_core.util.atomic_files import user_cache, write_atomic
 
 LIMIT_S = 20.0
 _PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.dispatch.candidates

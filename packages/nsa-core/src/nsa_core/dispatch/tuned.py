@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Request
-from nsa_core.files import user_cache, write_atomic
-from nsa_core.text import one_line
+from nsa_core.util.atomic_files import user_cache, write_atomic
+from nsa_core.util.text import one_line
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger("nsa")

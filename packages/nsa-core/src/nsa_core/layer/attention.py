@@ -14,7 +14,6 @@ from nsa_core.dispatch.default_plan import default_plan, is_long, must_be_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.text import dtype_name
 from nsa_core.torch_ops.tensor_checks import (
     Described,
     Metadata,
@@ -25,6 +24,7 @@ from nsa_core.torch_ops.tensor_checks import (
     packing_problems,
     tensor_problems,
 )
+from nsa_core.util.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from nsa_core import tensorfile
 from nsa_core.errors import InvalidInput
-from nsa_core.text import describe_error
+from nsa_core.util import safetensors_io
+from nsa_core.util.text import describe_error
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import load_whole, share_of, whole
@@ -98,7 +98,7 @@ def write(
     header = {"config": config.to_dict(), "facts": dict(facts)}
     if tokenizer is not None:
         header["tokenizer"] = tokenizer.to_dict()
-    tensorfile.write(path, FORMAT, tensors, header, force=True)
+    safetensors_io.write(path, FORMAT, tensors, header, force=True)
 
 
 def read(path: str | Path) -> Checkpoint:
@@ -110,7 +110,7 @@ def read(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
-    with tensorfile.reading(path, FORMAT) as (header, tensors):
+    with safetensors_io.reading(path, FORMAT) as (header, tensors):
         config = LMConfig.from_dict(header["config"])
         return Checkpoint(path, config, dict(header["facts"]), header.get("tokenizer"), tensors)
 

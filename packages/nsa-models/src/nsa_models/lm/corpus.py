@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.extras import needed
-from nsa_core.text import describe_error
+from nsa_core.util.extras import needed
+from nsa_core.util.text import describe_error
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 _CUT = 16384  # bytes: a text file is cut at the first blank line, or line end, behind as many

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nsa_core.errors import InvalidInput
-from nsa_core.files import write_atomic
-from nsa_core.text import describe_error
+from nsa_core.util.atomic_files import write_atomic
+from nsa_core.util.text import describe_error
 
 KIND, SCHEMA_VERSION = "nsa-train-log", 1
 FILE = "log.jsonl"

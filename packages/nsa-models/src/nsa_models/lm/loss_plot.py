@@ -10,7 +10,7 @@ from nsa_bench.render.plots import drawn
 
 def save(out: Path, path: Path, kind: str, force: bool) -> None:
     """Write the figure of the log in ``out``; ``kind`` is png or svg. Whole or not at all."""
-    from nsa_core.files import write_bytes_atomic
+    from nsa_core.util.atomic_files import write_bytes_atomic
     from nsa_models.lm import log
 
     header, records = log.read_log(out / log.FILE)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nsa_core import tensorfile
 from nsa_core.errors import InvalidInput
+from nsa_core.util import safetensors_io
 from nsa_models.lm.checkpoint import FORMAT, read
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
@@ -78,12 +78,12 @@ def read_dense(path: str | Path) -> dict[str, torch.Tensor]:
         BackendUnavailable: safetensors is not installed.
     """
     path = Path(path)
-    if path.is_dir() or tensorfile.kind_of(path) == FORMAT:
+    if path.is_dir() or safetensors_io.kind_of(path) == FORMAT:
         kept = read(path)
         if kept.config.attention != "dense":
             raise InvalidInput(f"{kept.path} is no dense model; its attention is {kept.config.attention}")
         return dict(kept.model().state_dict())
-    return tensorfile.read_tensors(path)
+    return safetensors_io.read_tensors(path)
 
 
 def _ours(state: Mapping[str, torch.Tensor], config: LMConfig) -> dict[str, torch.Tensor]:

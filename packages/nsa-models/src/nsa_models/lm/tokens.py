@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nsa_core.errors import InvalidInput
-from nsa_core.extras import needed
-from nsa_core.text import describe_error
+from nsa_core.util.extras import needed
+from nsa_core.util.text import describe_error
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 

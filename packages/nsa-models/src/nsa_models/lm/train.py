@@ -14,7 +14,7 @@ import torch
 from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.interruption import exit_code, held
+from nsa_core.util.interruption import exit_code, held
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
 from nsa_models.lm.trainer import Measured, Trainer

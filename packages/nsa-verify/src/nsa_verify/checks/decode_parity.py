@@ -14,7 +14,7 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
-from nsa_core.text import dtype_name
+from nsa_core.util.text import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot

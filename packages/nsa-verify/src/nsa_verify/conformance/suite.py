@@ -14,7 +14,7 @@ from nsa_core.dispatch.candidates import ask
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput
-from nsa_core.text import dtype_name
+from nsa_core.util.text import dtype_name
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest

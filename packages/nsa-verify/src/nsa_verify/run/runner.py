@@ -7,8 +7,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
 
-from nsa_core.interruption import NEVER, Interruption
-from nsa_core.text import dtype_name
+from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.text import dtype_name
 from nsa_verify.run.suite import Job, Judged, run_each
 from nsa_verify.run.workers import spread
 from nsa_verify.subject import Finding, Subject

@@ -19,8 +19,8 @@ import torch
 
 from nsa_core.dispatch.trial import fate
 from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.interruption import Interruption, kept_from_children
-from nsa_core.text import dtype_name
+from nsa_core.util.interruption import Interruption, kept_from_children
+from nsa_core.util.text import dtype_name
 from nsa_verify.run.schedule import Piles
 from nsa_verify.run.suite import Job, Judged, judge_one, shared_truths
 from nsa_verify.subject import Finding, Subject

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.extras import needed
-from nsa_core.files import write_bytes_atomic
-from nsa_core.text import describe_error
+from nsa_core.util.atomic_files import write_bytes_atomic
+from nsa_core.util.extras import needed
+from nsa_core.util.text import describe_error
 
 _FORMAT = "format"  # the header's entry that tells one kind of file from another
 

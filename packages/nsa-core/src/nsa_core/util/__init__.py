@@ -1,0 +1,1 @@
+"""Helpers with no knowledge of attention: text, files, optional libraries, signals."""
