@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from nsa_backend_triton import decode, decode_append
+from nsa_backend_triton.decode import append as decode_append
+from nsa_backend_triton.decode import forms
 from nsa_core.contract import DecodeCall
 from nsa_core.layout import BlockGeometry
 
@@ -65,7 +66,7 @@ class Data:
     def step(self, settings: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
         """The fused step."""
         s = self.stores
-        return decode.step(self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings)
+        return forms.step(self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings)
 
     def append(self) -> torch.Tensor:
         """Once more at the same place: the same bytes."""

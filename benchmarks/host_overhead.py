@@ -32,7 +32,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from nsa_backend_triton import launch, prepared
+from nsa_backend_triton.host import launch_cache, sequences
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
@@ -105,11 +105,11 @@ def no_gpu() -> Iterator[list[NoKernel]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for owner, name, answer in ((launch, "_capability", ARCHITECTURE), (prepared, "remembers", True)):
+        for owner, name, answer in ((sequences, "_capability", ARCHITECTURE), (launch_cache, "remembers", True)):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
-        stack.enter_context(mock.patch.object(launch, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
+        stack.enter_context(mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        prepared.forget()  # what an earlier block's kernels were launched with
+        launch_cache.forget()  # what an earlier block's kernels were launched with
         yield made
 
 

@@ -25,7 +25,8 @@ import torch
 from decode_shapes import ANCHORS, Data, Shape, make
 from graph_time import graph_ms
 
-from nsa_backend_triton import configs, decode, launch
+from nsa_backend_triton.decode import forms
+from nsa_backend_triton.host import configs, sequences
 from nsa_core.contract import SLOTS
 from nsa_verify.checks.decode_fused import append_parity, step_parity
 from nsa_verify.checks.decode_parity import decode_parity, quick_steps
@@ -53,7 +54,7 @@ CHANGES: list[tuple[Change, Change]] = [
 def settings_of(shape: Shape, change: tuple[Change, Change], dtype: torch.dtype) -> tuple[Change, Change]:
     """What ships, changed."""
     traits = {"head_dim": shape.dk, "v_head_dim": shape.dv, "itemsize": dtype.itemsize, "heads": 1}
-    here = launch.architecture(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    here = sequences.architecture(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     names = ("decode_span", "decode_sel")
     span, sel = (dict(configs.pick(name, here, **traits)) | new for name, new in zip(names, change))
     return span, sel
@@ -84,12 +85,12 @@ def kernel_us(run: Callable[[], Any], repeats: int = 20) -> list[tuple[float, st
 def parts(data: Data, settings: tuple[Change, Change]) -> Iterator[tuple[str, str | None, Callable[[], Any]]]:
     """(name, branch whose bytes it reads, call) of each form alone."""
     s, call, (span, sel) = data.stores, data.call, settings
-    lse = decode.cmp(data.q, *s["cmp"], call=call, settings=span)[1]
-    blocks = decode.select(data.q, s["cmp"][0], lse, call=call, settings=span)
-    yield "cmp", "cmp", lambda: decode.cmp(data.q, *s["cmp"], call=call, settings=span)
-    yield "select", None, lambda: decode.select(data.q, s["cmp"][0], lse, call=call, settings=span)
-    yield "sel", "sel", lambda: decode.sel(data.q, *s["sel"], blocks, call=call, settings=sel)
-    yield "win", "win", lambda: decode.win(data.q, *s["win"], call=call, settings=span)
+    lse = forms.cmp(data.q, *s["cmp"], call=call, settings=span)[1]
+    blocks = forms.select(data.q, s["cmp"][0], lse, call=call, settings=span)
+    yield "cmp", "cmp", lambda: forms.cmp(data.q, *s["cmp"], call=call, settings=span)
+    yield "select", None, lambda: forms.select(data.q, s["cmp"][0], lse, call=call, settings=span)
+    yield "sel", "sel", lambda: forms.sel(data.q, *s["sel"], blocks, call=call, settings=sel)
+    yield "win", "win", lambda: forms.win(data.q, *s["win"], call=call, settings=span)
     yield "append", None, data.append
 
 

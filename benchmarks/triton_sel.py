@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from nsa_backend_triton import sel_forward, sel_lists, sel_union
-from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import forward as sel_forward
+from nsa_backend_triton.sel import pair_lists
+from nsa_backend_triton.sel import unions as sel_union
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.tensor import judge, judge_lse
@@ -191,7 +193,7 @@ def parts(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, setti
         return [*times, 0.0, 0.0]
     runs = list(sel_forward._runs(o, heads, blocks.shape[-1]))
     times += [
-        median_ms(lambda: [sel_lists.build(blocks, seqs, call.geometry, kept=union.left, rows=r) for r in runs], quick)
+        median_ms(lambda: [pair_lists.build(blocks, seqs, call.geometry, kept=union.left, rows=r) for r in runs], quick)
     ]
     times += [
         median_ms(

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_backend_triton import sel_backward, sel_lists
+from nsa_backend_triton.sel import backward as sel_backward
+from nsa_backend_triton.sel import pair_lists
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.tensor import heads_first, judge
@@ -172,7 +173,7 @@ def compiled(shape: str, kind: Kind | tuple[int, int, int, int]) -> list[str]:
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
     try:
         if isinstance(kind, Kind):
-            lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
+            lists = pair_lists.build(blocks, what.seqs, GEOMETRY)
             sel_backward.block_gradients(what, lists, kind.settings(), ordered=kind.ordered)
         else:
             sel_backward.tile_gradients(what, blocks, dq_settings(kind))
@@ -208,7 +209,7 @@ def measure(shape: str, kind: str, quick: bool) -> None:
     blocks = past_blocks(kind, q.shape[1], k.shape[-2])
     print(f"{shape} S={q.shape[1]} {kind}: best rival and aim in ms: {AIM.get(shape, 'none')}", flush=True)
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
-    lists = sel_lists.build(blocks, what.seqs, GEOMETRY)
+    lists = pair_lists.build(blocks, what.seqs, GEOMETRY)
     product = int(lists.offsets[-1]) * what.heads * GEOMETRY.select_block_size * (q.shape[-1] + v.shape[-1])
 
     def rate(count: int) -> Callable[[float], str]:
@@ -218,7 +219,7 @@ def measure(shape: str, kind: str, quick: bool) -> None:
         mode = dataclasses.replace(call, deterministic=deterministic)
         whole = functools.partial(sel_backward.backward, do, q, k, v, blocks, o, lse, call=mode)
         attempt(f"whole, as shipped, {deterministic=}", whole, rate(5))
-    attempt("lists", lambda: sel_lists.build(blocks, what.seqs, GEOMETRY))
+    attempt("lists", lambda: pair_lists.build(blocks, what.seqs, GEOMETRY))
     attempt("delta and lse", lambda: sel_backward.prepare(do, q, k, v, o, lse, call=call))
     attempt("zeroed fp32 dq, cast", lambda: torch.zeros(q.shape, dtype=torch.float32, device="cuda").to(q.dtype))
 

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend_triton import configs, select
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.select import forward as select
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.selection import judge_selection

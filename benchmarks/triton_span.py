@@ -23,8 +23,10 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.testing import do_bench
 
-from nsa_backend_triton import configs, span_backward, span_forward
-from nsa_backend_triton.launch import Sequences, architecture
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.sequences import Sequences, architecture
+from nsa_backend_triton.span import backward as span_backward
+from nsa_backend_triton.span import forward as span_forward
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 

@@ -14,9 +14,9 @@ import pytest
 from nsa_core.layout import BlockGeometry
 
 triton = pytest.importorskip("triton")
-compile_table = importlib.import_module("nsa_backend_triton.compile_table")
-offline = importlib.import_module("nsa_backend_triton.offline")
-configs = importlib.import_module("nsa_backend_triton.configs")
+compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
+offline = importlib.import_module("nsa_backend_triton.tools.offline")
+configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 LINES = frozenset(PAGE.splitlines())  # a kernel may be launched twice for one row's title, for dk and for dv

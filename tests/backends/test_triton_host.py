@@ -23,10 +23,10 @@ from nsa_core import BlockGeometry, NSAConfig, NSAttention
 from nsa_core.contract import Request
 
 pytest.importorskip("triton")
-launching = importlib.import_module("nsa_backend_triton.launch")
-offline = importlib.import_module("nsa_backend_triton.offline")
-prepared = importlib.import_module("nsa_backend_triton.prepared")
-requests = importlib.import_module("nsa_backend_triton.requests")
+launching = importlib.import_module("nsa_backend_triton.host.sequences")
+offline = importlib.import_module("nsa_backend_triton.tools.offline")
+prepared = importlib.import_module("nsa_backend_triton.host.launch_cache")
+requests = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 # Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens: 12/2/64 shares blocks out
@@ -180,7 +180,7 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
 ) -> None:
     from triton.runtime.jit import JITFunction
 
-    decode = importlib.import_module("nsa_backend_triton.decode")
+    decode = importlib.import_module("nsa_backend_triton.decode.forms")
     monkeypatch.setattr("nsa_backend_triton.probe.probe", lambda request: ())
     monkeypatch.setattr(decode, "BOUND", 8)
     config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, head_dim=16)

@@ -17,11 +17,11 @@ import torch
 from nsa_core import BlockGeometry, Request
 
 pytest.importorskip("triton")
-configs = importlib.import_module("nsa_backend_triton.configs")
-launch = importlib.import_module("nsa_backend_triton.launch")
-requests = importlib.import_module("nsa_backend_triton.requests")
-compile_table = importlib.import_module("nsa_backend_triton.compile_table")
-workspace = importlib.import_module("nsa_backend_triton.workspace")
+configs = importlib.import_module("nsa_backend_triton.host.configs")
+launch = importlib.import_module("nsa_backend_triton.host.sequences")
+requests = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
+compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
+workspace = importlib.import_module("nsa_backend_triton.tools.workspace")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 

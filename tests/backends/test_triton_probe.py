@@ -16,8 +16,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 
 pytest.importorskip("triton")
-from nsa_backend_triton import configs
 from nsa_backend_triton import probe as probing
+from nsa_backend_triton.host import configs
 
 BASE = Request(
     slot="combine", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
@@ -150,7 +150,7 @@ def test_detail_tells_the_version() -> None:
 
 
 def test_importing_the_kernels_makes_no_cuda_context() -> None:
-    code = "import torch, nsa_backend_triton.combine, nsa_backend_triton.probe as p; p.detail\n"
+    code = "import torch, nsa_backend_triton.combine.kernels, nsa_backend_triton.probe as p; p.detail\n"
     code += "assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

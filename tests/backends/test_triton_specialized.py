@@ -18,8 +18,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
-compile_table = importlib.import_module("nsa_backend_triton.compile_table")
-offline = importlib.import_module("nsa_backend_triton.offline")
+compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
+offline = importlib.import_module("nsa_backend_triton.tools.offline")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 BUCKETS = {"sel_bucket_kernel", "sel_merge_kernel"}  # of groups of at most 8 query heads, from 16384 tokens on

@@ -118,10 +118,11 @@ def test_the_last_program_sees_every_split() -> None:
 
 
 def test_one_binary_for_every_length_and_batch() -> None:
-    from nsa_backend_triton import decode_choose, decode_sel, decode_span, decode_step
+    from nsa_backend_triton.decode import choose, sel, span
+    from nsa_backend_triton.decode import step as decode_step
 
     kernels = (
-        decode_span.decode_span, decode_sel.decode_sel, decode_choose.decode_choose, decode_step.decode_step
+        span.decode_span, sel.decode_sel, choose.decode_choose, decode_step.decode_step
     )  # fmt: skip
 
     def count() -> list[int]:

@@ -9,7 +9,10 @@ from unittest import mock
 import torch
 
 from launches import apart
-from nsa_backend_triton import configs, decode, decode_append, decode_gates, decode_launch
+from nsa_backend_triton.decode import append as decode_append
+from nsa_backend_triton.decode import forms, launch
+from nsa_backend_triton.decode import gates as decode_gates
+from nsa_backend_triton.host import configs
 from nsa_core.layer.rope import rope_table
 from nsa_verify.cases import Case, config_of
 from nsa_verify.checks.decode_parity import Step, StepData, step_data
@@ -50,7 +53,7 @@ def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: 
     """The step, all branches and gates; ``merge`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
     span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
-    o, blocks = decode.step(apart(data.q), data.gates, *stores, call=data.call, settings=(span, None))
+    o, blocks = forms.step(apart(data.q), data.gates, *stores, call=data.call, settings=(span, None))
     return {"o": o, "blocks": blocks}
 
 
@@ -62,8 +65,8 @@ def parted(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
 def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Each branch and the choice."""
     s, q = {name: apart(store) for name, store in data.stores.items()}, apart(data.q)
-    o_cmp, lse_cmp = decode.cmp(q, s["k_cmp"], s["v_cmp"], call=data.call)
-    o_win, lse_win = decode.win(q, s["k_win"], s["v_win"], call=data.call)
+    o_cmp, lse_cmp = forms.cmp(q, s["k_cmp"], s["v_cmp"], call=data.call)
+    o_win, lse_win = forms.win(q, s["k_win"], s["v_win"], call=data.call)
     return {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_win": o_win, "lse_win": lse_win}
 
 
@@ -72,7 +75,7 @@ def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
     q, k = apart(data.q), apart(data.stores["k_cmp"])
     numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
     lse = numbers.view(q.shape[0], q.shape[2], -1)
-    return {"blocks": decode.select(q, k, lse, call=data.call)}
+    return {"blocks": forms.select(q, k, lse, call=data.call)}
 
 
 def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -92,7 +95,7 @@ def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
     batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
     blocks = torch.tensor([[2, 0, 2], [-1, 0, 1], [1, 99, -7]], dtype=torch.int64)
     blocks = blocks[(torch.arange(batch * rows * groups) % 3)].view(batch, rows, groups, 3)
-    o, lse = decode.sel(apart(data.q), apart(data.stores["k_sel"]), apart(data.stores["v_sel"]), blocks, call=data.call)
+    o, lse = forms.sel(apart(data.q), apart(data.stores["k_sel"]), apart(data.stores["v_sel"]), blocks, call=data.call)
     return {"o": o, "lse": lse}
 
 
@@ -150,15 +153,15 @@ class TinyStep:
         """Run it."""
         data = step_data(STEPS[self.step], self.dtype)
         with (
-            mock.patch.object(decode_launch, "multiprocessors", return_value=self.multiprocessors),
-            mock.patch.object(decode, "allocate", _used),
+            mock.patch.object(launch, "multiprocessors", return_value=self.multiprocessors),
+            mock.patch.object(forms, "allocate", _used),
         ):
             self.form(data, apart)
 
 
 def _used(*asked: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Scratch with numbers of someone else in it, where zeros were not asked for."""
-    floats, ints = decode_launch.allocate(*asked)  # type: ignore[arg-type]
+    floats, ints = launch.allocate(*asked)  # type: ignore[arg-type]
     for x in floats:
         x.fill_(7.0)
     return floats, ints

@@ -13,7 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_backend_triton import configs, decode, decode_launch, decode_sel, decode_span
+from nsa_backend_triton.decode import forms, launch
+from nsa_backend_triton.decode import sel as decode_sel
+from nsa_backend_triton.decode import span as decode_span
+from nsa_backend_triton.host import configs
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
@@ -54,12 +57,12 @@ SHORT = dataclasses.replace(ONE, lengths=(75, 0, 21), new=(1, 0, 1), page_size=1
 
 def many_splits() -> mock._patch:
     """As on a GPU with room for every tile in a program of its own."""
-    return mock.patch.object(decode_launch, "multiprocessors", return_value=1000)
+    return mock.patch.object(launch, "multiprocessors", return_value=1000)
 
 
 def run_step(data: StepData, call: DecodeCall | None = None, **settings) -> tuple[torch.Tensor, torch.Tensor]:
     stores = (data.stores[name] for name in STORES)
-    return decode.step(data.q, data.gates, *stores, call=call or data.call, **settings)
+    return forms.step(data.q, data.gates, *stores, call=call or data.call, **settings)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -121,16 +124,16 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
     made = []
 
     def kept(*asked):
-        made.append(decode_launch.allocate(*asked))
+        made.append(launch.allocate(*asked))
         return made[-1]
 
     data = step_data(STEPS[name], FP32)
     monkeypatch.setattr(decode_span, "signal", _count)
     monkeypatch.setattr(decode_sel, "wait", _count)
-    monkeypatch.setattr(decode, "allocate", kept)
+    monkeypatch.setattr(forms, "allocate", kept)
     with strict(), many_splits():
         run_step(data)
-        splits = decode_launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16).splits
+        splits = launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16).splits
     ((_, (_, flags, ticket)),) = made
     units = data.q.shape[0] * data.stores["k_sel"].shape[2]
     assert splits > 1
@@ -141,10 +144,8 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
 def test_splits_are_used_where_they_are_counted_on():
     data = step_data(SHORT, FP32)
     with many_splits():
-        span = decode_launch.Span(
-            data.q, 1, (data.stores["k_cmp"],) * 2, (data.stores["k_win"],) * 2, data.call, True, True
-        )
-        sel = decode_launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call)
+        span = launch.Span(data.q, 1, (data.stores["k_cmp"],) * 2, (data.stores["k_win"],) * 2, data.call, True, True)
+        sel = launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call)
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 
@@ -168,8 +169,8 @@ def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
         page[27] = data.q[0, 0].sum(0) * 0.5
         data.stores["k_cmp"][data.call.block_table[0].long()] = page
         with strict():
-            lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-            blocks = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
+            lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+            blocks = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
             together = run_step(data)[1].flatten().tolist()
         same_kind = [b for b in blocks if b not in (27, 28)]
         first = 8 + blocks[0] % 2  # of the equal ones, or of those behind them, which have a part of their weight
@@ -183,10 +184,10 @@ def test_runs_of_a_few_tokens_at_a_time(monkeypatch):
     data = step_data(CHUNK, FP64)
     with strict():
         o, blocks = run_step(data)
-        monkeypatch.setattr(decode, "SUM_BYTES", 1)
+        monkeypatch.setattr(forms, "SUM_BYTES", 1)
         got, chosen = run_step(data)
-        lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-        alone = decode.select(data.q, data.stores["k_cmp"], lse, call=data.call)
+        lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+        alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
     assert torch.allclose(got, o, rtol=1e-12, atol=1e-12)
     assert same(chosen, blocks)
     assert same(alone, blocks)
@@ -200,10 +201,10 @@ def test_blocks_in_any_order_with_duplicates_and_strays():
     wild = torch.tensor([[4, 2, 2, 0], [2, -7, 0, 1]])[:, None, None].expand(2, 1, 2, 4).clone()
     wild[1, 0, 1] = torch.tensor([1, 2**40, 0, 2])  # and one of the future: block 3 of 40 tokens does not begin
     with strict():
-        o, lse = decode.sel(data.q, k, v, clean, call=data.call)
-        got, got_lse = decode.sel(data.q, k, v, wild, call=data.call)
+        o, lse = forms.sel(data.q, k, v, clean, call=data.call)
+        got, got_lse = forms.sel(data.q, k, v, wild, call=data.call)
         wild[1, 0, 0, 1] = 3
-        again, _ = decode.sel(data.q, k, v, wild, call=data.call)
+        again, _ = forms.sel(data.q, k, v, wild, call=data.call)
     assert torch.allclose(got, o, rtol=1e-12, atol=1e-12)
     assert torch.allclose(got_lse, lse, rtol=1e-12, atol=1e-12)
     assert same(again, got)
@@ -243,7 +244,7 @@ def test_a_step_that_replays_with_other_numbers_in_its_tensors():
     whole.call.starts[:2], whole.call.lengths[:2] = torch.tensor([73, 0]), torch.tensor([74, 0])
     with strict():
         o, blocks = run_step(whole)
-        lone, lone_blocks = decode.sel(whole.q, whole.stores["k_sel"], whole.stores["v_sel"], blocks, call=whole.call)
+        lone, lone_blocks = forms.sel(whole.q, whole.stores["k_sel"], whole.stores["v_sel"], blocks, call=whole.call)
     assert fewer.lengths[0] == int(whole.call.lengths[0])
     assert torch.isfinite(o).all()
     assert (o[1] == 0).all()
@@ -264,7 +265,7 @@ def test_the_dry_run_counts_what_a_run_makes(slot):
         "win": (q, s["k_win"], s["v_win"]),
     }[slot]  # fmt: skip
     with strict(), PeakBytes(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted:
-        out = getattr(decode, slot)(*given, call=data.call)
+        out = getattr(forms, slot)(*given, call=data.call)
         del out
     assert 0.9 * counted.peak <= plan.workspace_bytes(request) <= counted.peak
 

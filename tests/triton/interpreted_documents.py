@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_backend_triton import documents
+from nsa_backend_triton.shared import document_starts
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
@@ -22,5 +22,5 @@ MANY = torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(
 def test_starts_are_the_cores(bounds: list[int], geometry: BlockGeometry) -> None:
     cu = torch.tensor(bounds, dtype=torch.int32)
     with strict():
-        found = documents.compressed_starts(cu, geometry)
+        found = document_starts.compressed_starts(cu, geometry)
     assert torch.equal(found, compressed_cu_seqlens(cu, geometry))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernel_cases import CASES, SLOTS, point, under_test
-from nsa_backend_triton import workspace
 from nsa_backend_triton.strict.interpreter import strict
+from nsa_backend_triton.tools import workspace
 from nsa_core.contract import SlotCall
 from nsa_core.dryrun import PeakBytes
 from nsa_verify.cases import Case

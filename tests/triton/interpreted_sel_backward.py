@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from nsa_backend_triton import configs
+from nsa_backend_triton.host import configs
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -100,7 +100,7 @@ def gradients(
     inputs: dict[str, Tensor], call: SlotCall, do: Tensor, truth: oracle.Truth, **change: Any
 ) -> list[Tensor]:
     """dq, dk, dv of the backend, o and lse being the oracle's."""
-    from nsa_backend_triton.sel_backward import backward
+    from nsa_backend_triton.sel.backward import backward
 
     assert truth.lse is not None
     call = dataclasses.replace(call, **change)
@@ -161,10 +161,11 @@ def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments and chunks get shorter with the sequence, to their least, and depend on nothing but the shape."""
-    from nsa_backend_triton import launch, sel_backward
-    from nsa_backend_triton.launch import Sequences
+    from nsa_backend_triton.host import sequences
+    from nsa_backend_triton.host.sequences import Sequences
+    from nsa_backend_triton.sel import backward as sel_backward
 
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sequences, "multiprocessors", lambda device: 132)
     settings = {"SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
 
     def shares(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
@@ -186,7 +187,7 @@ def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypat
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
 def test_wide_offsets_equal_the_oracle(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_backend_triton import sel_backward
+    from nsa_backend_triton.sel import backward as sel_backward
 
     monkeypatch.setattr(sel_backward, "_wide", lambda _: True)
     test_gradients_equal_the_oracle("documents", deterministic)
@@ -213,11 +214,11 @@ def test_offsets_past_32_bits(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("step", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
 def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) -> None:
-    from nsa_backend_triton import launch
+    from nsa_backend_triton.host import sequences
 
     x = torch.empty_strided((1, 5, 4, 8), (1, 8, step, 1), device="meta")
     with pytest.raises(ValueError, match="contiguous") if refused else contextlib.nullcontext():
-        assert launch.strides(x, packed=False) == (0, 8, step)
+        assert sequences.strides(x, packed=False) == (0, 8, step)
 
 
 @pytest.mark.parametrize(("tokens", "step", "refused"), [
@@ -225,12 +226,12 @@ def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) 
     (1, 2**31, False),
 ])  # fmt: skip
 def test_tokens_of_a_tile_further_apart_than_32_bits_are_refused(tokens: int, step: int, refused: bool) -> None:
-    from nsa_backend_triton import launch
+    from nsa_backend_triton.host import sequences
 
     x = torch.empty_strided((1, tokens, 4, 8), (1, step, 8, 1), device="meta")
-    assert launch.strides(x, packed=False, far=True) == (0, step, 8)
+    assert sequences.strides(x, packed=False, far=True) == (0, step, 8)
     with pytest.raises(ValueError, match="neighbouring tokens") if refused else contextlib.nullcontext():
-        assert launch.strides(x, packed=False) == (0, step, 8)
+        assert sequences.strides(x, packed=False) == (0, step, 8)
 
 
 NEAR = (12, 1)
@@ -248,12 +249,13 @@ EDGES = [  # tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 1
 def test_offsets_are_wide_where_32_bits_end(
     tokens: int, of_q: tuple[int, int], of_do: tuple[int, int], wide: bool
 ) -> None:
-    from nsa_backend_triton import launch, sel_backward
+    from nsa_backend_triton.host import sequences
+    from nsa_backend_triton.sel import backward as sel_backward
 
     def make(heads: int, width: int, steps: tuple[int, int]) -> Tensor:
         return torch.empty_strided((1, tokens, heads, width), (0, *steps, 1), device="meta")
 
     q, do, k, v = make(4, 12, of_q), make(4, 14, of_do), make(2, 12, NEAR), make(2, 14, NEAR)
-    seqs = launch.Sequences(q, q, 1, tokens, False)
+    seqs = sequences.Sequences(q, q, 1, tokens, False)
     call = SlotCall(BlockGeometry(), 1.0, None, tokens)
     assert sel_backward._wide(sel_backward.Problem(do, q, k, v, q, q, seqs, call)) == wide

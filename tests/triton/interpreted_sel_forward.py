@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_backend_triton import sel_forward, sel_union
-from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import forward as sel_forward
+from nsa_backend_triton.sel import unions as sel_union
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry

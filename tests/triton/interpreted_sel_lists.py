@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from nsa_backend_triton import sel_lists
-from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import pair_lists
 from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry(4, 2, 8, 6, 1, 2, 8)  # l' = 8, n = 6
@@ -59,7 +59,7 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     blocks = rows if packed else rows.view(len(lengths), -1, groups, n)
     cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
     seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
-    tokens, slots, offsets = sel_lists.build(blocks, seqs, GEOMETRY)
+    tokens, slots, offsets = pair_lists.build(blocks, seqs, GEOMETRY)
     expected = _by_loop(rows, lengths, groups, packed)
     assert len(offsets) == len(expected) + 1
     assert {x.dtype for x in (tokens, slots, offsets)} == {torch.int32}
@@ -70,11 +70,11 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
 
 
 def test_many_buckets_need_wider_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sel_lists, "TOKENS_PER_PROGRAM", 4096)
+    monkeypatch.setattr(pair_lists, "TOKENS_PER_PROGRAM", 4096)
     groups, rows = 2, 2**14 * 8 + 1  # 2 * 16385 buckets do not fit 15 bits
     blocks = torch.zeros(1, rows, groups, 1, dtype=torch.int32)
     blocks[0, :, :, 0] = (torch.arange(rows) // 8)[:, None]
     seqs = Sequences(blocks, blocks, 1, rows, False)
-    lists = sel_lists.build(blocks, seqs, BlockGeometry(4, 2, 8, 1, 0, 1, 8))
+    lists = pair_lists.build(blocks, seqs, BlockGeometry(4, 2, 8, 1, 0, 1, 8))
     assert lists.offsets.diff().tolist() == ([8] * (2**14) + [1]) * 2
     assert lists.tokens.tolist() == list(range(rows)) * 2

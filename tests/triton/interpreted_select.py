@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_backend_triton import select
-from nsa_backend_triton.configs import Settings
+from nsa_backend_triton.host.configs import Settings
+from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_backend_triton import cmp, configs, span_backward, span_forward, win
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.span import backward as span_backward
+from nsa_backend_triton.span import cmp, win
+from nsa_backend_triton.span import forward as span_forward
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry

@@ -13,8 +13,16 @@ from torch import Tensor
 
 from launches import Launch, apart, recorded
 from mutation import reached
-from nsa_backend_triton import cmp, combine, configs, documents, sel, sel_backward, sel_forward, sel_lists, select, win
-from nsa_backend_triton.launch import Sequences
+from nsa_backend_triton.combine import kernels as combine
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import backward as sel_backward
+from nsa_backend_triton.sel import forward as sel_forward
+from nsa_backend_triton.sel import pair_lists
+from nsa_backend_triton.sel import slot as sel
+from nsa_backend_triton.select import forward as select
+from nsa_backend_triton.shared import document_starts
+from nsa_backend_triton.span import cmp, win
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
@@ -72,10 +80,10 @@ class Tiny:
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
             return
         if self.slot == "lists":
-            sel_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
+            pair_lists.build(self._blocks(total), Sequences.of(q, call), self.geometry)
             return
         if self.slot == "starts":
-            documents.compressed_starts(call.cu_seqlens, self.geometry)
+            document_starts.compressed_starts(call.cu_seqlens, self.geometry)
             return
         rows = total
         if self.slot in ("cmp", "select"):

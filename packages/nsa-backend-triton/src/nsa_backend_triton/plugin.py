@@ -5,18 +5,25 @@ from __future__ import annotations
 from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
 
 _HOME = "nsa_backend_triton"
+MODULES = {
+    "cmp": "span.cmp",
+    "select": "select.forward",
+    "sel": "sel.slot",
+    "win": "span.win",
+    "combine": "combine.kernels",
+}
 
 
 def _slot(
     name: str, *evidence: str, backward: bool = True, deterministic: bool = True, warmup_tokens: int = 128
 ) -> SlotSpec:
     return SlotSpec(
-        forward=f"{_HOME}.{name}:forward",
-        backward=f"{_HOME}.{name}:backward" if backward else None,
-        decode=None if name == "combine" else f"{_HOME}.decode:{name}",
+        forward=f"{_HOME}.{MODULES[name]}:forward",
+        backward=f"{_HOME}.{MODULES[name]}:backward" if backward else None,
+        decode=None if name == "combine" else f"{_HOME}.decode.forms:{name}",
         evidence=evidence,
-        workspace=f"{_HOME}.workspace:{name}",
-        decode_workspace=None if name == "combine" else f"{_HOME}.workspace:{name}",
+        workspace=f"{_HOME}.tools.workspace:{name}",
+        decode_workspace=None if name == "combine" else f"{_HOME}.tools.workspace:{name}",
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
     )
@@ -38,9 +45,9 @@ def nsa_register_backends() -> BackendSpec:
         },
         probe=f"{_HOME}.probe:probe",
         fused={
-            "step": f"{_HOME}.decode:step",
-            "append": f"{_HOME}.decode_append:append",
-            "gates": f"{_HOME}.decode_gates:gates",
+            "step": f"{_HOME}.decode.forms:step",
+            "append": f"{_HOME}.decode.append:append",
+            "gates": f"{_HOME}.decode.gates:gates",
         },
         detail=f"{_HOME}.probe:detail",
         priority=30,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from nsa_backend_triton import configs
+from nsa_backend_triton.host import configs
 from nsa_core.contract import Reason, Request
 
 # What torch 2.8, the oldest torch that nsa-core takes, was released with; older ones have no triton.knobs.
@@ -57,7 +57,7 @@ def probe(request: Request) -> list[Reason]:
 
 
 def _interpreted() -> bool:
-    from nsa_backend_triton.launch import interpreted
+    from nsa_backend_triton.host.sequences import interpreted
 
     return interpreted()
 

@@ -1,0 +1,1 @@
+"""combine: the gated sum of the three branches."""

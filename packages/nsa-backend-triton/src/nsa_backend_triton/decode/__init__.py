@@ -1,0 +1,1 @@
+"""The decode forms of every slot, and the fused ones."""

@@ -1,0 +1,1 @@
+"""Host code around kernels: sequences, tile tables, launch cache, tensor descriptors."""

@@ -1,0 +1,1 @@
+"""sel: attention over the selected blocks."""

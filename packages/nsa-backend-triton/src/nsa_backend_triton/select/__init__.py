@@ -1,0 +1,1 @@
+"""select: scores of compressed keys, summed over a group, ranked into blocks."""

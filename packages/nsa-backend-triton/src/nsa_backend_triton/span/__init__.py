@@ -1,0 +1,1 @@
+"""cmp and win: attention over a contiguous span of keys per query."""

@@ -1,0 +1,1 @@
+"""Offline compilation and workspace sizes, from tensors without data."""

@@ -1,0 +1,170 @@
+"""Kernels compiled for a GPU that is not here: what they will cost there, from the very launches that a call makes.
+
+    with recording(90) as launches:
+        combine.forward(gates, o_cmp, o_sel, o_win, call=call)  # tensors on the meta device
+    cost(launches[0])  # shared memory, registers, spills
+
+Not under TRITON_INTERPRET. Written against triton 3.6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature, native_specialize_impl
+
+from nsa_backend_triton.host import sequences
+
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # most bytes of shared memory a block
+_INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.async\.cg)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch: a kernel and what decides its binary. Two launches with equal ``binary`` share one."""
+
+    kernel: JITFunction
+    architecture: int
+    grid: tuple[int, ...]
+    signature: dict[str, str]
+    constexprs: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: Any
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return str(self.kernel.__name__)
+
+    @property
+    def binary(self) -> tuple[Any, ...]:
+        """Equal for launches that run the same compiled code."""
+        return (
+            self.name,
+            self.architecture,
+            *((name, str(kind)) for name, kind in self.signature.items()),
+            *((place, str(value)) for place, value in sorted(self.constexprs.items())),
+            *((place, str(value)) for place, value in sorted(self.attributes.items())),
+            str(self.options),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a compiled kernel takes, and the matrix and copy instructions it uses."""
+
+    shared: int  # bytes a block
+    registers: int  # a thread
+    spills: int  # bytes stored and loaded
+    instructions: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def recording(architecture: int) -> Iterator[list[Launch]]:
+    """Launches inside the block are collected, as they would be made on ``architecture``, and not run."""
+    launches: list[Launch] = []
+    target = GPUTarget("cuda", architecture, 32)
+    backend = make_backend(target)
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kwargs |= {"debug": False, "instrumentation_mode": ""}
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        options, signature, constexprs, attributes = packed
+        size = grid(bound) if callable(grid) else grid
+        launches.append(Launch(kernel, architecture, tuple(size), signature, constexprs, attributes, options))
+
+    with mock.patch.object(JITFunction, "run", run), sequences.described(architecture):
+        yield launches
+
+
+def specialized_integers(made: Launch) -> tuple[str, ...]:
+    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a constant."""
+    names = []
+    for place, parameter in enumerate(made.kernel.params):
+        if parameter.is_constexpr or parameter.do_not_specialize:
+            continue
+        equals_one = type(made.constexprs.get((place,))) is int
+        if equals_one or made.signature[parameter.name] in ("i32", "i64"):
+            names.append(parameter.name)
+    return tuple(names)
+
+
+def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
+    """``made`` with other values of its integer arguments, specialized by Triton's own rules.
+
+    Args:
+        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a constant, a multiple
+            of 16 is marked as one.
+    """
+    backend = make_backend(GPUTarget("cuda", made.architecture, 32))
+    signature, constexprs, attributes = dict(made.signature), dict(made.constexprs), dict(made.attributes)
+    for place, parameter in enumerate(made.kernel.params):
+        name = parameter.name
+        if name not in values:
+            continue
+        specialize, align = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
+        kind, mark = native_specialize_impl(backend, values[name], False, specialize, align)
+        constexprs.pop((place,), None)
+        attributes.pop((place,), None)
+        signature[name] = parameter.annotation_type or kind  # an annotated argument keeps its type, even if it is 1
+        if signature[name] == "constexpr":
+            constexprs[place,] = values[name]
+        if isinstance(mark, str):
+            attributes[place,] = backend.parse_attr(mark)
+    return dataclasses.replace(made, signature=signature, constexprs=constexprs, attributes=attributes)
+
+
+def _source(made: Launch) -> ASTSource:
+    return ASTSource(made.kernel, made.signature, made.constexprs, made.attributes)
+
+
+def translate(made: Launch) -> None:
+    """Translate ``made`` to Triton's own IR (TTIR), the first stage of a compilation.
+
+    Errors in a kernel's Python are found here, such as a method call on an argument that became a constant.
+
+    Raises:
+        CompilationError: The message names the line of the kernel.
+    """
+    target = GPUTarget("cuda", made.architecture, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(made.options)
+    _source(made).make_ir(target, made.options, codegen, backend.get_module_map(), context)
+
+
+def cost(made: Launch) -> Cost:
+    """Compile ``made`` for its architecture and read what it takes."""
+    target = GPUTarget("cuda", made.architecture, 32)
+    compiled = triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        text, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        text.write_text(ptx)
+        named = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        assert named is not None  # every PTX file states its target
+        command = [get_ptxas(made.architecture).path, "-v", f"--gpu-name={named[1]}", str(text), "-o", str(binary)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert registers is not None, said
+    assert spills is not None, said
+    instructions = tuple(sorted(set(_INSTRUCTIONS.findall(ptx))))
+    return Cost(compiled.metadata.shared, int(registers[1]), int(spills[1]) + int(spills[2]), instructions)
