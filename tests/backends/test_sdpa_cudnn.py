@@ -45,9 +45,8 @@ class Library:
         scores, _, v = self._attend(q, k, v, scale)
         return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
 
-    def _scaled_dot_product_cudnn_attention_backward(
-        self, do, q, k, v, o, lse, seed, offset, bias, cu_q, cu_k, most_q, most_k, dropout, causal, *, scale
-    ):
+    def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *rest, scale):
+        _seed, _offset, _bias, _cu_q, _cu_k, most_q, most_k, _dropout, _causal = rest
         assert lse.is_contiguous()
         assert lse.shape == (*q.shape[:3], 1)
         assert (most_q, most_k) == (q.shape[2], k.shape[2])
