@@ -15,7 +15,8 @@ import torch
 from nsa_bench.clocks import CudaClock, host_may_bind
 from nsa_bench.compare import compare
 from nsa_bench.crossover import crossovers
-from nsa_bench.render.report import changes_table, rows_of, summary
+from nsa_bench.render.summary import summary
+from nsa_bench.render.tables import rows_of
 from nsa_bench.result import Measurement, read_result
 from nsa_bench.timing import Performance, Work, measure
 

@@ -14,7 +14,8 @@ from nsa_bench.combos import Combo
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench, DecodeSettings
 from nsa_bench.decode_workloads import Cell, default_cells, layer_config, make_state, one_by_one, step_costs
-from nsa_bench.render.report import rows_of, summary
+from nsa_bench.render.summary import summary
+from nsa_bench.render.tables import rows_of
 from nsa_bench.result import Result, read_result
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import Performance, spread_of_repeats
@@ -86,7 +87,7 @@ def test_shares_belong_to_the_slots_and_not_to_the_fused_step(result):
     assert not found["fused"].parts
     for name in ("sdpa", "fused, slots one by one"):
         assert list(found[name].parts) == list(SLOTS)
-        shares = bench_decode.shares_of(found[name])
+        shares = found[name].shares
         whole = found[name].performance.median_ms
         assert shares == {s: part.performance.median_ms / whole for s, part in found[name].parts.items()}
     assert result.combos["fused"]["step"] == "fused, fused"
@@ -149,8 +150,8 @@ def test_table_file_and_comparison(result, tmp_path):
 
 def test_picture_and_page(result):
     pytest.importorskip("matplotlib")
+    from nsa_bench.render.page import page
     from nsa_bench.render.plots import render
-    from nsa_bench.render.report import page
 
     assert render(result, "png").startswith(b"\x89PNG")
     text = page(result)

@@ -11,7 +11,9 @@ import pytest
 
 from nsa_bench.clocks import CpuClock
 from nsa_bench.combos import parse_combo
-from nsa_bench.render.report import page, rows_of, summary
+from nsa_bench.render.page import page
+from nsa_bench.render.summary import summary
+from nsa_bench.render.tables import rows_of
 from nsa_bench.result import read_result
 from nsa_bench.timing import Outcome, Work, measure, summarise
 from nsa_cli import output

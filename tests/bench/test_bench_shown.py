@@ -46,7 +46,6 @@ def test_times_within_a_decade_have_labels():
 def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     pytest.importorskip("matplotlib")
     from nsa_bench.render.plots_decode import decode_figure
-    from nsa_cli.bench_decode import shares_of
 
     result = read_result(RESULTS / "decode.json")
     figure = decode_figure(result)

@@ -65,6 +65,14 @@ class Measurement:
         """What is measured apart from the length and the subject."""
         return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each slot's time over the whole time; of a decode step by its slots."""
+        if self.performance is None:
+            return {}
+        whole = self.performance.median_ms
+        return {name: part.performance.median_ms / whole for name, part in self.parts.items() if part.performance}
+
 
 @dataclasses.dataclass(frozen=True)
 class Crossover:

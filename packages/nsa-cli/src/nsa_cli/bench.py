@@ -93,14 +93,14 @@ def compare_files(
     """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the noise, or lost."""
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
-        from nsa_bench.render.report import changes_table
+        from nsa_bench.render.tables import changes_rows
         from nsa_bench.result import read_result
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
         bad = regressed(changes)
         console = output.console()
-        console.print(changes_table([c for c in changes if c.verdict != "same"]))
+        console.print(_table(changes_rows([c for c in changes if c.verdict != "same"])))
         for file, cut in ((old, before.interrupted), (new, after.interrupted)):
             if cut is not None:
                 console.print(f"{file} was interrupted: {cut.cells_left} of {cut.cells} cells left", style="yellow")
@@ -139,7 +139,7 @@ def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bo
     for file in files:
         output.check_writable(file, force)
     if plotted is not None:
-        from nsa_bench.render.plots import need_matplotlib
+        from nsa_bench.render.style import need_matplotlib
 
         need_matplotlib()
 
@@ -227,7 +227,7 @@ def _write(
     if json_file is not None:
         output.write_atomic(json_file, result.to_json(), force)
     if html is not None:
-        from nsa_bench.render.report import page
+        from nsa_bench.render.page import page
 
         output.write_atomic(html, page(result), force)
     for file, kind in ((png, "png"), (svg, "svg")):
@@ -238,11 +238,21 @@ def _write(
 
 
 def _print(result: Result) -> None:
-    from nsa_bench.render.report import summary, tables
+    from nsa_bench.render.summary import summary
+    from nsa_bench.render.tables import tables
 
     console = output.console()
-    for table in tables(result):
-        console.print(table)
+    for rows in tables(result):
+        console.print(_table(rows))
         console.print()
     for style, line in summary(result):
         console.print(line, style=style)
+
+
+def _table(rows: Rows) -> Table:
+    title, columns, cells = rows
+    table = output.plain_table(*columns)
+    table.title, table.title_justify = title or None, "left"
+    for cell in cells:
+        table.add_row(*cell)
+    return table

@@ -164,7 +164,7 @@ def environment() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
-    for name in ("nsa-core", "nsa-cli", "torch", "triton", "flash-attn"):
+    for name in ("nsa-core", "nsa-verify", "nsa-bench", "nsa-models", "nsa-cli", "torch", "triton", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {

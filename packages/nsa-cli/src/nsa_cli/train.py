@@ -101,7 +101,7 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
     for file in (given["png"], given["svg"]):
         output.check_writable(file, given["force"] or resume)
     if given["png"] or given["svg"]:
-        from nsa_bench.render.plots import need_matplotlib
+        from nsa_bench.render.style import need_matplotlib
 
         need_matplotlib()
 

@@ -58,7 +58,7 @@ def tune(
 
 
 def _print(result: Tuning, saved: str) -> None:
-    from nsa_bench.render.report import number
+    from nsa_bench.render.format import number
 
     table = output.plain_table("slot", "use", "backend", "ms", "chosen")
     fastest = {

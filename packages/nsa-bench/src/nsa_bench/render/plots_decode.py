@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_bench.render.plots import BRANCH_COLOURS, colours_of
-from nsa_bench.render.report import number
-from nsa_cli.bench_decode import shares_of
+from nsa_bench.render.format import number
+from nsa_bench.render.style import BRANCH_COLOURS, colours_of
 
 if TYPE_CHECKING:
     from nsa_bench.result import Measurement, Result
@@ -27,7 +26,7 @@ def decode_figure(result: Result) -> Any:
     for axes, height, (group, found) in zip(grid, heights, groups.items()):
         _times(axes[0], [m for m in found if m.performance], colours)
         axes[0].set_title(f"{group[0]} {group[1]}: a step (cache: {group[2]})")
-        if shared := [m for m in found if shares_of(m)]:
+        if shared := [m for m in found if m.shares]:
             _shares(axes[1], shared, below=0.6 / height)
         else:
             axes[1].set_axis_off()
@@ -68,7 +67,7 @@ def _shares(axes: Any, found: list[Measurement], below: float) -> None:
     """Each slot's share of the step by its slots, a bar per cell; the legend ``below`` the axes, in their height."""
     for height, m in enumerate(found):
         left = 0.0
-        for name, share in shares_of(m).items():
+        for name, share in m.shares.items():
             label = name if height == 0 else None
             axes.barh(height, share, left=left, color=BRANCH_COLOURS[name], height=0.6, label=label)
             left += share
@@ -76,6 +75,6 @@ def _shares(axes: Any, found: list[Measurement], below: float) -> None:
     axes.axvline(1.0, color="black", lw=1.2, label="step by its slots")
     axes.set_yticks(range(len(found)), [f"{m.subject}  {_where(m)}" for m in found], fontsize=8)
     axes.set_ylim(len(found) - 0.3, -0.7)
-    axes.set_xlim(0, max([1.0, *(sum(shares_of(m).values()) for m in found)]) * 1.25)
+    axes.set_xlim(0, max([1.0, *(sum(m.shares.values()) for m in found)]) * 1.25)
     axes.set(xlabel="time of each slot over that of the step by its slots", title="shares")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.render.plots import drawn
+from nsa_bench.render.style import drawn
 
 
 def save(out: Path, path: Path, kind: str, force: bool) -> None:

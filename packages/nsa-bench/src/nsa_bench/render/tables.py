@@ -1,0 +1,85 @@
+"""The tables of a bench result: combinations, figures of prefill, and what differs between two results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from nsa_bench.render.format import Rows, milliseconds, number, size
+from nsa_bench.render.tables_decode import decode_rows
+from nsa_core.contract import SLOTS
+from nsa_core.util.text import one_line
+
+if TYPE_CHECKING:
+    from nsa_bench.compare import Change
+    from nsa_bench.result import Measurement, Result
+    from nsa_bench.roofline import Peaks
+
+_PARTS = ("compress", *SLOTS)
+
+
+def tables(result: Result) -> list[Rows]:
+    """The combinations, then the figures."""
+    return [_combos(result), *rows_of(result)]
+
+
+def rows_of(result: Result) -> Iterator[Rows]:
+    """A table per shape, dtype, kind of inputs and phase."""
+    if any(m.phase == "decode" for m in result.measurements):
+        yield from decode_rows(result)
+        return
+    problems = list(dict.fromkeys(m.problem for m in result.measurements))
+    for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
+        shape, dtype, inputs, phase, batch = problem
+        title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all samples)"
+        found = [m for m in result.measurements if m.problem == problem]
+        graphs = any(m.performance and m.performance.eager for m in found)
+        eager = ["eager"] * graphs
+        columns = ["tokens", "subject", "total", "q1..q3", *eager, *_PARTS, "x dense", "of floor", "MiB"]
+        rows = sorted(found, key=lambda m: (m.length, m.kind, m.subject))
+        yield title, columns, [_row(m, result.peaks[dtype], graphs) for m in rows]
+
+
+def _row(m: Measurement, peaks: Peaks, graphs: bool) -> list[str]:
+    if m.performance is None:
+        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 4 + graphs)]  # the summary says why
+    p = m.performance
+    eager = [number(p.eager_ms)] * graphs
+    parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
+    bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
+    share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
+    return [
+        str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *eager, *parts,
+        number(m.ratio_to_dense), share, size(m.peak_memory_bytes),
+    ]  # fmt: skip
+
+
+def _part(m: Measurement, name: str) -> str:
+    return milliseconds(m.parts[name].performance) if name in m.parts else "-"
+
+
+def _combos(result: Result) -> Rows:
+    gates: dict[str, list[str]] = {}
+    for gate in result.gates:
+        gates.setdefault(gate.combo, []).append("ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}")
+    cells = [
+        [
+            name,
+            *(one_line(who.get(slot, "-")) for slot in SLOTS),
+            "; ".join(dict.fromkeys(gates.get(name, ["-"]))),
+        ]
+        for name, who in result.combos.items()
+    ]
+    return "Combinations", ["combination", *SLOTS, "correct"], cells
+
+
+def changes_rows(changes: Sequence[Change]) -> Rows:
+    """What differs between two results."""
+    columns, cells = ["subject", "problem", "part", "old ms", "new ms", "new/old", "verdict"], []
+    for change in changes:
+        _, subject, shape, dtype, inputs, phase, _, length, part = change.key
+        where = f"{shape} {dtype} {inputs} {phase} S={length}"
+        values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
+        verdict = f"{change.verdict} ({one_line(change.note)})" if change.note else change.verdict
+        cells.append([one_line(subject), where, part, *values, verdict])
+    return "", columns, cells
