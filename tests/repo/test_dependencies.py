@@ -1,4 +1,4 @@
-"""Imports follow the arrows of docs/architecture.md, modules form no cycle, and the oracle imports nothing it judges."""
+"""Imports follow the arrows of docs/architecture.md, form no cycle, and leave the oracle independent."""
 
 from __future__ import annotations
 

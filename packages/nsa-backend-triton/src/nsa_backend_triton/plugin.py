@@ -50,6 +50,7 @@ def nsa_register_backends() -> BackendSpec:
             "gates": f"{_HOME}.decode.gates:gates",
         },
         detail=f"{_HOME}.probe:detail",
+        judge_context=f"{_HOME}.strict.interpreter:judge_context",
         priority=30,
         summary="our own Triton kernels, for NVIDIA GPUs from sm_80 on",
     )

@@ -190,22 +190,22 @@ def _run(
     """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
     import torch
 
-    from nsa_backend_triton.strict import interpreter
     from nsa_core.util.text import dtype_name
     from nsa_verify.run import suite
+    from nsa_verify.run.contexts import emulated
     from nsa_verify.run.runner import judge
     from nsa_verify.subject import Subject
 
     # The cases are small: handing them to more threads takes longer than computing them.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     subjects = [Subject(named, device, output.find_backends()) for named in combinations]
-    interpreted = device == "cpu" and interpreter.interpreted()
+    interpreted = any(map(emulated, subjects))
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
     jobs = jobs or _jobs(device, interpreted)
     with output.progress(len(todo) * len(subjects)) as advance:
-        done = judge(subjects, todo, processes=jobs, strict=interpreted, stop=stop, advance=advance)
+        done = judge(subjects, todo, processes=jobs, stop=stop, advance=advance)
     counted: list[dict[str, Any]] = [{} for _ in subjects]
     with stop.cuts_short():
         for index, subject in enumerate(subjects if reads else ()):

@@ -220,6 +220,9 @@ class BackendSpec:
     rank: str | None = None
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     detail: str | None = None  # "module:function" of () -> lines of text on this machine, for `nsa backends show`
+    # "module:function" of a torch device type -> the context manager in which nsa_verify judges this backend there, or
+    # None where it needs none. For kernels that run in an emulator: they are judged on tiny cases.
+    judge_context: str | None = None
 
     def priority_of(self, slot: str) -> int:
         """Priority of this backend for ``slot``, whatever the request."""

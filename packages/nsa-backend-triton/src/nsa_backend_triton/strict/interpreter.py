@@ -71,3 +71,8 @@ def strict(seed: int = 0) -> Iterator[Seen]:
         _running.append(machine)
         stack.callback(_running.clear)
         yield machine.seen
+
+
+def judge_context(device: str) -> contextlib.AbstractContextManager[Seen] | None:
+    """:func:`strict` where kernels run in Triton's interpreter, which serves the CPU only; otherwise None."""
+    return strict() if device == "cpu" and interpreted() else None

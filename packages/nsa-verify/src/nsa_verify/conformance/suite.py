@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +21,7 @@ from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.run import suite
+from nsa_verify.run.contexts import context_of
 from nsa_verify.subject import Subject
 
 GRID, STEPS = grid(), step_grid()
@@ -72,9 +75,12 @@ class BackendConformance:
             metafunc.parametrize("check", _EXTRA)
 
     @pytest.fixture(autouse=True)
-    def _settle(self, pytestconfig: pytest.Config) -> None:
+    def _settle(self, pytestconfig: pytest.Config) -> Iterator[None]:
         self._name = self.backend or getattr(pytestconfig.option, "nsa_backend", "")
         self._device = _device(pytestconfig.option)
+        entry = _find(self._name, self.registry)
+        with (entry and context_of(entry, self._device)) or contextlib.nullcontext():
+            yield
 
     def test_is_installed_and_loads(self) -> None:
         """The backend is known and ready; one that is unavailable here is skipped with its reason."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import dtype_name
-from nsa_verify.run.suite import Job, Judged, run_each
+from nsa_verify.run.suite import Job, run_each
 from nsa_verify.run.workers import spread
 from nsa_verify.subject import Finding, Subject
 
@@ -28,7 +28,6 @@ def judge(
     todo: Sequence[Job],
     *,
     processes: int = 1,
-    strict: bool = False,
     stop: Interruption = NEVER,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Judgement:
@@ -37,7 +36,6 @@ def judge(
     Args:
         processes: how many judge. Above one, jobs and subjects are pickled, a process that dies is a red finding of the
             job it had, and another takes its place.
-        strict: kernels run in triton's interpreter, strictly.
         advance: told of each job that ended on a subject.
 
     Raises:
@@ -47,11 +45,7 @@ def judge(
     found: list[dict[int, list[Finding]]] = [{} for _ in subjects]
     busy, peak, started = [0.0] * len(subjects), 0, time.perf_counter()
     processes = min(processes, len(todo))
-    each: Generator[Judged]
-    if processes > 1:
-        each = spread(subjects, todo, processes, strict, stop)
-    else:
-        each = run_each(subjects, todo, strict=strict, stop=stop)
+    each = spread(subjects, todo, processes, stop) if processes > 1 else run_each(subjects, todo, stop=stop)
     with stop.cuts_short(), contextlib.closing(each):
         for judged in each:
             # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.

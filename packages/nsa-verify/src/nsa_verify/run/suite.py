@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from nsa_backend_triton.strict import interpreter
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import dtype_name
@@ -19,6 +18,7 @@ from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.judge.truth_cache import remembering
+from nsa_verify.run.contexts import judging
 from nsa_verify.subject import Finding, Subject
 
 Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
@@ -172,11 +172,10 @@ class Judged:
     peak_bytes: int = 0  # of GPU memory, in the process so far
 
 
-def judge_one(subjects: Sequence[Subject], todo: Sequence[Job], task: tuple[int, int], strict: bool = False) -> Judged:
-    """Run a job on a subject, ``task`` being their indices; ``strict`` is of triton's interpreter."""
+def judge_one(subjects: Sequence[Subject], todo: Sequence[Job], task: tuple[int, int]) -> Judged:
+    """Run a job on a subject, ``task`` being their indices."""
     started = time.perf_counter()
-    # An interpreter for each job: the order in which it runs programs hangs on no job before.
-    with interpreter.strict() if strict else contextlib.nullcontext():
+    with judging(subjects[task[1]]):  # anew for each job, so that no job depends on the one before
         findings = todo[task[0]].run(subjects[task[1]])
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     return Judged(*task, findings, time.perf_counter() - started, peak)
@@ -187,12 +186,10 @@ def shared_truths(subjects: Sequence[Subject]) -> contextlib.AbstractContextMana
     return remembering() if len(subjects) > 1 else contextlib.nullcontext()
 
 
-def run_each(
-    subjects: Sequence[Subject], todo: Sequence[Job], *, strict: bool = False, stop: Interruption = NEVER
-) -> Generator[Judged]:
+def run_each(subjects: Sequence[Subject], todo: Sequence[Job], *, stop: Interruption = NEVER) -> Generator[Judged]:
     """Run each job on every subject before the next one, so that truths are computed once; end once ``stop`` came."""
     with shared_truths(subjects):
         for task in itertools.product(range(len(todo)), range(len(subjects))):
-            yield judge_one(subjects, todo, task, strict)
+            yield judge_one(subjects, todo, task)
             if stop.came:
                 return

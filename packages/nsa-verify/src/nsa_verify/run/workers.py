@@ -37,9 +37,7 @@ class _Worker:
     started: bool = False
 
 
-def spread(
-    subjects: Sequence[Subject], todo: Sequence[Job], processes: int, strict: bool, stop: Interruption
-) -> Generator[Judged]:
+def spread(subjects: Sequence[Subject], todo: Sequence[Job], processes: int, stop: Interruption) -> Generator[Judged]:
     """Every job on every subject, in any order: a job's subjects in a row in one process, where truths are remembered.
 
     Once ``stop`` has come nothing new begins. A process that dies is a red finding, and has a successor unless it died
@@ -49,7 +47,7 @@ def spread(
         InvalidInput, BackendUnavailable: as a job raises them.
         BackendUnavailable: no process is left, and jobs are.
     """
-    crew = _Crew(subjects, todo, strict)
+    crew = _Crew(subjects, todo)
     why = ""
     try:
         for number in range(processes):
@@ -84,8 +82,8 @@ def spread(
 class _Crew:
     """The processes that judge, each behind its pipe."""
 
-    def __init__(self, subjects: Sequence[Subject], todo: Sequence[Job], strict: bool) -> None:
-        self._given = (subjects, todo, strict)
+    def __init__(self, subjects: Sequence[Subject], todo: Sequence[Job]) -> None:
+        self._given = (subjects, todo)
         self._piles = Piles(todo)
         self._processes: list[SpawnProcess] = []
         self.workers: dict[Connection, _Worker] = {}
@@ -153,7 +151,7 @@ def _lost(worker: _Worker, subject: int, todo: Sequence[Job], why: str) -> Judge
     return Judged(job, subject, [finding], 0.0)
 
 
-def _work(connection: Connection, subjects: Sequence[Subject], todo: Sequence[Job], strict: bool) -> None:
+def _work(connection: Connection, subjects: Sequence[Subject], todo: Sequence[Job]) -> None:
     """Body of a process: judge what comes until nobody sends; errors that no job expects end it, with a traceback."""
     torch.set_num_threads(1)
     for subject in subjects[:1]:
@@ -163,6 +161,6 @@ def _work(connection: Connection, subjects: Sequence[Subject], todo: Sequence[Jo
         while True:
             task: _Task = connection.recv()
             try:
-                connection.send(judge_one(subjects, todo, task, strict))
+                connection.send(judge_one(subjects, todo, task))
             except NSAError as error:
                 connection.send(error)

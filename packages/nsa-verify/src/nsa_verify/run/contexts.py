@@ -1,0 +1,52 @@
+"""The contexts in which backends are judged: an emulator may need one (``BackendSpec.judge_context``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from nsa_core.contract import SLOTS, import_named
+from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.registry import default_registry
+from nsa_core.errors import NSAError
+from nsa_core.util.text import describe_error
+from nsa_verify.subject import Subject
+
+
+def context_of(entry: BackendEntry, device: str) -> contextlib.AbstractContextManager[object] | None:
+    """The context in which ``entry``'s backend is judged on ``device``; None: it needs none.
+
+    Raises:
+        NSAError: the plugin's function raised; the message names the backend.
+    """
+    if entry.spec is None or entry.spec.judge_context is None:
+        return None
+    try:
+        context: contextlib.AbstractContextManager[object] | None = import_named(entry.spec.judge_context)(device)
+    except Exception as error:
+        raise NSAError(f"backend {entry.name!r}: its judge_context raised {describe_error(error)}") from error
+    return context
+
+
+def emulated(subject: Subject) -> bool:
+    """Whether a backend that ``subject`` uses, or may use, is judged in a context of its own."""
+    return any(context_of(entry, subject.device) is not None for entry in _used(subject))
+
+
+@contextlib.contextmanager
+def judging(subject: Subject) -> Iterator[None]:
+    """Inside the block, the contexts of the backends that ``subject`` uses, or may use, are entered."""
+    with contextlib.ExitStack() as stack:
+        for entry in _used(subject):
+            context = context_of(entry, subject.device)
+            if context is not None:
+                stack.enter_context(context)
+        yield
+
+
+def _used(subject: Subject) -> list[BackendEntry]:
+    """The ready backends that some slot names; all of them where a slot is left to auto."""
+    ready = (subject.registry or default_registry()).ready()
+    if not subject.backends.keys() >= set(SLOTS):
+        return list(ready)
+    return [entry for entry in ready if entry.name in subject.backends.values()]
