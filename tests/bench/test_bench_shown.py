@@ -59,7 +59,7 @@ def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     assert numbers == sum(m.performance is not None for m in result.measurements)
     shown = [axes.axison for axes in figure.axes[1::2]]
     shapes = list(dict.fromkeys(m.shape for m in result.measurements))
-    assert shown == [any(m.shape == shape and shares_of(m) for m in result.measurements) for shape in shapes]
+    assert shown == [any(m.shape == shape and m.shares for m in result.measurements) for shape in shapes]
 
 
 def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_backend_triton.shared import document_starts
+from nsa_backend_triton.host import document_starts
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens

@@ -14,14 +14,13 @@ from torch import Tensor
 from launches import Launch, apart, recorded
 from mutation import reached
 from nsa_backend_triton.combine import kernels as combine
-from nsa_backend_triton.host import configs
+from nsa_backend_triton.host import configs, document_starts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
-from nsa_backend_triton.shared import document_starts
 from nsa_backend_triton.span import cmp, win
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry

@@ -14,6 +14,9 @@ from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device,
 from nsa_core.util.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
     from nsa_bench.run import Settings
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton.host import launch_cache
-from nsa_backend_triton.shared.document_starts import compressed_starts
+from nsa_backend_triton.host.document_starts import compressed_starts
 from nsa_core.contract import SlotCall
 
 

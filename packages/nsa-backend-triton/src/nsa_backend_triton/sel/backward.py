@@ -16,13 +16,12 @@ from torch import Tensor
 from nsa_backend_triton.host import configs, descriptors, sequences
 from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
 from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import delta, pair_lists
 from nsa_backend_triton.sel import forward as sel_forward
-from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import unions as sel_union
 from nsa_backend_triton.sel.backward_blocks import sel_add_chunks, sel_block_backward, sel_round, sel_segments
 from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
 from nsa_backend_triton.sel.pair_lists import PairLists
-from nsa_backend_triton.shared import delta
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S

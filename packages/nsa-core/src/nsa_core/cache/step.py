@@ -24,11 +24,11 @@ from nsa_core.cache.new_cache import check_plan
 from nsa_core.cache.new_tokens import Arrival, New, arrival_of
 from nsa_core.cache.prefill import prefill
 from nsa_core.contract import DecodeCall
+from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import as_it_was_made, gates_of
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
-from nsa_core.torch_ops.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import capturing
 
 if TYPE_CHECKING:

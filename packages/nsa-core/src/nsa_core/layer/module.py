@@ -14,6 +14,7 @@ from torch import nn
 from nsa_core.cache.new_cache import CacheSizes, make_cache
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
+from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import gates_of, make_gate
@@ -22,7 +23,6 @@ from nsa_core.layer.phi.kinds import compress_pair, make_phi
 from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain
 from nsa_core.layer.rope import Table, apart, as_used, rope_table, rotate, table_for
 from nsa_core.packing import token_places
-from nsa_core.torch_ops.finite_checks import checked_plan
 from nsa_core.torch_ops.tensor_checks import check_layer_input
 from nsa_core.torch_ops.torch_state import autocasts, eager
 
