@@ -59,8 +59,8 @@ def run_pytest(session: nox.Session, selection: str) -> None:
     """
     install(session, *TEST_TOOLS)
     install_ours(session)
-    ordinary = ["-n", "2", "--dist", "worksteal", "--ignore", "tests/triton"]
-    interpreted = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/triton"]
+    ordinary = ["-n", "2", "--dist", "worksteal", "--ignore", "tests/triton/interpreted"]
+    interpreted = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/triton/interpreted"]
     runs = [(ordinary, FOR_TESTS), (interpreted, FOR_TESTS | {"TRITON_INTERPRET": "1"})]
     red = 0
     for arguments, environment in [(session.posargs, FOR_TESTS)] if session.posargs else runs:

@@ -9,7 +9,7 @@ import ast
 import pytest
 
 # Shows what goes wrong: the fact behind the historic numbers.
-SHOWS_THE_FAULT = {"tests/regressions/test_historic_numbers.py"}
+SHOWS_THE_FAULT = {"tests/verify/report_rows/test_historic_numbers.py"}
 
 
 def may_be_causal(call: ast.Call) -> bool:

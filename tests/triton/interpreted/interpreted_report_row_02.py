@@ -1,15 +1,10 @@
-"""Report row 2 on our kernels: the windows of tests/regressions/row_02.py."""
+"""Report row 2 on our kernels: the windows of tests/verify/report_rows/row_02.py."""
 
 from __future__ import annotations
-
-import pathlib
-import sys
 
 import pytest
 
 from nsa_backend_triton.strict.interpreter import strict
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
 from row_02 import CASES, judge_window
 
 pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests

@@ -1,6 +1,6 @@
 """Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without data.
 
-tests/triton holds the dry run against what a run allocates; tests/gpu measures both on a GPU.
+tests/triton/interpreted holds the dry run against what a run allocates; tests/gpu measures both on a GPU.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests share standins.py
 
 from nsa_core import NSAConfig
 from nsa_models.lm.config import LMConfig

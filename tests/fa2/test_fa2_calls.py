@@ -6,10 +6,10 @@ import importlib
 
 import pytest
 import torch
-from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_judged, assert_right, run
-from fa2_standin import PROVIDERS, Library, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_judged, assert_right, run
+from fa2_standin import PROVIDERS, Library, make
 from nsa_backend_fa2 import providers
 from nsa_core.contract import SlotCall
 from nsa_core.errors import NSAError

@@ -1,7 +1,7 @@
 """Report row 15, 'sliding FA-2 fails, MAE 0.766': every window asked for there, forward and backward, to the oracle.
 
-The number itself is tests/regressions/test_historic_numbers.py. On the CPU the library's own call is a stand-in, at
-lengths that it can do; on a GPU it is the library, and 8192 tokens are judged at sampled rows.
+The number itself is in tests/verify/report_rows/test_historic_numbers.py. On the CPU a stand-in replaces the library's
+own call, at lengths that it can do; on a GPU it is the library, and 8192 tokens are judged at sampled rows.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fa2_standin import Library, make
 
+from fa2_standin import Library, make
 from nsa_backend_fa2 import providers
 
 

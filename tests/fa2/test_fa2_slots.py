@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+
 from fa2_problems import (
     PROBLEMS,
     SLOTS,
@@ -19,7 +20,6 @@ from fa2_problems import (
     run,
 )
 from fa2_standin import Library
-
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 

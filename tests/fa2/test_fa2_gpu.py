@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from fa2_problems import (
     PACKED,
     PROBLEMS,
@@ -19,7 +20,6 @@ from fa2_problems import (
     kernel,
     run,
 )
-
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "backends" / "fa2"))  # fa2_standin
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +20,6 @@ def _seed() -> Iterator[None]:
 def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
     """On the CPU the slots of fa2 run over a stand-in, returned; on a GPU over the library installed there."""
     from fa2_standin import Library, make
-
     from nsa_backend_fa2 import providers
 
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Report row 19, 'gate fc2 std about 0.023 in 12 layers, outputs not uniform', at the reports' size.
 
-tests/module/test_initialisation.py trains the same through twelve small layers in fp64.
+tests/core/layer/test_initialisation.py trains the same through twelve small layers in fp64.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests share dense_backend.py and cases.py
 
 from dense_backend import dense_plan
 from nsa_core.dispatch import default_plan

@@ -1,8 +1,7 @@
 """Files named interpreted_*.py run with TRITON_INTERPRET=1, which must be set before anything imports triton.
 
-A run without it imports torch, and with it triton, for hundreds of other tests. So each such file is one item there,
-which runs the file in a pytest of its own; with the variable set (TRITON_INTERPRET=1 pytest tests/triton), as nox
-sets it, its tests are collected as usual.
+Without the variable each such file is one test, which runs the file in a pytest process of its own. With it
+(TRITON_INTERPRET=1 pytest tests/triton/interpreted), as nox sets it, the tests are collected as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NOTHING_SELECTED = 5
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # its helpers, whoever asks for one file alone
 
 
 def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -1,6 +1,6 @@
 """Report row 1, '52/52 selection equivalence': the same 52 ids, against the truth, on every backend's selector.
 
-Triton's kernels run the same cases in their interpreter: tests/triton/interpreted_report_row_01.py.
+Triton's kernels run the same cases in their interpreter: tests/triton/interpreted/interpreted_report_row_01.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from fa2_standin import Library, make
 
+from fa2_standin import Library, make
 from nsa_backend_fa2 import decode, providers
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2.providers import Found

@@ -1,15 +1,10 @@
-"""Report row 1 on our kernels: the cases of tests/regressions/row_01.py, blocks of 16 tokens, select and sel."""
+"""Report row 1 on our kernels: the cases of tests/verify/report_rows/row_01.py, blocks of 16 tokens, select and sel."""
 
 from __future__ import annotations
-
-import pathlib
-import sys
 
 import pytest
 
 from nsa_backend_triton.strict.interpreter import strict
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "regressions"))
 from row_01 import CASES, Row01, case_id, check
 
 pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
@@ -22,7 +17,7 @@ def parameters(case: Row01) -> object:
     return pytest.param(case, id=case_id(case), marks=marks)
 
 
-# The five that the reports ran on a GPU run there: tests/regressions/test_report_row_01.py.
+# The five that the reports ran on a GPU run there: tests/verify/report_rows/test_report_row_01.py.
 @pytest.mark.parametrize("case", [parameters(case) for case in CASES if case.device == "cpu"])
 def test_report_row_01_selection(case: Row01) -> None:
     with strict():

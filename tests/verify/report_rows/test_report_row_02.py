@@ -1,6 +1,7 @@
 """Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7, and more, finite and equal to the truth.
 
-There only finiteness was asked. On the CPU our own kernels run them in tests/triton/interpreted_report_row_02.py.
+The report only asked for finite values. On the CPU our own kernels run them in
+tests/triton/interpreted/interpreted_report_row_02.py.
 """
 
 from __future__ import annotations

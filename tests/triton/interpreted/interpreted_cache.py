@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
 import torch
 
+from caches import OPTIONS, assert_equal, layer_of, poisoned_cache, tokens, whole
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.dispatch.registry import default_registry
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "decode"))
-
-from caches import OPTIONS, assert_equal, layer_of, poisoned_cache, tokens, whole
 
 SPEC = default_registry().get("triton").spec
 LENGTH = 30

@@ -1,11 +1,8 @@
-"""Backends made from the template, sound ones and ones with a fault planted; and `nsa` in a process of its own."""
+"""Backends made from the template: sound ones, and ones with a planted fault."""
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -46,17 +43,3 @@ def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         return suite
 
     return make
-
-
-@pytest.fixture
-def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `nsa`, or another module, in a process of its own, with these directories on the path."""
-
-    def run(*arguments: str, path: pathlib.Path | None = None, module: str = "nsa_cli", **options: object):
-        given = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
-        return subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            capture_output=True, text=True, env=given, timeout=500, check=False, **options,
-        )  # fmt: skip
-
-    return run

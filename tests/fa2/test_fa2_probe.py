@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fa2_standin import Library, make
 
+from fa2_standin import Library, make
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends

@@ -1,0 +1,33 @@
+"""`nsa` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Nobody's settings and nobody's remembered verdicts."""
+    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `nsa`, or another module, in a process of its own, with these directories on the path."""
+
+    def run(*arguments: str, path: pathlib.Path | None = None, module: str = "nsa_cli", **options: object):
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True, text=True, env=given, timeout=500, check=False, **options,
+        )  # fmt: skip
+
+    return run

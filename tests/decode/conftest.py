@@ -1,8 +1,0 @@
-"""The tests of decoding share caches.py."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
