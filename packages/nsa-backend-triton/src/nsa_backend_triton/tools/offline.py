@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, nati
 from nsa_backend_triton.host import sequences
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # most bytes of shared memory a block
+_SERIALIZED = re.compile(r"\((C\d+)\) Potential Performance Loss: wgmma\.mma_async instructions are serialized")
 _INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.async\.cg)")
 
 
@@ -65,12 +66,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a compiled kernel takes, and the matrix and copy instructions it uses."""
+    """What a compiled kernel takes, the matrix and copy instructions it uses, and ptxas's warnings about them."""
 
     shared: int  # bytes a block
     registers: int  # a thread
     spills: int  # bytes stored and loaded
     instructions: tuple[str, ...]
+    serialized: tuple[str, ...]  # codes of ptxas's warnings that it serializes the asynchronous products (wgmma)
 
 
 @contextlib.contextmanager
@@ -167,4 +169,5 @@ def cost(made: Launch) -> Cost:
     assert registers is not None, said
     assert spills is not None, said
     instructions = tuple(sorted(set(_INSTRUCTIONS.findall(ptx))))
-    return Cost(compiled.metadata.shared, int(registers[1]), int(spills[1]) + int(spills[2]), instructions)
+    serialized = tuple(sorted(set(_SERIALIZED.findall(said))))
+    return Cost(compiled.metadata.shared, int(registers[1]), int(spills[1]) + int(spills[2]), instructions, serialized)
