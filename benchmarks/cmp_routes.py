@@ -1,9 +1,11 @@
-"""The compressed branch by every route there is, forward and backward, over lengths: which one `auto` should take.
+"""The compressed branch by every route there is, forward and backward, over lengths: which one
+`auto` should take.
 
     python benchmarks/cmp_routes.py [64/4/192/128 ...]
 
-triton: kernels of nsa-backend-triton. cudnn: sdpa's residues on cuDNN, a call a sequence. fold: sdpa's other route, one
-folded causal call. fa2: the fold on FlashAttention-2. Milliseconds of forward + backward in a CUDA graph, bf16.
+triton: kernels of nsa-backend-triton. cudnn: sdpa's residues on cuDNN, a call a sequence. fold:
+sdpa's other route, one folded causal call. fa2: the fold on FlashAttention-2. Milliseconds of
+forward + backward in a CUDA graph, bf16.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from nsa_backend_sdpa import cudnn
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import NSAError
 
-SHAPES = ("12/2/64", "64/4/128", "32/8/128", "64/4/192/128")  # heads, kv heads, Dk, and Dv where it is another
+# heads, kv heads, Dk, and Dv where it is another
+SHAPES = (
+    "12/2/64",
+    "64/4/128",
+    "32/8/128",
+    "64/4/192/128",
+)
 LENGTHS = ((1, 2048), (8, 2048), (1, 8192), (4, 8192), (1, 16384), (1, 32768), (1, 65536))  # (B, S)
 ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
 
@@ -28,8 +36,11 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     def normal(rows: int, heads: int, width: int) -> torch.Tensor:
         return torch.randn((batch, rows, heads, width), device="cuda", dtype=torch.bfloat16)
 
-    kernel = resolve(config, device="cuda", dtype=torch.bfloat16, backends={"cmp": backend}, needs_grad=True).cmp
-    # The operator itself: autograd would run it on the stream of the forward, which is not the one that is captured.
+    kernel = resolve(
+        config, device="cuda", dtype=torch.bfloat16, backends={"cmp": backend}, needs_grad=True
+    ).cmp
+    # The operator itself: autograd would run it on the stream of the forward, which is not the one
+    # that is captured.
     namespace, short = kernel.op._schema.name.split("::")
     backward = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
     rest = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
@@ -49,7 +60,9 @@ def main() -> None:
     least = cudnn.LEAST_TOKENS
     for shape in sys.argv[1:] or SHAPES:
         heads, groups, dk, *rest = map(int, shape.split("/"))
-        config = NSAConfig(heads * dk, heads, groups, head_dim=dk, v_head_dim=rest[0] if rest else None)
+        config = NSAConfig(
+            heads * dk, heads, groups, head_dim=dk, v_head_dim=rest[0] if rest else None
+        )
         for batch, length in LENGTHS:
             cells = [f"{shape} B={batch} S={length}:"]
             for name, backend in ROUTES.items():

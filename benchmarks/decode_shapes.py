@@ -15,7 +15,9 @@ from nsa_core.layout import BlockGeometry
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """``batch`` sequences of ``length`` tokens, ``rows`` of them new, over pages of ``page`` tokens."""
+    """``batch`` sequences of ``length`` tokens, ``rows`` of them new, over pages of ``page``
+    tokens.
+    """
 
     batch: int
     length: int
@@ -29,14 +31,20 @@ class Shape:
 
     def __str__(self) -> str:
         more = f" m={self.rows}" if self.rows > 1 else ""
-        return f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{more}"
+        return (
+            f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{more}"
+        )
 
     def bytes_read(self, itemsize: int) -> dict[str, int]:
         """K and V that each branch must read once, for the last token."""
         g = self.geometry
         blocks = min(g.num_selected_blocks, g.num_select_blocks(self.length))
         chosen = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
-        rows = {"cmp": g.num_compressed(self.length), "sel": chosen, "win": min(g.window_size, self.length)}
+        rows = {
+            "cmp": g.num_compressed(self.length),
+            "sel": chosen,
+            "win": min(g.window_size, self.length),
+        }
         each = self.batch * self.groups * (self.dk + self.dv) * itemsize
         return {name: count * each for name, count in rows.items()}
 
@@ -66,15 +74,25 @@ class Data:
     def step(self, settings: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
         """The fused step."""
         s = self.stores
-        return forms.step(self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings)
+        return forms.step(
+            self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings
+        )
 
     def append(self) -> torch.Tensor:
         """Once more at the same place: the same bytes."""
         k, v = self.rows
         s = self.stores
         return decode_append.append(
-            self.q, (k, k, k), (v, v, v), s["raw"], s["sel"], s["win"], rope=self.rope, rotate_raw=False, call=self.call
-        )  # fmt: skip
+            self.q,
+            (k, k, k),
+            (v, v, v),
+            s["raw"],
+            s["sel"],
+            s["win"],
+            rope=self.rope,
+            rotate_raw=False,
+            call=self.call,
+        )
 
 
 def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
@@ -88,17 +106,25 @@ def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
     pages = -(-shape.length // shape.page)
     total, ring = shape.batch * pages, g.window_size + m - 1
     sizes = {
-        "cmp": (total, shape.page // g.compress_stride), "sel": (total, shape.page), "win": (shape.batch, ring),
+        "cmp": (total, shape.page // g.compress_stride),
+        "sel": (total, shape.page),
+        "win": (shape.batch, ring),
         "raw": (shape.batch, g.compress_block_size + m),
-    }  # fmt: skip
-    stores = {n: (random(*size, groups, shape.dk), random(*size, groups, shape.dv)) for n, size in sizes.items()}
+    }
+    stores = {
+        n: (random(*size, groups, shape.dk), random(*size, groups, shape.dv))
+        for n, size in sizes.items()
+    }
     table = torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
     call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, table, shape.length)
     angles = torch.rand((shape.length + m, shape.dk // 2), generator=generator, device=device)
     return Data(
-        shape, random(shape.batch, m, shape.heads, shape.dk),
-        torch.rand((shape.batch, m, shape.heads, 3), generator=generator, device=device), stores,
+        shape,
+        random(shape.batch, m, shape.heads, shape.dk),
+        torch.rand((shape.batch, m, shape.heads, 3), generator=generator, device=device),
+        stores,
         (random(shape.batch, m, groups, shape.dk), random(shape.batch, m, groups, shape.dv)),
-        (angles.cos(), angles.sin()), call,
-    )  # fmt: skip
+        (angles.cos(), angles.sin()),
+        call,
+    )

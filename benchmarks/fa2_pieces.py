@@ -1,9 +1,10 @@
-"""Times cmp, win and sel on FlashAttention-2: median ms of triton's do_bench, bf16, batch 1, forward and backward.
+"""Times cmp, win and sel on FlashAttention-2: median ms of triton's do_bench, bf16, batch 1,
+forward and backward.
 
     python benchmarks/fa2_pieces.py out.json [--provider flash-attn|PyTorch] [--sel]
 
-cmp is timed as the backend runs it, and with the fold's copies for comparison. Everything the slot does is inside the
-time: views, padding, copies, the library call.
+cmp is timed as the backend runs it, and with the fold's copies for comparison. Everything the slot
+does is inside the time: views, padding, copies, the library call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHAPES = {
     "32/8/128 S=32k": (32, 8, 128, 32768),
     "12/2/64 S=64k": (12, 2, 64, 65536),
 }
-# H200, flash-attn 2.8.3, torch 2.11, measured with the same tool before this backend existed: forward, backward.
+# H200, flash-attn 2.8.3, torch 2.11, measured with the same tool before this backend existed:
+# forward, backward.
 BEFORE = {
     ("cmp", "64/4/128 S=64k"): (14.3, 39.5),
     ("cmp", "32/8/128 S=32k"): (2.29, 6.01),
@@ -48,7 +50,9 @@ def median_ms(function: Callable[[], Any]) -> float:
 def tensors(heads: int, groups: int, width: int, rows: int, length: int) -> list[torch.Tensor]:
     """q, k, v, dO."""
     shapes = ((length, heads), (rows, groups), (rows, groups), (length, heads))
-    return [torch.randn((1, *shape, width), device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [
+        torch.randn((1, *shape, width), device="cuda", dtype=torch.bfloat16) for shape in shapes
+    ]
 
 
 def random_blocks(length: int, groups: int) -> torch.Tensor:
@@ -66,7 +70,11 @@ def measure(
 ) -> dict[str, Any]:
     """One row of the table, beside what the same piece took before."""
     name, outputs, before = f"{slot} {shape}", forward(), BEFORE.get((slot, shape))
-    row = {"piece": name, "forward_ms": median_ms(forward), "backward_ms": median_ms(backward(outputs))}
+    row = {
+        "piece": name,
+        "forward_ms": median_ms(forward),
+        "backward_ms": median_ms(backward(outputs)),
+    }
     told = f"   before: {before[0]:8.3f} {before[1]:8.3f}" if before else ""
     print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}{told}", flush=True)
     return {**row, "before_ms": before}
@@ -91,7 +99,12 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
                 lambda out, b=backward: lambda: b(do, q, k, v, *out, call),
             )
         )
-    rows.append({"piece": f"fold of q alone {shape}", "forward_ms": median_ms(lambda: fold(q, groups, GEOMETRY))})
+    rows.append(
+        {
+            "piece": f"fold of q alone {shape}",
+            "forward_ms": median_ms(lambda: fold(q, groups, GEOMETRY)),
+        }
+    )
     print(f"{rows[-1]['piece']:34} {rows[-1]['forward_ms']:8.3f}")
     del q, k, v, do
     q, k, v, do = tensors(heads, groups, width, length, length)
@@ -118,9 +131,13 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json", type=Path)
-    parser.add_argument("--provider", choices=[place.name for place in providers.found()], default=None)
+    parser.add_argument(
+        "--provider", choices=[place.name for place in providers.found()], default=None
+    )
     parser.add_argument("--sel", action="store_true", help="also the slow sel")
     options = parser.parse_args()
     if options.provider is not None:
@@ -131,8 +148,15 @@ def main() -> None:
     title = providers.serving().title
     print(f"{title} on {torch.cuda.get_device_name()}\n{'':34}  forward backward (ms)")
     rows = [row for shape in SHAPES for row in pieces(shape, options.sel)]
-    document = {"schema_version": 1, "provider": title, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    options.json.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    document = {
+        "schema_version": 1,
+        "provider": title,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+    }
+    options.json.write_text(
+        json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What a call costs before any kernel runs: host time, operators and launches per slot. Needs no GPU.
+"""What a call costs before any kernel runs: host time, operators and launches per slot. Needs no
+GPU.
 
-    python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile] [--ops]
+    python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile]
+    [--ops]
 
-The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core. Backend ``triton``
-runs its own host code for an sm_90; a launch stops where Triton would call the driver (specialisation of the arguments,
-the search for the binary and the TMA descriptors' Python are in, the C call is not). Lengths are short, so that the few
-PyTorch operators in between cost what their dispatch costs. us: of CPU time, the first decile of --repeats calls;
-``ops``: PyTorch operators below autograd, outside of the slots; ``launches``: Triton kernels.
+The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core.
+Backend ``triton`` runs its own host code for an sm_90; a launch stops where Triton would call the
+driver (specialisation of the arguments, the search for the binary and the TMA descriptors' Python
+are in, the C call is not). Lengths are short, so that the few PyTorch operators in between cost
+what their dispatch costs. us: of CPU time, the first decile of --repeats calls; ``ops``: PyTorch
+operators below autograd, outside of the slots; ``launches``: Triton kernels.
 """
 
 from __future__ import annotations
@@ -94,7 +97,9 @@ def _answer(answer: Any, _: object) -> Any:
 
 @contextlib.contextmanager
 def no_gpu() -> Iterator[list[NoKernel]]:
-    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is launched."""
+    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is
+    launched.
+    """
     made: list[NoKernel] = []
     driver = NoDriver(next(devices))
 
@@ -105,9 +110,14 @@ def no_gpu() -> Iterator[list[NoKernel]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for owner, name, answer in ((sequences, "_capability", ARCHITECTURE), (launch_cache, "remembers", True)):
+        for owner, name, answer in (
+            (sequences, "_capability", ARCHITECTURE),
+            (launch_cache, "remembers", True),
+        ):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
-        stack.enter_context(mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS}))
+        stack.enter_context(
+            mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
+        )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         launch_cache.forget()  # what an earlier block's kernels were launched with
         yield made
@@ -118,7 +128,9 @@ def nothing(slot: str, backward: bool) -> Callable[..., Any]:
 
     def forward(*tensors: torch.Tensor, call: SlotCall) -> Any:
         specs = output_specs(slot, tensors, call.geometry.num_selected_blocks)
-        outs = tuple(torch.empty(shape, dtype=dtype, device=tensors[0].device) for shape, dtype in specs)
+        outs = tuple(
+            torch.empty(shape, dtype=dtype, device=tensors[0].device) for shape, dtype in specs
+        )
         return outs if len(outs) > 1 else outs[0]
 
     def gradients(do: torch.Tensor, *tensors: torch.Tensor, call: SlotCall) -> Any:
@@ -138,13 +150,21 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
     if backend == "nothing":
         for slot in SLOTS:
             specs[slot] = SlotSpec(
-                f"{__name__}:{slot}_forward", f"{__name__}:{slot}_backward" if slot != "select" else None
+                f"{__name__}:{slot}_forward",
+                f"{__name__}:{slot}_backward" if slot != "select" else None,
             )
     asked = {"dtype": "bfloat16", "needs_grad": True, "varlen": varlen}
     requests = {slot: request_of(config, slot, **asked) for slot in SLOTS}
     geometry = tuple(config.geometry.as_ints())
     kernels = {
-        slot: Kernel(backend, slot, slot_op(backend, slot, specs[slot]).op, config.softmax_scale, geometry, False)
+        slot: Kernel(
+            backend,
+            slot,
+            slot_op(backend, slot, specs[slot]).op,
+            config.softmax_scale,
+            geometry,
+            False,
+        )
         for slot in SLOTS
     }
     return Plan(config, requests, {}, _slots=specs, **kernels)
@@ -174,7 +194,9 @@ class Row:
     ops: dict[str, int]
 
 
-def measure(backend: str, piece: str, step: Callable[[], Any], kernels: list[NoKernel], repeats: int) -> Row:
+def measure(
+    backend: str, piece: str, step: Callable[[], Any], kernels: list[NoKernel], repeats: int
+) -> Row:
     """Median time of ``step``, and what it calls."""
     for _ in range(5):
         step()
@@ -186,39 +208,62 @@ def measure(backend: str, piece: str, step: Callable[[], Any], kernels: list[NoK
         start = time.thread_time()
         step()
         times.append(time.thread_time() - start)
-    return Row(backend, piece, sorted(times)[len(times) // 10] * 1e6, launches, dict(counted.seen.most_common()))
+    return Row(
+        backend,
+        piece,
+        sorted(times)[len(times) // 10] * 1e6,
+        launches,
+        dict(counted.seen.most_common()),
+    )
 
 
-def slot_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+def slot_steps(
+    config: NSAConfig, plan: Plan, tokens: int, packed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Forward of each slot without autograd, and its backward operator, as autograd calls it."""
     lead = [tokens] if packed else [1, tokens]
-    keys = config.geometry.max_compressed(tokens) if packed else config.geometry.num_compressed(tokens)
+    keys = (
+        config.geometry.max_compressed(tokens) if packed else config.geometry.num_compressed(tokens)
+    )
     rows = [keys] if packed else [1, keys]
     hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
 
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    q, do, lse = tensor(*lead, hq, dk), tensor(*lead, hq, dv), tensor(*lead[:-1], hq, tokens, dtype=torch.float32)
+    q, do, lse = (
+        tensor(*lead, hq, dk),
+        tensor(*lead, hq, dv),
+        tensor(*lead[:-1], hq, tokens, dtype=torch.float32),
+    )
     blocks = torch.zeros(*lead, g, config.geometry.num_selected_blocks, dtype=torch.int32)
     given = {
-        "cmp": [q, tensor(*rows, g, dk), tensor(*rows, g, dv)], "select": [q, tensor(*rows, g, dk), lse],
+        "cmp": [q, tensor(*rows, g, dk), tensor(*rows, g, dv)],
+        "select": [q, tensor(*rows, g, dk), lse],
         "sel": [q, tensor(*lead, g, dk), tensor(*lead, g, dv), blocks],
         "win": [q, tensor(*lead, g, dk), tensor(*lead, g, dv)],
         "combine": [tensor(*lead, hq, 3, dtype=torch.float32), do, do, do],
-    }  # fmt: skip
+    }
     cu = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32) if packed else None
     for slot, tensors in given.items():
         kernel = getattr(plan, slot)
         op = slot_op(kernel.backend, slot, plan._slots[slot])
         tail = (cu, tokens, kernel.scale, kernel.geometry, kernel.deterministic)
-        yield f"{slot}.forward", lambda kernel=kernel, tensors=tensors: kernel(*tensors, cu_seqlens=cu)
+        yield (
+            f"{slot}.forward",
+            lambda kernel=kernel, tensors=tensors: kernel(*tensors, cu_seqlens=cu),
+        )
         if slot != "select":
             saved = [*tensors, *([do, lse] if slot != "combine" else [])]
-            yield f"{slot}.backward", lambda op=op, saved=saved, tail=tail: op.backward_op(do, *saved, *tail)
+            yield (
+                f"{slot}.backward",
+                lambda op=op, saved=saved, tail=tail: op.backward_op(do, *saved, *tail),
+            )
 
 
-def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+def whole_steps(
+    config: NSAConfig, plan: Plan, tokens: int, packed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """nsa_attention and NSAttention, forward and with backward."""
     lead = [tokens] if packed else [1, tokens]
     hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
@@ -228,7 +273,9 @@ def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Ite
 
     q, gates = leaf(*lead, hq, dk), leaf(*lead, hq, 3, dtype=torch.float32)
     k, v = [leaf(*lead, g, dk) for _ in range(3)], [leaf(*lead, g, dv) for _ in range(3)]
-    packing = {"cu_seqlens": torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)} if packed else {}
+    packing = (
+        {"cu_seqlens": torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)} if packed else {}
+    )
     layer, x = NSAttention(config).bfloat16(), leaf(*lead, config.dim)
     do = torch.zeros(*lead, hq, dv, dtype=torch.bfloat16)
 
@@ -250,10 +297,19 @@ def whole_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Ite
         yield f"{name}.both", both
 
 
-def block_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A block of the language model as it trains: bf16 autocast over fp32 parameters, phi mlp; small matrices."""
-    small = dataclasses.replace(config, compress="mlp", compress_block_size=8, compress_stride=4, select_block_size=16)
-    block, x = Block(LMConfig(small, n_layers=1), None, 0), torch.zeros(1, tokens, config.dim, requires_grad=True)
+def block_steps(
+    config: NSAConfig, plan: Plan, tokens: int, packed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A block of the language model as it trains: bf16 autocast over fp32 parameters, phi mlp;
+    small matrices.
+    """
+    small = dataclasses.replace(
+        config, compress="mlp", compress_block_size=8, compress_stride=4, select_block_size=16
+    )
+    block, x = (
+        Block(LMConfig(small, n_layers=1), None, 0),
+        torch.zeros(1, tokens, config.dim, requires_grad=True),
+    )
     chosen, grad = make_plan(small, plan.cmp.backend, False), torch.zeros(1, tokens, config.dim)
     block.attn.plan_of = lambda *_: chosen  # type: ignore[method-assign,union-attr]
 
@@ -266,14 +322,18 @@ def block_steps(config: NSAConfig, plan: Plan, tokens: int, packed: bool) -> Ite
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="16/1/128")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--backends", default="nothing,triton")
     parser.add_argument("--only", default="")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--profile", action="store_true", help="also print where the pieces' time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where the pieces' time goes"
+    )
     parser.add_argument("--ops", action="store_true", help="also print which operators run")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -288,7 +348,10 @@ def main() -> None:
                         continue
                     row = measure(backend, piece, step, kernels, asked.repeats)
                     said = f"{sum(row.ops.values()):4} ops" + f"  {row.ops}" * asked.ops
-                    print(f"{backend:8} {piece:24} {row.us:8.1f} us {row.launches:3} launches {said}", flush=True)
+                    print(
+                        f"{backend:8} {piece:24} {row.us:8.1f} us {row.launches:3} launches {said}",
+                        flush=True,
+                    )
                     if asked.profile:
                         with cProfile.Profile() as profiler:
                             for _ in range(asked.repeats):

@@ -1,4 +1,6 @@
-"""What benchmarks/train.py measures, and how a cell of it runs: guarded, timed, printed and written at once."""
+"""What benchmarks/train.py measures, and how a cell of it runs: guarded, timed, printed and written
+at once.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,16 @@ class Plan:
     modes: tuple[str, ...] = ("compile", "compile+graph", "eager")
     # Those with a target first: a time limit cuts from the end. The rest locate the crossover.
     shapes: tuple[tuple[int, int], ...] = (
-        (2048, 1), (2048, 8), (16384, 1), (65536, 1), (2048, 2), (2048, 16), (32768, 1), (8192, 1), (4096, 1),
-    )  # fmt: skip
+        (2048, 1),
+        (2048, 8),
+        (16384, 1),
+        (65536, 1),
+        (2048, 2),
+        (2048, 16),
+        (32768, 1),
+        (8192, 1),
+        (4096, 1),
+    )
     seconds: float = 2.0  # of steps in a cell
     batches: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256)
     batch_length: int = 2048
@@ -53,9 +63,21 @@ def quick(device: str) -> Plan:
     """Every section, small."""
     tiny = size("tiny", n_layers=1)
     return Plan(
-        tiny, device, "float32", ("eager",), ((64, 1), (128, 1)), 0.02, (1, 2), 64, (64, 128), ((64, 1),), 4, (1, 2),
-        32, (32, 2),
-    )  # fmt: skip
+        tiny,
+        device,
+        "float32",
+        ("eager",),
+        ((64, 1), (128, 1)),
+        0.02,
+        (1, 2),
+        64,
+        (64, 128),
+        ((64, 1),),
+        4,
+        (1, 2),
+        32,
+        (32, 2),
+    )
 
 
 class Bench:
@@ -66,12 +88,20 @@ class Bench:
         self.cuda = plan.device.startswith("cuda")
         self.peak = measure_peaks(plan.device, getattr(torch, plan.precision)).flops_per_s
         self.document: Row = {
-            "kind": "nsa-train-bench", "schema_version": 1, "machine": machine(plan.device), "torch": torch.__version__,
-            "model": plan.model.to_dict(), "precision": plan.precision, "matrix_flops_per_s": self.peak, "rows": [],
-        }  # fmt: skip
+            "kind": "nsa-train-bench",
+            "schema_version": 1,
+            "machine": machine(plan.device),
+            "torch": torch.__version__,
+            "model": plan.model.to_dict(),
+            "precision": plan.precision,
+            "matrix_flops_per_s": self.peak,
+            "rows": [],
+        }
 
     def cell(self, section: str, facts: Row, measure: Callable[[], Row]) -> Row:
-        """The row of one measurement, with the reason where there is none; printed and written at once."""
+        """The row of one measurement, with the reason where there is none; printed and written at
+        once.
+        """
         row: Row = {"section": section, **facts}
         if time.monotonic() > self.until:
             row["reason"] = "not begun: time limit"
@@ -79,13 +109,20 @@ class Bench:
             started = time.monotonic()
             try:
                 row |= measure()
-            except (RuntimeError, ValueError, NotImplementedError) as error:  # out of memory is a RuntimeError
+            except (
+                RuntimeError,
+                ValueError,
+                NotImplementedError,
+            ) as error:  # out of memory is a RuntimeError
                 row["reason"] = describe_error(error)[:400]
             row["cell_s"] = round(time.monotonic() - started, 1)
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        print(section + "  " + "  ".join(f"{k}={v}" for k, v in row.items() if k != "section"), flush=True)
+        print(
+            section + "  " + "  ".join(f"{k}={v}" for k, v in row.items() if k != "section"),
+            flush=True,
+        )
         self.document["rows"].append(row)
         self.write()
         return row
@@ -104,16 +141,22 @@ class Bench:
         """A trainer on uniform tokens."""
         torch.manual_seed(0)
         recipe = Recipe(
-            steps=10**6, batch=batch, warmup=100, learning_rate=1e-4, precision=self.plan.precision,
-            compile=mode.startswith("compile"), graph=mode.endswith("graph"),
-        )  # fmt: skip
+            steps=10**6,
+            batch=batch,
+            warmup=100,
+            learning_rate=1e-4,
+            precision=self.plan.precision,
+            compile=mode.startswith("compile"),
+            graph=mode.endswith("graph"),
+        )
         data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size, held_out_rows=1))
         # Rows made beforehand: the bench is of the step, and Python's lists are slow at 64k tokens.
         data.rows = Repeated(data.rows, 4)  # type: ignore[assignment]
         return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.plan.device)))
 
     def times(self, trainer: Trainer, at_least: int = 5, at_most: int = 10**6) -> Iterator[float]:
-        """Seconds from the end of each step to that of the next, as the training loop runs them, for plan.seconds.
+        """Seconds from the end of each step to that of the next, as the training loop runs them,
+        for plan.seconds.
 
         A step is given to the device before the one before it is waited for.
         """

@@ -1,9 +1,12 @@
-"""Held-out loss of NSA and of dense attention, trained alike, token for token, on the documentation inside Python.
+"""Held-out loss of NSA and of dense attention, trained alike, token for token, on the documentation
+inside Python.
 
     python benchmarks/train_quality.py --device cuda --json train_quality.json
-    python benchmarks/train_quality.py --steps 1000 --data FOLDER    # whatever nsa train takes: more text, more steps
+    python benchmarks/train_quality.py --steps 1000 --data FOLDER
+    # whatever nsa train takes: more text, more steps
 
-Beside the losses: how much of dense attention's probability lies inside the blocks that NSA chooses, as training goes.
+Beside the losses: how much of dense attention's probability lies inside the blocks that NSA
+chooses, as training goes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dic
             losses.append((step, round(trainer.held_out_loss(), 4)))
             print(f"{model.attention} step {step}: held out {losses[-1][1]}", flush=True)
             if (mass := trainer.selected_mass()) is not None:
-                masses.append((step, [round(m.selected, 4) for m in mass], [round(m.keys, 4) for m in mass]))
+                masses.append(
+                    (step, [round(m.selected, 4) for m in mass], [round(m.keys, 4) for m in mass])
+                )
         if step < recipe.steps:
             trainer.step()
     return {"held_out_loss": losses, "selected_mass": masses, "tokens": trainer.tokens}
@@ -48,7 +53,9 @@ def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dic
 
 def main() -> None:
     """Train both, print, write."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--model", choices=list(MODELS), default="256")
     options.add_argument("--data", default="python-docs")
@@ -60,22 +67,33 @@ def main() -> None:
     given = options.parse_args()
     cuda = given.device.startswith("cuda")
     recipe = Recipe(
-        steps=given.steps, batch=given.batch, learning_rate=1e-3 if cuda else 3e-3, warmup=min(100, given.steps // 10),
-        precision="bfloat16" if cuda else "float32", eval_every=max(1, given.steps // 8),
-    )  # fmt: skip
+        steps=given.steps,
+        batch=given.batch,
+        learning_rate=1e-3 if cuda else 3e-3,
+        warmup=min(100, given.steps // 10),
+        precision="bfloat16" if cuda else "float32",
+        eval_every=max(1, given.steps // 8),
+    )
     spec = DataSpec(given.data, given.length, held_out_rows=given.rows)
     document: dict[str, Any] = {
-        "kind": "nsa-train-quality", "schema_version": 1, "machine": machine(given.device), "torch": torch.__version__,
-        "recipe": dataclasses.asdict(recipe), "data": dataclasses.asdict(spec), "model": MODELS[given.model].to_dict(),
-    }  # fmt: skip
+        "kind": "nsa-train-quality",
+        "schema_version": 1,
+        "machine": machine(given.device),
+        "torch": torch.__version__,
+        "recipe": dataclasses.asdict(recipe),
+        "data": dataclasses.asdict(spec),
+        "model": MODELS[given.model].to_dict(),
+    }
     for attention in ("dense", "nsa"):
         model = dataclasses.replace(MODELS[given.model], attention=attention)
         document[attention] = trained(model, recipe, spec, given.device)
         if given.json is not None:
             write_atomic(given.json, json.dumps(document, indent=1) + "\n", force=True)
     last = {a: document[a]["held_out_loss"][-1][1] for a in ("dense", "nsa")}
-    print(f"held out after {recipe.steps} steps: dense {last['dense']}, NSA {last['nsa']}, "
-          f"NSA - dense {last['nsa'] - last['dense']:+.4f}")  # fmt: skip
+    print(
+        f"held out after {recipe.steps} steps: dense {last['dense']}, NSA {last['nsa']}, "
+        f"NSA - dense {last['nsa'] - last['dense']:+.4f}"
+    )
 
 
 if __name__ == "__main__":

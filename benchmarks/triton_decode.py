@@ -1,11 +1,14 @@
-"""Decode steps of the triton backend: judged on small shapes, then timed at the anchors; ms, TB/s, share of the floor.
+"""Decode steps of the triton backend: judged on small shapes, then timed at the anchors; ms, TB/s,
+share of the floor.
 
-    python benchmarks/triton_decode.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--parts] [--json FILE]
+    python benchmarks/triton_decode.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--parts] [--json
+    FILE]
 
-A line per shape and configuration: the step in a CUDA graph (L2 flushed by the caches themselves, which are larger; the
-small shape is timed warm) and eager, host included; bytes that the step must read over the graph's time, and the share
-of that time that they need at 4.3 TB/s. --parts: each kernel of each configuration by the profiler, then, of the best,
-each branch alone, and the append. What fails prints its error.
+A line per shape and configuration: the step in a CUDA graph (L2 flushed by the caches themselves,
+which are larger; the small shape is timed warm) and eager, host included; bytes that the step must
+read over the graph's time, and the share of that time that they need at 4.3 TB/s. --parts: each
+kernel of each configuration by the profiler, then, of the best, each branch alone, and the append.
+What fails prints its error.
 """
 
 from __future__ import annotations
@@ -43,18 +46,28 @@ CHANGES: list[tuple[Change, Change]] = [
     ({}, {"PROGRAMS": 4}),
     ({"BLOCKS": 256}, {}),
     ({"BLOCKS": 1024}, {}),
-    ({"KEYS": 32, "maxnreg": 128, "PROGRAMS": 4}, {"PROGRAMS": 4}),  # four programs a multiprocessor
+    (
+        {"KEYS": 32, "maxnreg": 128, "PROGRAMS": 4},
+        {"PROGRAMS": 4},
+    ),  # four programs a multiprocessor
     ({"KEYS": 32, "maxnreg": 128, "PROGRAMS": 4, "num_stages": 4}, {"PROGRAMS": 4}),
-    ({"num_stages": 4, "maxnreg": 0, "PROGRAMS": 2}, {"PROGRAMS": 2}),  # two, and two tiles of each in flight
+    (
+        {"num_stages": 4, "maxnreg": 0, "PROGRAMS": 2},
+        {"PROGRAMS": 2},
+    ),  # two, and two tiles of each in flight
     ({"MERGE": 0}, {}),
     ({"ROWS": 32}, {}),  # of several tokens a step
 ]
 
 
-def settings_of(shape: Shape, change: tuple[Change, Change], dtype: torch.dtype) -> tuple[Change, Change]:
+def settings_of(
+    shape: Shape, change: tuple[Change, Change], dtype: torch.dtype
+) -> tuple[Change, Change]:
     """What ships, changed."""
     traits = {"head_dim": shape.dk, "v_head_dim": shape.dv, "itemsize": dtype.itemsize, "heads": 1}
-    here = sequences.architecture(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    here = sequences.architecture(
+        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    )
     names = ("decode_span", "decode_sel")
     span, sel = (dict(configs.pick(name, here, **traits)) | new for name, new in zip(names, change))
     return span, sel
@@ -78,11 +91,17 @@ def kernel_us(run: Callable[[], Any], repeats: int = 20) -> list[tuple[float, st
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
-    times = ((e.device_time_total / repeats, e.key[:60]) for e in seen.key_averages() if e.device_time_total)
+    times = (
+        (e.device_time_total / repeats, e.key[:60])
+        for e in seen.key_averages()
+        if e.device_time_total
+    )
     return sorted(times, reverse=True)
 
 
-def parts(data: Data, settings: tuple[Change, Change]) -> Iterator[tuple[str, str | None, Callable[[], Any]]]:
+def parts(
+    data: Data, settings: tuple[Change, Change]
+) -> Iterator[tuple[str, str | None, Callable[[], Any]]]:
     """(name, branch whose bytes it reads, call) of each form alone."""
     s, call, (span, sel) = data.stores, data.call, settings
     lse = forms.cmp(data.q, *s["cmp"], call=call, settings=span)[1]
@@ -94,7 +113,9 @@ def parts(data: Data, settings: tuple[Change, Change]) -> Iterator[tuple[str, st
     yield "append", None, data.append
 
 
-def measure(shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool, dtype: torch.dtype) -> list[Any]:
+def measure(
+    shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool, dtype: torch.dtype
+) -> list[Any]:
     """A line per configuration, the best last; then the parts of the best."""
     data, results = make(shape, "cuda", dtype), []
     need = shape.bytes_read(dtype.itemsize)
@@ -106,7 +127,10 @@ def measure(shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool
             torch.cuda.synchronize()
             expected = o if expected is None else expected
             off = (o.float() - expected.float()).abs().max().item()
-            ms, slow = graph_ms(lambda s=settings: data.step(s)), eager_ms(lambda s=settings: data.step(s))
+            ms, slow = (
+                graph_ms(lambda s=settings: data.step(s)),
+                eager_ms(lambda s=settings: data.step(s)),
+            )
             results.append((ms, change, settings))
             told = f"eager {slow:.3f} ms, off by {off:.1e}, {change}"
             print(f"{shape} {line(ms, sum(need.values()))}, {told}", flush=True)
@@ -121,7 +145,10 @@ def measure(shape: Shape, changes: list[tuple[Change, Change]], with_parts: bool
     if with_parts:
         for name, branch, run in parts(data, best[2]):
             ms = graph_ms(run)
-            print(f"{shape} {name}: {line(ms, need[branch]) if branch else f'{ms * 1e3:.1f} us'}", flush=True)
+            print(
+                f"{shape} {name}: {line(ms, need[branch]) if branch else f'{ms * 1e3:.1f} us'}",
+                flush=True,
+            )
         both = graph_ms(lambda: (data.append(), data.step(best[2])))
         print(f"{shape} append and step: {both:.4f} ms", flush=True)
     return [{"shape": str(shape), "ms": ms, "change": change} for ms, change, _ in results]
@@ -137,7 +164,10 @@ def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
     device, number, dtype = job
     subject, step = Subject(dict.fromkeys(SLOTS, "triton"), device), quick_steps()[number]
     try:
-        found: list[Finding] = [*decode_parity(subject, step, dtype), *step_parity(subject, step, dtype)]
+        found: list[Finding] = [
+            *decode_parity(subject, step, dtype),
+            *step_parity(subject, step, dtype),
+        ]
         found += append_parity(subject, step, dtype, rope=True, rotate_raw=False, raw_ring=8)
         return [f"{f.slot} {f.case} {f.quantity} {f.detail}" for f in found if f.ok is False]
     except Exception as error:  # noqa: BLE001  the other steps still tell something
@@ -145,7 +175,9 @@ def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
 
 
 def check(jobs: list[tuple[str, int, torch.dtype]], each: Callable[..., Any] = map) -> bool:
-    """Every form against the oracle on quick steps; prints what is wrong. ``each``: a pool's map."""
+    """Every form against the oracle on quick steps; prints what is wrong. ``each``: a pool's
+    map.
+    """
     fine = True
     for (_, number, dtype), bad in zip(jobs, each(judge, jobs)):
         fine = fine and not bad
@@ -154,9 +186,13 @@ def check(jobs: list[tuple[str, int, torch.dtype]], each: Callable[..., Any] = m
 
 
 def compile_one(job: tuple[Shape, tuple[Change, Change]]) -> None:
-    """Put a configuration's binaries into Triton's cache; they serve every batch and length of the same heads."""
+    """Put a configuration's binaries into Triton's cache; they serve every batch and length of the
+    same heads.
+    """
     shape, change = job
-    small = dataclasses.replace(shape, batch=1, length=max(4 * shape.page, 256) if shape.page < 512 else shape.length)
+    small = dataclasses.replace(
+        shape, batch=1, length=max(4 * shape.page, 256) if shape.page < 512 else shape.length
+    )
     data = make(small, "cuda", torch.bfloat16)
     data.step(settings_of(shape, change, torch.bfloat16))
     data.append()
@@ -164,21 +200,37 @@ def compile_one(job: tuple[Shape, tuple[Change, Change]]) -> None:
 
 def main() -> int:
     """Check, then measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="what ships only")
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--shapes", default=",".join(map(str, range(len(ANCHORS)))), help="anchors by number")
-    parser.add_argument("--changes", default=",".join(map(str, range(len(CHANGES)))), help="configurations by number")
+    parser.add_argument(
+        "--shapes", default=",".join(map(str, range(len(ANCHORS)))), help="anchors by number"
+    )
+    parser.add_argument(
+        "--changes",
+        default=",".join(map(str, range(len(CHANGES)))),
+        help="configurations by number",
+    )
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
     changes = CHANGES[:1] if given.quick else [CHANGES[int(i)] for i in given.changes.split(",")]
     kinds = {dataclasses.replace(shape, batch=1, length=0): shape for shape in shapes}.values()
     began, results = time.perf_counter(), []
-    with concurrent.futures.ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
-        compiled = [pool.submit(compile_one, (shape, change)) for shape in kinds for change in changes]
-        jobs = [("cuda", n, dtype) for n in range(len(quick_steps())) for dtype in (torch.bfloat16, torch.float32)]
+    with concurrent.futures.ProcessPoolExecutor(
+        12, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        compiled = [
+            pool.submit(compile_one, (shape, change)) for shape in kinds for change in changes
+        ]
+        jobs = [
+            ("cuda", n, dtype)
+            for n in range(len(quick_steps()))
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
         fine = check([] if given.skip_check else jobs, pool.map)
         concurrent.futures.wait(compiled)  # what failed shows again when measured
     print(f"compiled and judged in {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,10 +1,11 @@
 """Every kernel of the triton backend once, small, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/triton_sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python benchmarks/triton_sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python
+    benchmarks/triton_sanitize.py PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool
+    racecheck python benchmarks/triton_sanitize.py
 
-Prints a line per case; the sanitizer's own summary is the result. racecheck takes minutes: ``--shape`` and ``--part``
-divide the cases among processes that run side by side.
+Prints a line per case; the sanitizer's own summary is the result. racecheck takes minutes:
+``--shape`` and ``--part`` divide the cases among processes that run side by side.
 """
 
 from __future__ import annotations
@@ -28,13 +29,24 @@ SHAPES = {
 
 
 PARTS = ("dense", "packed", "buckets", "decode")
-LENGTHS = {"dense": (150,), "packed": (0, 33, 100, 1, 0), "buckets": (4200,)}  # long enough to share pairs by bucket
+# long enough to share pairs by bucket
+LENGTHS = {
+    "dense": (150,),
+    "packed": (0, 33, 100, 1, 0),
+    "buckets": (4200,),
+}
 
 
 def main() -> None:
-    """Forward and backward of every slot in both modes; decode steps of one and several tokens, with their append."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable; default all")
+    """Forward and backward of every slot in both modes; decode steps of one and several tokens,
+    with their append.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", action="append", choices=list(SHAPES), help="repeatable; default all"
+    )
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default all")
     asked = parser.parse_args()
     for name in asked.shape or SHAPES:
@@ -52,9 +64,14 @@ def layer(name: str, config: NSAConfig, part: str) -> None:
     for deterministic in (False, True):
         case = Case(name, config, LENGTHS[part], packed=packed)
         plan = resolve(
-            config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True, varlen=packed,
+            config,
+            device="cuda",
+            dtype=torch.bfloat16,
+            backends="triton",
+            needs_grad=True,
+            varlen=packed,
             deterministic=deterministic,
-        )  # fmt: skip
+        )
         run_slots(plan, case, case.data(torch.bfloat16, "cuda"))
         torch.cuda.synchronize()
         print(f"{name}, {part}, deterministic {deterministic}: ran", flush=True)
@@ -65,8 +82,13 @@ def decode(name: str, config: NSAConfig) -> None:
     subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
-        findings = [*step_parity(subject, step, torch.bfloat16), *fused_gates(subject, step, torch.bfloat16)]
-        findings += append_parity(subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40)
+        findings = [
+            *step_parity(subject, step, torch.bfloat16),
+            *fused_gates(subject, step, torch.bfloat16),
+        ]
+        findings += append_parity(
+            subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40
+        )
         wrong = [f.quantity for f in findings if not f.ok]
         print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
 

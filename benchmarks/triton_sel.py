@@ -1,11 +1,14 @@
-"""Forward of sel on our kernels: checked on small cases, then timed over tile shapes and kinds of blocks.
+"""Forward of sel on our kernels: checked on small cases, then timed over tile shapes and kinds of
+blocks.
 
-    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near real] [--checkpoints DIRECTORY] [--quick]
+    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near real] [--checkpoints
+    DIRECTORY] [--quick]
 
-``random``: the forced blocks and 13 random past ones. ``near``: a token keeps each of its neighbour's 13 with
-probability 0.8. ``real``: activations of the layers that real_blocks.py trained into DIRECTORY. What is measured is
-compiled first, in several processes. Times are medians of do_bench, bf16, batch 1. Parts: the unions, the tile kernel,
-the pair lists, the buckets and their merge (with their lists).
+``random``: the forced blocks and 13 random past ones. ``near``: a token keeps each of its
+neighbour's 13 with probability 0.8. ``real``: activations of the layers that real_blocks.py trained
+into DIRECTORY. What is measured is compiled first, in several processes. Times are medians of
+do_bench, bf16, batch 1. Parts: the unions, the tile kernel, the pair lists, the buckets and their
+merge (with their lists).
 """
 
 from __future__ import annotations
@@ -44,9 +47,12 @@ Tuned = dict[str, dict[str, int]]
 
 
 def tuned(
-    forward: tuple[int, ...], bucket: tuple[int, ...] = (64, 16, 4, 2), merge: tuple[int, int] = (32, 4)
+    forward: tuple[int, ...],
+    bucket: tuple[int, ...] = (64, 16, 4, 2),
+    merge: tuple[int, int] = (32, 4),
 ) -> Tuned:
-    """forward: ROWS, LEAST, warps, stages[, registers, KEYS]; bucket: ROWS, TILES, warps, stages[, registers].
+    """forward: ROWS, LEAST, warps, stages[, registers, KEYS]; bucket: ROWS, TILES, warps, stages[,
+    registers].
 
     merge: ROWS, UNROLL. Registers 0: as many as the compiler likes.
     """
@@ -56,7 +62,11 @@ def tuned(
     for row in (f, b):
         if not row.get("maxnreg", 1):
             del row["maxnreg"]
-    return {"sel_forward": f, "sel_bucket": b, "sel_merge": dict(zip(("ROWS", "UNROLL"), merge)) | COMPILER}
+    return {
+        "sel_forward": f,
+        "sel_bucket": b,
+        "sel_merge": dict(zip(("ROWS", "UNROLL"), merge)) | COMPILER,
+    }
 
 
 def configurations(heads: int) -> Iterator[Tuned]:
@@ -72,7 +82,13 @@ def configurations(heads: int) -> Iterator[Tuned]:
     ]
     for row in shared:
         yield tuned(row)
-    buckets = [(64, 16, 4, 2), (64, 16, 4, 3), (64, 16, 4, 2, 168), (64, 32, 4, 2, 168), (64, 8, 4, 2, 168)]
+    buckets = [
+        (64, 16, 4, 2),
+        (64, 16, 4, 3),
+        (64, 16, 4, 2, 168),
+        (64, 32, 4, 2, 168),
+        (64, 8, 4, 2, 168),
+    ]
     if heads >= 16:
         for bucket in buckets[:3]:
             yield tuned((64, 2, 4, 3), bucket)
@@ -102,7 +118,9 @@ def past_blocks(kind: str, length: int, groups: int) -> Tensor:
     lane = torch.arange(free, device="cuda")
     others = 1 + lane + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
     others = torch.where(others < current - 1, others, -1)
-    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
+    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(
+        length, groups, 3
+    )
     return torch.cat([forced, others], -1).int()[None]
 
 
@@ -111,7 +129,10 @@ def truths(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float) -> tup
     length, groups = q.shape[1], k.shape[2]
     heads, size = q.shape[2] // groups, GEOMETRY.select_block_size
     row = torch.arange(length, device=q.device)
-    seen = (blocks[0].long()[:, :, :, None] == (row // size)).any(2) & (row <= row[:, None])[:, None]  # [S, G, S]
+    # [S, G, S]
+    seen = (blocks[0].long()[:, :, :, None] == (row // size)).any(2) & (row <= row[:, None])[
+        :, None
+    ]
     hidden = ~seen.transpose(0, 1).repeat_interleave(heads, 0)
     q64, k64, v64 = (x[0].double().transpose(0, 1) for x in (q, k, v))
     k64, v64 = (x.repeat_interleave(heads, 0) for x in (k64, v64))
@@ -157,7 +178,10 @@ def check_one(dtype: torch.dtype, shape: tuple[int, int, int], least: int) -> st
         again, _ = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
     except FAILURES as error:  # the other cases still count
         return f"{name} {type(error).__name__}: {str(error)[:200]}"
-    words = f"row {verdict.row:.2f} elem {verdict.elem:.2f} bias {verdict.bias:.2f} {verdict.why or 'right'};"
+    words = (
+        f"row {verdict.row:.2f} elem {verdict.elem:.2f} bias {verdict.bias:.2f}"
+        f" {verdict.why or 'right'};"
+    )
     words += f" lse {of_lse.elem:.1f} {of_lse.why or 'right'}; "
     return f"{name} {words}{'same bits' if torch.equal(o, again) else 'OTHER BITS'}"
 
@@ -175,30 +199,46 @@ def median_ms(function: Callable[[], Any], quick: bool) -> float:
     return float(do_bench(function, warmup=5, rep=30 if quick else 100, return_mode="median"))
 
 
-def parts(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, settings: Tuned, quick: bool) -> list[float]:
+def parts(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, settings: Tuned, quick: bool
+) -> list[float]:
     """ms of unions, tile kernel, pair lists, buckets with merge and lists."""
     seqs, heads = Sequences.of(q, call), q.shape[2] // k.shape[2]
     size = sel_forward.tile_tokens(settings["sel_forward"]["ROWS"], heads)
     least = min(settings["sel_forward"]["LEAST"], size)
 
     def unions() -> sel_union.Unions:
-        return sel_union.build(blocks, seqs, call.geometry, size, least, leave=settings["sel_forward"]["LEAST"] > 1)
+        return sel_union.build(
+            blocks, seqs, call.geometry, size, least, leave=settings["sel_forward"]["LEAST"] > 1
+        )
 
     union = unions()
     o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
     tiles, _ = sel_forward._prepare(q, k, v, blocks, seqs, call, settings)
     times = [median_ms(unions, quick)]
-    times += [median_ms(lambda: tiles.launch(q, k, v, union.entries, union.counts, o, lse, seqs.cu), quick)]
+    times += [
+        median_ms(
+            lambda: tiles.launch(q, k, v, union.entries, union.counts, o, lse, seqs.cu), quick
+        )
+    ]
     if settings["sel_forward"]["LEAST"] == 1:
         return [*times, 0.0, 0.0]
     runs = list(sel_forward._runs(o, heads, blocks.shape[-1]))
     times += [
-        median_ms(lambda: [pair_lists.build(blocks, seqs, call.geometry, kept=union.left, rows=r) for r in runs], quick)
+        median_ms(
+            lambda: [
+                pair_lists.build(blocks, seqs, call.geometry, kept=union.left, rows=r) for r in runs
+            ],
+            quick,
+        )
     ]
     times += [
         median_ms(
             lambda: [
-                sel_forward._attend_buckets(q, k, v, blocks, union.left, o, lse, seqs, call, r, settings) for r in runs
+                sel_forward._attend_buckets(
+                    q, k, v, blocks, union.left, o, lse, seqs, call, r, settings
+                )
+                for r in runs
             ],
             quick,
         )
@@ -215,16 +255,26 @@ def inputs(case: int, kind: str, checkpoints: Path | None) -> tuple[Tensor, Tens
 
         assert checkpoints is not None, "--kind real needs --checkpoints"
         checkpoint = checkpoints / f"{n_heads}-{groups}-{width}.safetensors"
-        real = real_inputs(f"{n_heads}/{groups}/{width}", length, "cuda", torch.bfloat16, checkpoint)
+        real = real_inputs(
+            f"{n_heads}/{groups}/{width}", length, "cuda", torch.bfloat16, checkpoint
+        )
         return real.q, real.k[1], real.v[1], real.blocks
-    q, k, v = (torch.randn(1, length, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
+    q, k, v = (
+        torch.randn(1, length, h, width, device="cuda", dtype=torch.bfloat16)
+        for h in (n_heads, groups, groups)
+    )
     return q, k, v, past_blocks(kind, length, groups)
 
 
 def compile_one(case: int, settings: Tuned) -> None:
-    """Put the kernels of ``settings`` into triton's cache: the binaries depend on the shape, not on the length."""
+    """Put the kernels of ``settings`` into triton's cache: the binaries depend on the shape, not on
+    the length.
+    """
     _, n_heads, groups, width, _ = SHAPES[case]
-    q, k, v = (torch.zeros(1, 256, h, width, device="cuda", dtype=torch.bfloat16) for h in (n_heads, groups, groups))
+    q, k, v = (
+        torch.zeros(1, 256, h, width, device="cuda", dtype=torch.bfloat16)
+        for h in (n_heads, groups, groups)
+    )
     blocks = past_blocks("random", 256, groups)
     with contextlib.suppress(*FAILURES):  # told when it is measured
         sel_forward.forward(q, k, v, blocks, call=SlotCall(GEOMETRY, width**-0.5), tuned=settings)
@@ -232,7 +282,11 @@ def compile_one(case: int, settings: Tuned) -> None:
 
 def prepare(cases: list[int], checked: bool) -> None:
     """Compile what :func:`measure` will run; print a verdict for each small case if ``checked``."""
-    jobs = [(case, settings) for case in cases for settings in configurations(SHAPES[case][1] // SHAPES[case][2])]
+    jobs = [
+        (case, settings)
+        for case in cases
+        for settings in configurations(SHAPES[case][1] // SHAPES[case][2])
+    ]
     with workers() as pool:
         verdicts = pool.map(check_one, *zip(*CHECKED)) if checked else iter(())
         compiled = pool.map(compile_one, *zip(*jobs)) if jobs else iter(())
@@ -252,14 +306,22 @@ def measure(case: int, kind: str, quick: bool, checkpoints: Path | None) -> None
         size: sel_union.build(blocks, seqs, GEOMETRY, size, 1).counts[:, 0].float().mean().item()
         for size in (2, 4, 8, 16, 32)
     }
-    print(f"\n{name} {kind}: union of 2..32 tokens " + " ".join(f"{size}:{mean:.0f}" for size, mean in sizes.items()))
+    print(
+        f"\n{name} {kind}: union of 2..32 tokens "
+        + " ".join(f"{size}:{mean:.0f}" for size, mean in sizes.items())
+    )
     for settings in configurations(heads):
         rows = [list(row.values()) for row in settings.values()]
         try:
-            ms = median_ms(lambda s=settings: sel_forward.forward(q, k, v, blocks, call=call, tuned=s), quick)
-            split = " ".join(f"{part:.2f}" for part in parts(q, k, v, blocks, call, settings, quick))
+            ms = median_ms(
+                lambda s=settings: sel_forward.forward(q, k, v, blocks, call=call, tuned=s), quick
+            )
+            split = " ".join(
+                f"{part:.2f}" for part in parts(q, k, v, blocks, call, settings, quick)
+            )
             print(
-                f"{ms:7.2f} ms {flops / ms / 1e9:5.0f} TFLOP/s  unions, tiles, lists, buckets: {split}  {rows}",
+                f"{ms:7.2f} ms {flops / ms / 1e9:5.0f} TFLOP/s  unions, tiles, lists, buckets:"
+                f" {split}  {rows}",
                 flush=True,
             )
         except FAILURES as error:  # a configuration may not fit; the others still count
@@ -269,9 +331,13 @@ def measure(case: int, kind: str, quick: bool, checkpoints: Path | None) -> None
 
 def main() -> None:
     """Check, then measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--kind", nargs="*", default=["random", "near"], choices=["random", "near", "real"])
+    parser.add_argument(
+        "--kind", nargs="*", default=["random", "near"], choices=["random", "near", "real"]
+    )
     parser.add_argument("--checkpoints", type=Path, help="where real_blocks.py put its layers")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-check", action="store_true")

@@ -1,11 +1,13 @@
-"""Backward of sel on our kernels: judged on small cases, then timed over tile shapes and kinds of blocks.
+"""Backward of sel on our kernels: judged on small cases, then timed over tile shapes and kinds of
+blocks.
 
     python benchmarks/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick] [--no-check]
 
-A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of do_bench, bf16,
-batch 1, lse what random q and k give on average), while fp32, which takes long to compile, is judged. ``random``: the
-forced blocks and 13 random past ones; ``near``: a token keeps each of its neighbour's 13 with probability 0.8. TFLOP/s
-count products of the pairs, not what a tile computes and masks away. "dq dk dv" holds its zeroed fp32 buffers, casts.
+A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of
+do_bench, bf16, batch 1, lse what random q and k give on average), while fp32, which takes long to
+compile, is judged. ``random``: the forced blocks and 13 random past ones; ``near``: a token keeps
+each of its neighbour's 13 with probability 0.8. TFLOP/s count products of the pairs, not what a
+tile computes and masks away. "dq dk dv" holds its zeroed fp32 buffers, casts.
 """
 
 from __future__ import annotations
@@ -34,18 +36,48 @@ from nsa_verify.reference import attention
 
 GEOMETRY = BlockGeometry()
 SHAPES = {  # heads, kv heads, Dk, Dv, tokens
-    "64/4/128": (64, 4, 128, 128, 65536), "32/8/128": (32, 8, 128, 128, 32768), "12/2/64": (12, 2, 64, 64, 65536),
+    "64/4/128": (64, 4, 128, 128, 65536),
+    "32/8/128": (32, 8, 128, 128, 32768),
+    "12/2/64": (12, 2, 64, 64, 65536),
     "64/4/192/128": (64, 4, 192, 128, 32768),
-}  # fmt: skip
-AIM = {"64/4/128": (29.9, 15), "32/8/128": (18.2, 6), "12/2/64": (6.3, 3)}  # ms: best rival, what we want
+}
+# ms: best rival, what we want
+AIM = {
+    "64/4/128": (29.9, 15),
+    "32/8/128": (18.2, 6),
+    "12/2/64": (6.3, 3),
+}
 BASE = {"KEYS": 64, "SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
 ADDED = [  # TURN, ROWS, num_warps, num_stages
-    (0, 32, 4, 3), (0, 64, 8, 2), (1, 64, 8, 2), (0, 64, 4, 3), (1, 64, 4, 3), (0, 32, 8, 3), (0, 32, 4, 2),
-]  # fmt: skip
+    (0, 32, 4, 3),
+    (0, 64, 8, 2),
+    (1, 64, 8, 2),
+    (0, 64, 4, 3),
+    (1, 64, 4, 3),
+    (0, 32, 8, 3),
+    (0, 32, 4, 2),
+]
 REST = [(0, 32, 4, 3), (0, 64, 8, 2), (0, 64, 4, 3), (1, 64, 8, 2)]  # dk and dv alone
-TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 3)]  # KEYS, ROWS, num_warps, num_stages
-WIDE_ADDED = [(0, 64, 8, 2, 32), (0, 32, 4, 2, 32)]  # the same and KEYS: Dk above 128, held in 256 columns
-WIDE_REST = [(0, 16, 8, 3), (0, 64, 8, 2, 32), (0, 128, 8, 2, 32), (0, 32, 4, 2, 32), (0, 16, 4, 2), (0, 32, 4, 2)]
+# KEYS, ROWS, num_warps, num_stages
+TILES = [
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (64, 128, 8, 2),
+    (32, 64, 4, 3),
+]
+# the same and KEYS: Dk above 128, held in 256 columns
+WIDE_ADDED = [
+    (0, 64, 8, 2, 32),
+    (0, 32, 4, 2, 32),
+]
+WIDE_REST = [
+    (0, 16, 8, 3),
+    (0, 64, 8, 2, 32),
+    (0, 128, 8, 2, 32),
+    (0, 32, 4, 2, 32),
+    (0, 16, 4, 2),
+    (0, 32, 4, 2),
+]
 WIDE_TILES = [(32, 64, 8, 2), (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2)]
 SEGMENTS = (8192, 131072)
 WORKERS = 12
@@ -64,7 +96,12 @@ class Kind:
 
     def settings(self, segment: int = BASE["SEGMENT"]) -> dict[str, int]:
         """As a row of the tuned table."""
-        tile = {"TURN": self.turn, "ROWS": self.rows, "num_warps": self.warps, "num_stages": self.stages}
+        tile = {
+            "TURN": self.turn,
+            "ROWS": self.rows,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
         tile |= {"KEYS": self.keys}
         return BASE | tile | {"SEGMENT": segment}
 
@@ -105,7 +142,9 @@ def past_blocks(kind: str, length: int, groups: int) -> Tensor:
     lane = torch.arange(free, device="cuda")
     others = 1 + lane + free * (drawn * ((current - 3) / free).clamp(min=0)).long()
     others = torch.where(others < current - 1, others, -1)
-    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(length, groups, 3)
+    forced = torch.cat([torch.zeros_like(current), current - 1, current], -1).expand(
+        length, groups, 3
+    )
     return torch.cat([forced, others], -1).int()[None]
 
 
@@ -123,14 +162,24 @@ def problem(shape: str, length: int | None = None) -> tuple[list[Tensor], SlotCa
     return [*made, lse], SlotCall(GEOMETRY, dk**-0.5)
 
 
-CASES = [(16, 128, 128), (4, 128, 128), (6, 64, 64), (1, 64, 64), (7, 192, 128), (12, 256, 256)]  # h, Dk, Dv
+# h, Dk, Dv
+CASES = [
+    (16, 128, 128),
+    (4, 128, 128),
+    (6, 64, 64),
+    (1, 64, 64),
+    (7, 192, 128),
+    (12, 256, 256),
+]
 
 
 def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> list[str]:
     """A line for each mode: the verdict on dq, dk, dv by nsa_verify.judge.tensor."""
     torch.set_num_threads(1)
     length, groups, lines = 450, 2, []
-    for cu in (torch.tensor([0, 200, 201, 201, 450], device="cuda", dtype=torch.int32) if packed else None,):
+    for cu in (
+        torch.tensor([0, 200, 201, 201, 450], device="cuda", dtype=torch.int32) if packed else None,
+    ):
         torch.manual_seed(1)
         lead = (1, length) if cu is None else (length,)
         shapes = [(heads * groups, dv), (heads * groups, dk), (groups, dk), (groups, dv)]
@@ -140,17 +189,31 @@ def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> li
         call = SlotCall(GEOMETRY, dk**-0.5, cu, length)
         golden, rounded, magnitude = (
             attention.sel(
-                q, k, v, blocks, GEOMETRY, call.scale, cu_seqlens=cu, do=do, arithmetic=arithmetic, dtype=dtype
+                q,
+                k,
+                v,
+                blocks,
+                GEOMETRY,
+                call.scale,
+                cu_seqlens=cu,
+                do=do,
+                arithmetic=arithmetic,
+                dtype=dtype,
             )
             for arithmetic in ("exact", "rounded", "magnitude")
-        )  # fmt: skip
+        )
         assert golden.lse is not None  # attention has one
         o, lse = rounded.o.to("cuda", dtype), golden.lse.float().cuda()
         for deterministic in (False, True):
             mode = dataclasses.replace(call, deterministic=deterministic)
-            name = f"{str(dtype)[6:]:9} h={heads} {dk}/{dv} {'dense ' if cu is None else 'packed'} {deterministic=}"
+            name = (
+                f"{str(dtype)[6:]:9} h={heads} {dk}/{dv} {'dense ' if cu is None else 'packed'}"
+                f" {deterministic=}"
+            )
             try:
-                found, again = (sel_backward.backward(do, q, k, v, blocks, o, lse, call=mode) for _ in range(2))
+                found, again = (
+                    sel_backward.backward(do, q, k, v, blocks, o, lse, call=mode) for _ in range(2)
+                )
             except Exception as error:  # noqa: BLE001  # a configuration may not fit; the others still count
                 lines.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
                 continue
@@ -160,9 +223,13 @@ def judged(dtype: torch.dtype, packed: bool, heads: int, dk: int, dv: int) -> li
                 three = (heads_first(truth.grads[grad]) for truth in (golden, rounded, magnitude))
                 verdict = judge(heads_first(x), *three, dtype, grad=True)
                 wrong = f" WRONG: {verdict.why}" if verdict.why else ""
-                text.append(f"{grad} {verdict.row:.2f} {verdict.elem:.2f} {verdict.bias:.2f}{wrong}")
-            lines.append(f"{name}: {'; '.join(text)}; {'same bits' if same else 'OTHER BITS'}"
-                         f"{' WRONG' if deterministic and not same else ''}")  # fmt: skip
+                text.append(
+                    f"{grad} {verdict.row:.2f} {verdict.elem:.2f} {verdict.bias:.2f}{wrong}"
+                )
+            lines.append(
+                f"{name}: {'; '.join(text)}; {'same bits' if same else 'OTHER BITS'}"
+                f"{' WRONG' if deterministic and not same else ''}"
+            )
     return lines
 
 
@@ -189,7 +256,9 @@ def report(task: concurrent.futures.Future[list[str]]) -> None:
         print(line, flush=True)
 
 
-def attempt(name: str, function: Callable[[], Any], note: Callable[[float], str] = lambda ms: "") -> float:
+def attempt(
+    name: str, function: Callable[[], Any], note: Callable[[float], str] = lambda ms: ""
+) -> float:
     """Time and print; inf where it fails."""
     from triton.testing import do_bench
 
@@ -207,10 +276,18 @@ def measure(shape: str, kind: str, quick: bool) -> None:
     tensors, call = problem(shape)
     do, q, k, v, o, lse = tensors
     blocks = past_blocks(kind, q.shape[1], k.shape[-2])
-    print(f"{shape} S={q.shape[1]} {kind}: best rival and aim in ms: {AIM.get(shape, 'none')}", flush=True)
+    print(
+        f"{shape} S={q.shape[1]} {kind}: best rival and aim in ms: {AIM.get(shape, 'none')}",
+        flush=True,
+    )
     what = sel_backward.prepare(do, q, k, v, o, lse, call=call)
     lists = pair_lists.build(blocks, what.seqs, GEOMETRY)
-    product = int(lists.offsets[-1]) * what.heads * GEOMETRY.select_block_size * (q.shape[-1] + v.shape[-1])
+    product = (
+        int(lists.offsets[-1])
+        * what.heads
+        * GEOMETRY.select_block_size
+        * (q.shape[-1] + v.shape[-1])
+    )
 
     def rate(count: int) -> Callable[[float], str]:
         return lambda ms: f"{count * product / ms / 1e9:6.0f} TFLOP/s"
@@ -221,7 +298,10 @@ def measure(shape: str, kind: str, quick: bool) -> None:
         attempt(f"whole, as shipped, {deterministic=}", whole, rate(5))
     attempt("lists", lambda: pair_lists.build(blocks, what.seqs, GEOMETRY))
     attempt("delta and lse", lambda: sel_backward.prepare(do, q, k, v, o, lse, call=call))
-    attempt("zeroed fp32 dq, cast", lambda: torch.zeros(q.shape, dtype=torch.float32, device="cuda").to(q.dtype))
+    attempt(
+        "zeroed fp32 dq, cast",
+        lambda: torch.zeros(q.shape, dtype=torch.float32, device="cuda").to(q.dtype),
+    )
 
     def block_pass(form: Kind, segment: int = BASE["SEGMENT"]) -> float:
         one = functools.partial(sel_backward.block_gradients, what, lists, form.settings(segment))
@@ -230,7 +310,9 @@ def measure(shape: str, kind: str, quick: bool) -> None:
 
     taken = {form: block_pass(form) for form in kinds(shape, quick)}
     for segment in SEGMENTS:
-        block_pass(min((form for form in taken if not form.ordered), key=lambda form: taken[form]), segment)
+        block_pass(
+            min((form for form in taken if not form.ordered), key=lambda form: taken[form]), segment
+        )
     for tile in tiles_of(shape):
         tile_pass = functools.partial(sel_backward.tile_gradients, what, blocks, dq_settings(tile))
         attempt(f"dq by tile, {dq_settings(tile)}", tile_pass, rate(3))
@@ -238,7 +320,9 @@ def measure(shape: str, kind: str, quick: bool) -> None:
 
 def main() -> None:
     """The judgement and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kind", nargs="*", choices=("random", "near"), default=["random", "near"])
     parser.add_argument("--quick", action="store_true", help="only the single pass, in three forms")
@@ -246,14 +330,20 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # in the pool's processes
     start = time.time()
-    with concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        WORKERS, multiprocessing.get_context("spawn")
+    ) as pool:
 
-        def begin(function: Callable[..., list[str]], *given: Any) -> concurrent.futures.Future[list[str]]:
+        def begin(
+            function: Callable[..., list[str]], *given: Any
+        ) -> concurrent.futures.Future[list[str]]:
             task = pool.submit(function, *given)
             task.add_done_callback(report)
             return task
 
-        forms = {shape: [*kinds(shape, arguments.quick), *tiles_of(shape)] for shape in arguments.shape}
+        forms = {
+            shape: [*kinds(shape, arguments.quick), *tiles_of(shape)] for shape in arguments.shape
+        }
         tasks = [begin(compiled, shape, form) for shape in forms for form in forms[shape]]
         cases = [] if arguments.no_check else list(itertools.product((False, True), CASES))
         tasks += [begin(judged, torch.bfloat16, packed, *case) for packed, case in cases]

@@ -1,10 +1,13 @@
-"""select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then timed at the anchors.
+"""select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then
+timed at the anchors.
 
-    python benchmarks/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--configs 0,1,2] [--parts]
+    python benchmarks/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--configs 0,1,2]
+    [--parts]
 
-One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A
-configuration that fails prints its error and the rest go on. --parts times the first configuration without its ranking,
-and without exp2: what binds is what makes it faster by its absence.
+One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed
+tokens. A configuration that fails prints its error and the rest go on. --parts times the first
+configuration without its ranking, and without exp2: what binds is what makes it faster by its
+absence.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ GEOMETRY = BlockGeometry(32, 16, 64, 16, 1, 2, 512)
 FORCED = BlockGeometry(32, 16, 64, 3, 1, 2, 512)  # every block of it is forced: nothing is ranked
 OTHER, ODD = BlockGeometry(16, 8, 48, 16, 0, 0, 64), BlockGeometry(32, 32, 64, 40, 2, 3, 64)
 Shape = tuple[int, int, int, int]
-ANCHORS: list[Shape] = [(64, 4, 128, 65536), (32, 8, 128, 32768), (12, 2, 64, 65536), (64, 4, 192, 32768)]
+ANCHORS: list[Shape] = [
+    (64, 4, 128, 65536),
+    (32, 8, 128, 32768),
+    (12, 2, 64, 65536),
+    (64, 4, 192, 32768),
+]
 CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
     (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 1.0),
     (32, 8, 128, 4096, torch.bfloat16, GEOMETRY, 4.0),
@@ -43,7 +51,15 @@ CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
     (8, 2, 64, 2000, torch.float32, GEOMETRY, 1.0),
     (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
 ]
-BASE = {"COLUMNS": 128, "KEYS": 64, "Q_BYTES": 32768, "ROWS": 8, "CHUNKS": 16, "LANES": 32, "PROGRAMS": 2}
+BASE = {
+    "COLUMNS": 128,
+    "KEYS": 64,
+    "Q_BYTES": 32768,
+    "ROWS": 8,
+    "CHUNKS": 16,
+    "LANES": 32,
+    "PROGRAMS": 2,
+}
 BASE |= {"num_warps": 4, "num_stages": 3}
 WIDE = {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1}
 CONFIGS: list[configs.Settings] = [
@@ -62,8 +78,16 @@ FOR_WIDE_HEADS = (-1, 3)  # what fits
 
 @triton.jit
 def without_exp2(
-    k, q, lse, factor, seen, HEADS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    k,
+    q,
+    lse,
+    factor,
+    seen,
+    HEADS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ACC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """select._sum_heads, the logits instead of their probabilities."""
     for piece in tl.static_range(PIECES):
         s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
@@ -103,27 +127,45 @@ class Job:
     def name(self) -> str:
         """What tells it from the others of its shape."""
         settings = self.settings
-        change = "ships" if settings is None else {k: v for k, v in settings.items() if BASE.get(k) != v} or "base"
+        change = (
+            "ships"
+            if settings is None
+            else {k: v for k, v in settings.items() if BASE.get(k) != v} or "base"
+        )
         return f"{change}" if self.part == "whole" else f"{change}, {self.part}"
 
 
 @contextlib.contextmanager
 def replaced(part: str) -> Iterator[BlockGeometry]:
-    """The kernel with ``part`` changed. One part a process: compiled kernels remember what they call."""
+    """The kernel with ``part`` changed. One part a process: compiled kernels remember what they
+    call.
+    """
     geometry, sum_heads = PARTS[part]
     with mock.patch.object(select, "_sum_heads", sum_heads):
         yield geometry
 
 
 def inputs(
-    heads: int, groups: int, dim: int, length: int, peak: float, dtype: torch.dtype, geometry: BlockGeometry = GEOMETRY
+    heads: int,
+    groups: int,
+    dim: int,
+    length: int,
+    peak: float,
+    dtype: torch.dtype,
+    geometry: BlockGeometry = GEOMETRY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [1, S, Hq, D], k_cmp [1, n_c, G, D] and their lse [1, Hq, S]; ``peak`` is the deviation of the logits."""
+    """q [1, S, Hq, D], k_cmp [1, n_c, G, D] and their lse [1, Hq, S]; ``peak`` is the deviation of
+    the logits.
+    """
     torch.manual_seed(length + heads)
     q = (torch.randn(1, length, heads, dim, device="cuda") * peak).to(dtype)
     k = torch.randn(1, geometry.num_compressed(length), groups, dim, device="cuda").to(dtype)
     lse = torch.full((1, heads, length), -torch.inf, device="cuda")
-    last = torch.arange(k.shape[1], device="cuda") * geometry.compress_stride + geometry.compress_block_size - 1
+    last = (
+        torch.arange(k.shape[1], device="cuda") * geometry.compress_stride
+        + geometry.compress_block_size
+        - 1
+    )
     for head in range(heads):
         keys = k[0, :, head * groups // heads].float()
         for at in range(0, length, 8192):
@@ -134,9 +176,14 @@ def inputs(
 
 
 def check(cases: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]]) -> None:
-    """Every dtype, several numbers of heads and geometries against the regret rule on sampled rows."""
+    """Every dtype, several numbers of heads and geometries against the regret rule on sampled
+    rows.
+    """
     for heads, groups, dim, length, dtype, geometry, peak in cases:
-        name = f"{heads}/{groups}/{dim} S={length} {str(dtype)[6:]} l'={geometry.select_block_size} x{peak:g}"
+        name = (
+            f"{heads}/{groups}/{dim} S={length} {str(dtype)[6:]} l'={geometry.select_block_size}"
+            f" x{peak:g}"
+        )
         try:
             q, k, lse = inputs(heads, groups, dim, length, peak, dtype, geometry)
             call = SlotCall(geometry, dim**-0.5, None, length)
@@ -144,8 +191,13 @@ def check(cases: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, floa
             rows = [*torch.randperm(length)[:60].tolist(), 0, 1, 31, 32, length - 1]
             judged = judge_selection(q, k, lse, blocks, geometry, dim**-0.5, rows=sorted(set(rows)))
             again = bool(torch.equal(blocks, select.forward(q, k, lse, call=call)))
-            verdict = "ok" if judged.ok and again else f"WRONG {judged.why} same bits twice: {again}"
-            print(f"{name:55s} {verdict} regret {judged.regret:.2f} flips {judged.flip_rate:.3%}", flush=True)
+            verdict = (
+                "ok" if judged.ok and again else f"WRONG {judged.why} same bits twice: {again}"
+            )
+            print(
+                f"{name:55s} {verdict} regret {judged.regret:.2f} flips {judged.flip_rate:.3%}",
+                flush=True,
+            )
         except Exception as error:  # noqa: BLE001  the other cases still tell something
             print(f"{name:55s} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
 
@@ -170,12 +222,22 @@ def measure(shape: Shape, peak: float, jobs: list[Job]) -> None:
 
                 ms = triton.testing.do_bench(again, warmup=25, rep=120, return_mode="median")
             first = blocks if first is None else first
-            same = (blocks == first).all(-1).float().mean().item() if blocks.shape == first.shape else 0.0
+            same = (
+                (blocks == first).all(-1).float().mean().item()
+                if blocks.shape == first.shape
+                else 0.0
+            )
             rate = 2 * visible * heads * dim / ms / 1e9
-            print(f"{heads}/{groups}/{dim} S={length} x{peak:g} {job.name}: {ms:.3f} ms {rate:.0f} TFLOP/s, "
-                  f"{same:.3%} sets as the first, first call {compiled:.1f} s", flush=True)  # fmt: skip
+            print(
+                f"{heads}/{groups}/{dim} S={length} x{peak:g} {job.name}: {ms:.3f} ms {rate:.0f}"
+                f" TFLOP/s, {same:.3%} sets as the first, first call {compiled:.1f} s",
+                flush=True,
+            )
         except Exception as error:  # noqa: BLE001  a configuration that does not fit must not end the run
-            print(f"{heads}/{groups}/{dim} {job.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            print(
+                f"{heads}/{groups}/{dim} {job.name}: {type(error).__name__}: {str(error)[:200]}",
+                flush=True,
+            )
 
 
 def compile_one(job: Job) -> None:
@@ -184,7 +246,9 @@ def compile_one(job: Job) -> None:
     with replaced(job.part) as changed:
         geometry = changed if job.part != "whole" else job.geometry
         q, k, lse = inputs(heads, groups, dim, 256, 1.0, job.dtype, geometry)
-        select.forward(q, k, lse, call=SlotCall(geometry, dim**-0.5, None, 256), settings=job.settings)
+        select.forward(
+            q, k, lse, call=SlotCall(geometry, dim**-0.5, None, 256), settings=job.settings
+        )
 
 
 def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
@@ -199,7 +263,9 @@ def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
 
 
 def precompile(jobs: list[Job]) -> None:
-    """All binaries at once, in processes: one takes some seconds. Failures show again when measured."""
+    """All binaries at once, in processes: one takes some seconds. Failures show again when
+    measured.
+    """
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(12, mp_context=context) as pool:
         list(concurrent.futures.as_completed([pool.submit(compile_one, job) for job in jobs]))
@@ -207,17 +273,34 @@ def precompile(jobs: list[Job]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="what ships, and no configuration of the list")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="what ships, and no configuration of the list"
+    )
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--parts", action="store_true", help="of the first two shapes")
     parser.add_argument("--shapes", default="0,1,2,3", help="anchors by number")
-    parser.add_argument("--configs", default=",".join(map(str, range(len(CONFIGS)))), help="configurations by number")
+    parser.add_argument(
+        "--configs",
+        default=",".join(map(str, range(len(CONFIGS)))),
+        help="configurations by number",
+    )
     given = parser.parse_args()
     shapes = [ANCHORS[int(i)] for i in given.shapes.split(",")]
     numbers = [-1] if given.quick else [-1, *map(int, given.configs.split(","))]
-    jobs = [Job(shape, number=n) for shape in shapes for n in numbers if shape[2] <= 128 or n in FOR_WIDE_HEADS]
-    checks = [] if given.skip_check else [Job((*case[:3], 0), 1.0, -1, "whole", *case[4:6]) for case in CHECKS]
+    jobs = [
+        Job(shape, number=n)
+        for shape in shapes
+        for n in numbers
+        if shape[2] <= 128 or n in FOR_WIDE_HEADS
+    ]
+    checks = (
+        []
+        if given.skip_check
+        else [Job((*case[:3], 0), 1.0, -1, "whole", *case[4:6]) for case in CHECKS]
+    )
     context = multiprocessing.get_context("spawn")
     turn = context.Lock()
     parts = [

@@ -1,10 +1,12 @@
-"""Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms of do_bench, bf16.
+"""Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms
+of do_bench, bf16.
 
     python benchmarks/triton_span.py [--shape 64/4/128] [--slot win] [--piece forward dq dkdv]
 
-Every configuration first runs on a short sequence against float64 (in parallel processes: one binary serves every
-length), then on the long one. A configuration that fails is a line with its error. TFLOP/s count what the mathematics
-needs (4 products' operations forward, 10 backward of which dq has 6/14 and dk, dv 8/14), not what is recomputed.
+Every configuration first runs on a short sequence against float64 (in parallel processes: one
+binary serves every length), then on the long one. A configuration that fails is a line with its
+error. TFLOP/s count what the mathematics needs (4 products' operations forward, 10 backward of
+which dq has 6/14 and dk, dv 8/14), not what is recomputed.
 """
 
 from __future__ import annotations
@@ -32,14 +34,20 @@ from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry()
 SHAPES = {  # heads, kv heads, Dk, Dv, tokens
-    "64/4/128": (64, 4, 128, 128, 65536), "32/8/128": (32, 8, 128, 128, 32768), "12/2/64": (12, 2, 64, 64, 65536),
+    "64/4/128": (64, 4, 128, 128, 65536),
+    "32/8/128": (32, 8, 128, 128, 32768),
+    "12/2/64": (12, 2, 64, 64, 65536),
     "64/4/192/128": (64, 4, 192, 128, 32768),
-}  # fmt: skip
+}
 # ms on an H200: what the piece is to beat, forward and backward.
 TARGETS = {
-    ("win", "64/4/128"): (2.5, 7.0), ("cmp", "64/4/128"): (9.0, 25.0), ("win", "32/8/128"): (1.2, 3.7),
-    ("cmp", "32/8/128"): (1.5, 4.0), ("win", "12/2/64"): (0.5, 1.4), ("cmp", "12/2/64"): (1.1, 3.1),
-}  # fmt: skip
+    ("win", "64/4/128"): (2.5, 7.0),
+    ("cmp", "64/4/128"): (9.0, 25.0),
+    ("win", "32/8/128"): (1.2, 3.7),
+    ("cmp", "32/8/128"): (1.5, 4.0),
+    ("win", "12/2/64"): (0.5, 1.4),
+    ("cmp", "12/2/64"): (1.1, 3.1),
+}
 
 
 def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
@@ -51,57 +59,116 @@ FORWARD = DQ = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg TMA"
 DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg TMA"
 CANDIDATES = {
     ("win", "forward"): rows(
-        FORWARD, (128, 4, 64, 8, 2, 128, 0), (128, 4, 64, 8, 2, 128, 1), (64, 4, 64, 4, 2, 0, 1),
-        (64, 4, 64, 4, 2, 168, 1), (64, 4, 32, 4, 3, 0, 1), (64, 4, 32, 4, 2, 0, 1),
+        FORWARD,
+        (128, 4, 64, 8, 2, 128, 0),
+        (128, 4, 64, 8, 2, 128, 1),
+        (64, 4, 64, 4, 2, 0, 1),
+        (64, 4, 64, 4, 2, 168, 1),
+        (64, 4, 32, 4, 3, 0, 1),
+        (64, 4, 32, 4, 2, 0, 1),
     ),
     ("cmp", "forward"): rows(
-        FORWARD, (128, 1, 64, 8, 2, 128, 0), (128, 1, 64, 8, 2, 128, 1), (64, 1, 64, 4, 2, 168, 1),
+        FORWARD,
+        (128, 1, 64, 8, 2, 128, 0),
+        (128, 1, 64, 8, 2, 128, 1),
+        (64, 1, 64, 4, 2, 168, 1),
         (128, 1, 128, 8, 2, 0, 1),
     ),
     ("win", "dq"): rows(
-        DQ, (64, 4, 64, 4, 2, 0, 0), (64, 4, 64, 4, 2, 0, 1), (64, 4, 64, 4, 3, 0, 1), (64, 4, 64, 4, 2, 168, 1),
-        (128, 4, 64, 8, 2, 0, 1), (128, 4, 64, 8, 3, 0, 1), (128, 4, 64, 8, 2, 128, 1), (128, 4, 128, 8, 2, 0, 1),
+        DQ,
+        (64, 4, 64, 4, 2, 0, 0),
+        (64, 4, 64, 4, 2, 0, 1),
+        (64, 4, 64, 4, 3, 0, 1),
+        (64, 4, 64, 4, 2, 168, 1),
+        (128, 4, 64, 8, 2, 0, 1),
+        (128, 4, 64, 8, 3, 0, 1),
+        (128, 4, 64, 8, 2, 128, 1),
+        (128, 4, 128, 8, 2, 0, 1),
         (64, 4, 32, 4, 2, 0, 1),
     ),
     ("cmp", "dq"): rows(
-        DQ, (128, 1, 128, 8, 2, 0, 0), (128, 1, 128, 8, 2, 0, 1), (64, 1, 64, 4, 2, 0, 1), (128, 1, 64, 8, 2, 128, 1),
-        (128, 1, 64, 8, 3, 0, 1), (64, 1, 64, 4, 2, 168, 1),
+        DQ,
+        (128, 1, 128, 8, 2, 0, 0),
+        (128, 1, 128, 8, 2, 0, 1),
+        (64, 1, 64, 4, 2, 0, 1),
+        (128, 1, 64, 8, 2, 128, 1),
+        (128, 1, 64, 8, 3, 0, 1),
+        (64, 1, 64, 4, 2, 168, 1),
     ),
     ("win", "dkdv"): rows(
-        DKDV, (64, 32, 1, 4, 3, 0, 0), (64, 64, 1, 4, 2, 0, 0), (64, 64, 1, 4, 2, 0, 1), (64, 32, 1, 4, 3, 0, 1),
-        (64, 32, 1, 4, 2, 0, 1), (128, 64, 1, 8, 2, 0, 1),
+        DKDV,
+        (64, 32, 1, 4, 3, 0, 0),
+        (64, 64, 1, 4, 2, 0, 0),
+        (64, 64, 1, 4, 2, 0, 1),
+        (64, 32, 1, 4, 3, 0, 1),
+        (64, 32, 1, 4, 2, 0, 1),
+        (128, 64, 1, 8, 2, 0, 1),
     ),
     ("cmp", "dkdv"): rows(
-        DKDV, (128, 64, 1, 8, 3, 0, 0), (64, 64, 4, 4, 2, 0, 0), (64, 64, 1, 4, 2, 0, 1), (64, 64, 4, 4, 2, 0, 1),
-        (64, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 2, 0, 1),
+        DKDV,
+        (128, 64, 1, 8, 3, 0, 0),
+        (64, 64, 4, 4, 2, 0, 0),
+        (64, 64, 1, 4, 2, 0, 1),
+        (64, 64, 4, 4, 2, 0, 1),
+        (64, 32, 1, 4, 3, 0, 1),
+        (128, 64, 1, 8, 2, 0, 1),
     ),
-}  # fmt: skip
+}
 WIDE = {  # Dk 192: three bands of 64 columns
     ("win", "forward"): rows(
-        FORWARD, (128, 4, 64, 8, 2, 0, 1), (128, 4, 64, 8, 2, 128, 1), (64, 4, 64, 4, 2, 168, 1),
-        (64, 4, 32, 4, 3, 168, 1), (128, 4, 32, 8, 2, 128, 1), (128, 4, 32, 8, 2, 128, 0),
+        FORWARD,
+        (128, 4, 64, 8, 2, 0, 1),
+        (128, 4, 64, 8, 2, 128, 1),
+        (64, 4, 64, 4, 2, 168, 1),
+        (64, 4, 32, 4, 3, 168, 1),
+        (128, 4, 32, 8, 2, 128, 1),
+        (128, 4, 32, 8, 2, 128, 0),
     ),
     ("cmp", "forward"): rows(
-        FORWARD, (128, 1, 64, 8, 2, 0, 1), (128, 1, 64, 8, 2, 128, 1), (64, 1, 64, 4, 2, 168, 1),
-        (64, 1, 32, 4, 3, 168, 1), (128, 1, 32, 8, 2, 128, 1), (128, 1, 32, 8, 2, 128, 0),
+        FORWARD,
+        (128, 1, 64, 8, 2, 0, 1),
+        (128, 1, 64, 8, 2, 128, 1),
+        (64, 1, 64, 4, 2, 168, 1),
+        (64, 1, 32, 4, 3, 168, 1),
+        (128, 1, 32, 8, 2, 128, 1),
+        (128, 1, 32, 8, 2, 128, 0),
     ),
     ("win", "dq"): rows(
-        DQ, (64, 4, 32, 4, 2, 0, 1), (64, 4, 32, 4, 3, 0, 1), (64, 4, 64, 4, 2, 0, 1), (128, 4, 64, 8, 2, 0, 1),
-        (64, 4, 32, 4, 2, 0, 0), (64, 4, 32, 4, 3, 0, 0),
+        DQ,
+        (64, 4, 32, 4, 2, 0, 1),
+        (64, 4, 32, 4, 3, 0, 1),
+        (64, 4, 64, 4, 2, 0, 1),
+        (128, 4, 64, 8, 2, 0, 1),
+        (64, 4, 32, 4, 2, 0, 0),
+        (64, 4, 32, 4, 3, 0, 0),
     ),
     ("cmp", "dq"): rows(
-        DQ, (64, 1, 32, 4, 2, 0, 1), (64, 1, 32, 4, 3, 0, 1), (64, 1, 64, 4, 2, 0, 1), (128, 1, 64, 8, 2, 0, 1),
-        (64, 1, 32, 4, 2, 0, 0), (64, 1, 32, 4, 3, 0, 0),
+        DQ,
+        (64, 1, 32, 4, 2, 0, 1),
+        (64, 1, 32, 4, 3, 0, 1),
+        (64, 1, 64, 4, 2, 0, 1),
+        (128, 1, 64, 8, 2, 0, 1),
+        (64, 1, 32, 4, 2, 0, 0),
+        (64, 1, 32, 4, 3, 0, 0),
     ),
     ("win", "dkdv"): rows(
-        DKDV, (64, 32, 1, 4, 2, 0, 1), (64, 32, 1, 4, 2, 0, 0), (128, 32, 1, 8, 2, 0, 1), (128, 32, 1, 8, 2, 0, 0),
+        DKDV,
+        (64, 32, 1, 4, 2, 0, 1),
+        (64, 32, 1, 4, 2, 0, 0),
+        (128, 32, 1, 8, 2, 0, 1),
+        (128, 32, 1, 8, 2, 0, 0),
         (64, 64, 1, 8, 2, 0, 1),
     ),
     ("cmp", "dkdv"): rows(
-        DKDV, (64, 32, 4, 4, 2, 0, 1), (64, 32, 4, 4, 2, 0, 0), (64, 32, 1, 4, 2, 0, 1), (128, 32, 4, 8, 2, 0, 1),
-        (128, 32, 4, 8, 2, 0, 0), (64, 64, 4, 8, 2, 0, 1),
+        DKDV,
+        (64, 32, 4, 4, 2, 0, 1),
+        (64, 32, 4, 4, 2, 0, 0),
+        (64, 32, 1, 4, 2, 0, 1),
+        (128, 32, 4, 8, 2, 0, 1),
+        (128, 32, 4, 8, 2, 0, 0),
+        (64, 64, 4, 8, 2, 0, 1),
     ),
-}  # fmt: skip
+}
 
 
 def span_of(slot: str) -> tuple[int, int, int]:
@@ -130,12 +197,16 @@ class Case:
         made = [torch.randn((1, *shape), device="cuda", dtype=torch.bfloat16) for shape in shapes]
         self.q, self.k, self.v, self.do = made
         self.seqs = Sequences.of(self.q, SlotCall(GEOMETRY, self.scale))
-        self.o, self.lse = span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale)
+        self.o, self.lse = span_forward.forward(
+            self.q, self.k, self.v, self.seqs, self.span, self.scale
+        )
         self.stats = self._dq(None)[1]
 
     def forward(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """o, lse."""
-        return span_forward.forward(self.q, self.k, self.v, self.seqs, self.span, self.scale, settings)
+        return span_forward.forward(
+            self.q, self.k, self.v, self.seqs, self.span, self.scale, settings
+        )
 
     def dq(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
         """dq, delta."""
@@ -188,7 +259,11 @@ def distance(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
     for x, y in zip(found, truth):
         same = (x == y).all() if not y.isfinite().all() and x.shape != y.shape else True
         x, y = x.double().nan_to_num(neginf=0.0, nan=1e9), y.nan_to_num(neginf=0.0)
-        worst = max(worst, float((x - y).square().mean().sqrt() / y.square().mean().sqrt())) if same else math.inf
+        worst = (
+            max(worst, float((x - y).square().mean().sqrt() / y.square().mean().sqrt()))
+            if same
+            else math.inf
+        )
     return worst
 
 
@@ -196,11 +271,16 @@ FAILURES = (RuntimeError, TypeError, ValueError, KeyError, LookupError, Assertio
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """``run``'s result, or the error's last line as text: one bad configuration must not end a measurement."""
+    """``run``'s result, or the error's last line as text: one bad configuration must not end a
+    measurement.
+    """
     try:
         return run()
     except FAILURES as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100] if str(error).strip() else ''}"
+        return (
+            f"{type(error).__name__}:"
+            f" {str(error).strip().splitlines()[-1][:100] if str(error).strip() else ''}"
+        )
 
 
 @functools.cache
@@ -211,7 +291,9 @@ def short(slot: str, shape: str) -> tuple[Case, dict[str, tuple[Tensor, ...]]]:
 
 
 def check(slot: str, shape: str, piece: str, settings: dict[str, int] | None) -> float | str:
-    """The error of one configuration; its binary is in triton's cache afterwards. Runs in a process of its own."""
+    """The error of one configuration; its binary is in triton's cache afterwards. Runs in a process
+    of its own.
+    """
     case, truth = short(slot, shape)
     return attempt(lambda: distance(getattr(case, piece)(settings), truth[piece]))  # type: ignore[no-any-return]
 
@@ -232,43 +314,66 @@ def measure(slot: str, shape: str, work: list[tuple[str, Any]], errors: list[flo
     big = Case(slot, *SHAPES[shape])
     forward_operations = operations(slot, heads, dk + dv, length)
     share = {"forward": 1.0, "dq": 2.5 * 6 / 14, "dkdv": 2.5 * 8 / 14, "backward": 2.5}
-    print(f"\n{slot} {shape} S={length}; targets, forward and backward: {TARGETS.get((slot, shape), 'none')}")
+    print(
+        f"\n{slot} {shape} S={length}; targets, forward and backward:"
+        f" {TARGETS.get((slot, shape), 'none')}"
+    )
     for (piece, settings), error in zip(work, errors):
         label = " ".join(f"{k}={v}" for k, v in settings.items()) if settings else "shipped"
         ms = error
         if isinstance(error, float):
             run = getattr(big, piece)
-            ms = attempt(lambda r=run, s=settings: do_bench(lambda: r(s), warmup=15, rep=60, return_mode="median"))
+            ms = attempt(
+                lambda r=run, s=settings: do_bench(
+                    lambda: r(s), warmup=15, rep=60, return_mode="median"
+                )
+            )
         if not isinstance(ms, float):
             print(f"{piece:9}{label:92} {ms}", flush=True)
             continue
         rate = f"{ms:9.3f} ms {forward_operations * share[piece] / ms * 1e-9:7.0f} TFLOP/s"
-        print(f"{piece:9}{label:92}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}", flush=True)
+        print(
+            f"{piece:9}{label:92}{rate}   error {error:.1e}{'  WRONG' if not error < 0.02 else ''}",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Check everything in parallel, then measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--slot", nargs="+", choices=("win", "cmp"), default=["win", "cmp"])
-    parser.add_argument("--piece", nargs="*", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"])
+    parser.add_argument(
+        "--piece", nargs="*", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"]
+    )
     parser.add_argument("--processes", type=int, default=14)
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    print(f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}", flush=True)
+    print(
+        f"{torch.cuda.get_device_name()}, sm_{architecture(device)}, torch {torch.__version__}",
+        flush=True,
+    )
     work = [(piece, None) for piece in ("forward", "dq", "dkdv", "backward")]
     tables = {
-        (slot, shape): [
-            (p, s) for p in options.piece for s in (WIDE if SHAPES[shape][2] > 128 else CANDIDATES)[slot, p]
-        ]
-        + work
+        (slot, shape): (
+            [
+                (p, s)
+                for p in options.piece
+                for s in (WIDE if SHAPES[shape][2] > 128 else CANDIDATES)[slot, p]
+            ]
+            + work
+        )
         for shape in options.shape
         for slot in options.slot
     }
     began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
-        futures = {at: [pool.submit(check, *at, *item) for item in items] for at, items in tables.items()}
+        futures = {
+            at: [pool.submit(check, *at, *item) for item in items] for at, items in tables.items()
+        }
         errors = {at: [attempt(future.result) for future in found] for at, found in futures.items()}
     print(f"checked in {time.monotonic() - began:.0f} s", flush=True)
     for at, items in tables.items():

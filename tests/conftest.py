@@ -1,4 +1,6 @@
-"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, figures and scores at the end."""
+"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, figures and scores
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What ran in triton's interpreter, measured figures, a line per mutant and the score, whoever shared the work."""
+    """What ran in triton's interpreter, measured figures, a line per mutant and the score, whoever
+    shared the work.
+    """
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
-    interpreted = [value for r in reports for key, value in r.user_properties if key == "interpreted"]
+    interpreted = [
+        value for r in reports for key, value in r.user_properties if key == "interpreted"
+    ]
     if interpreted:
         terminalreporter.section("kernels in triton's interpreter")
         for line in sorted(interpreted):
             terminalreporter.line(line)
-    figures = [(r.nodeid, value) for r in reports for key, value in r.user_properties if key == "figure"]
+    figures = [
+        (r.nodeid, value) for r in reports for key, value in r.user_properties if key == "figure"
+    ]
     if figures:
         terminalreporter.section("figures of the reports' rows")
         for name, text in sorted(figures):
             terminalreporter.line(f"{name.split('::')[-1]}: {text}")
-    mutants = [dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties]
+    mutants = [
+        dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties
+    ]
     mutants = [m for m in mutants if "mutant" in m]
     if not mutants:
         return
     killed = sum(bool(m["killed_by"]) for m in mutants)
     terminalreporter.section(f"mutation score: {killed} of {len(mutants)} killed")
     for m in sorted(mutants, key=lambda m: str(m["mutant"])):
-        terminalreporter.line(f"{m['mutant']:56} {m['seconds']:5.1f} s  {m['killed_by'] or 'SURVIVED'}")
+        terminalreporter.line(
+            f"{m['mutant']:56} {m['seconds']:5.1f} s  {m['killed_by'] or 'SURVIVED'}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""A bench small enough for a test, `nsa` in this process, and backends that are wrong or slow on purpose."""
+"""A bench small enough for a test, `nsa` in this process, and backends that are wrong or slow on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def small() -> Callable[..., Settings]:
     """Settings of a run of about a second."""
 
     def make(**changes) -> Settings:
-        usual = {"shapes": [parse_shape("2/1/8")], "lengths": [40, 80], "blocks": BLOCKS, "budget_s": 0.001}
+        usual = {
+            "shapes": [parse_shape("2/1/8")],
+            "lengths": [40, 80],
+            "blocks": BLOCKS,
+            "budget_s": 0.001,
+        }
         return Settings(**{**usual, **changes})
 
     return make
@@ -56,10 +63,17 @@ def run(small) -> Callable[..., object]:
 
 @pytest.fixture
 def registry_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """A registry that also holds a window backend ``name``: sdpa's, changed by ``forward(o) -> o`` and ``delay`` s."""
+    """A registry that also holds a window backend ``name``: sdpa's, changed by ``forward(o) -> o``
+    and ``delay`` s.
+    """
 
-    def make(name: str, change: Callable = lambda o: o, delay: float = 0.0, priority: int = -5) -> Registry:
-        module, win = types.ModuleType(f"bench_{name}_{next(_numbers)}"), discover().get("sdpa").spec.slots["win"]
+    def make(
+        name: str, change: Callable = lambda o: o, delay: float = 0.0, priority: int = -5
+    ) -> Registry:
+        module, win = (
+            types.ModuleType(f"bench_{name}_{next(_numbers)}"),
+            discover().get("sdpa").spec.slots["win"],
+        )
         real, real_backward = (
             getattr(importlib.import_module(path.split(":")[0]), path.split(":")[1])
             for path in (win.forward, win.backward)

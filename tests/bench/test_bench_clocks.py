@@ -1,4 +1,6 @@
-"""What is timed as a CUDA graph and what as it is, what a figure says about that, and what follows from the figures."""
+"""What is timed as a CUDA graph and what as it is, what a figure says about that, and what follows
+from the figures.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_the_host_binds_from_a_twentieth_of_the_time_on(event_ms, host_ms, bound
 
 
 class ScriptedClock(CudaClock):
-    """A device on which a call tells by itself how long it takes by events, and how long the host launches it."""
+    """A device on which a call tells by itself how long it takes by events, and how long the host
+    launches it.
+    """
 
     def __init__(self, refusal: str = "") -> None:
         self.refusal = refusal
@@ -70,14 +74,20 @@ def figure(clock, *times):
 
 def test_a_call_that_the_host_holds_up_is_a_graph_and_tells_its_eager_time(device):
     found = figure(ScriptedClock(), (90.0, 90.0), (2.4, 2.3), (2.0, 1.9), (2.1, 2.0))
-    assert (found.method, found.median_ms, found.host_ms, found.not_captured) == ("graph", 0.5, 1.9, "")
+    assert (found.method, found.median_ms, found.host_ms, found.not_captured) == (
+        "graph",
+        0.5,
+        1.9,
+        "",
+    )
     # The call that compiles is none of them.
     assert (found.eager.method, found.eager.samples_ms) == ("events", [2.4, 2.0, 2.1, 2.1, 2.1])
     assert found.eager_ms == 2.1
 
 
 def test_a_call_that_the_device_holds_up_is_timed_as_it_is(device):
-    found = figure(ScriptedClock(), (90.0, 90.0), (2.1, 2.0), (2.0, 0.03))  # the first host time was an accident
+    # the first host time was an accident
+    found = figure(ScriptedClock(), (90.0, 90.0), (2.1, 2.0), (2.0, 0.03))
     assert (found.method, found.median_ms, found.host_ms) == ("events", 2.0, 0.03)
     assert (found.eager, found.not_captured, found.eager_ms) == (None, "", 2.0)
 
@@ -92,9 +102,13 @@ def test_what_cannot_be_captured_says_so(device):
 
 
 class FakeCuda:
-    """Streams and modes of torch.cuda, without a device; a capture fails as torch's does, its stream left current."""
+    """Streams and modes of torch.cuda, without a device; a capture fails as torch's does, its
+    stream left current.
+    """
 
-    def __init__(self, monkeypatch, capture_fails: bool, replay_fails: bool = False, open_after: bool = True) -> None:
+    def __init__(
+        self, monkeypatch, capture_fails: bool, replay_fails: bool = False, open_after: bool = True
+    ) -> None:
         self.current, self.mode, self.captures, self.fails = "before", 0, 0, capture_fails
         self.open_after, self.given_back = open_after, []
         names = ("stream", "graph", "set_stream", "get_sync_debug_mode", "set_sync_debug_mode")
@@ -102,13 +116,17 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(
+            torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda other: None)
+        )
         replay = self.refuse if replay_fails else lambda: None
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=replay))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            monkeypatch.setattr(torch._C, name, functools.partial(self.give_back, name), raising=False)
+            monkeypatch.setattr(
+                torch._C, name, functools.partial(self.give_back, name), raising=False
+            )
 
     def give_back(self, name, device, pool):
         if not self.open_after:
@@ -148,15 +166,19 @@ class FakeCuda:
 def test_a_failed_capture_leaves_the_stream_and_the_mode_as_they_were(monkeypatch):
     cuda = FakeCuda(monkeypatch, capture_fails=True)
     assert CudaClock._captured(ScriptedClock(), lambda: lambda: None) == (
-        None, "RuntimeError: operation failed due to a previous error during capture",
-    )  # fmt: skip
+        None,
+        "RuntimeError: operation failed due to a previous error during capture",
+    )
     assert (cuda.current, cuda.mode, cuda.captures) == ("before", 0, 1)
 
 
 @pytest.mark.parametrize(
     ("fails", "given_back"),
     [
-        ({"capture_fails": True}, [(f"_cuda_{name}", 3, "pool") for name in ("endAllocateToPool", "releasePool")]),
+        (
+            {"capture_fails": True},
+            [(f"_cuda_{name}", 3, "pool") for name in ("endAllocateToPool", "releasePool")],
+        ),
         ({"capture_fails": True, "open_after": False}, []),  # a torch that has ended it itself
         ({"capture_fails": False, "replay_fails": True}, []),  # torch has the pool in hand
         ({"capture_fails": False}, []),
@@ -165,7 +187,9 @@ def test_a_failed_capture_leaves_the_stream_and_the_mode_as_they_were(monkeypatc
 def test_a_failed_capture_gives_its_memory_back(monkeypatch, fails, given_back):
     cuda = FakeCuda(monkeypatch, **fails)
     replay, why = CudaClock._captured(ScriptedClock(), lambda: lambda: None)
-    assert (replay is None) == any(fails.get(name) for name in ("capture_fails", "replay_fails")), why
+    assert (replay is None) == any(fails.get(name) for name in ("capture_fails", "replay_fails")), (
+        why
+    )
     assert cuda.given_back == given_back
 
 
@@ -185,15 +209,34 @@ def test_a_call_that_waits_for_the_device_is_found_out_before_a_capture(monkeypa
 
 def took(ms, eager=None, **more):
     other = None if eager is None else Performance(eager, eager, eager, "events", 1, [eager])
-    return Performance(ms, ms, ms, "events" if eager is None else "graph", 1, [ms], eager=other, **more)
+    return Performance(
+        ms, ms, ms, "events" if eager is None else "graph", 1, [ms], eager=other, **more
+    )
 
 
 def measured(kind, length, performance):
-    where = {"shape": "2/1/8", "dtype": "float32", "inputs": "random", "phase": "forward", "batch": 1}
+    where = {
+        "shape": "2/1/8",
+        "dtype": "float32",
+        "inputs": "random",
+        "phase": "forward",
+        "batch": 1,
+    }
     return Measurement(
-        kind=kind, subject=kind, length=length, performance=performance, reason="", peak_memory_bytes=1, flops=1,
-        bytes=1, floor_ms=0.1, floor_fraction=0.1, ratio_to_dense=None, parts={}, **where,
-    )  # fmt: skip
+        kind=kind,
+        subject=kind,
+        length=length,
+        performance=performance,
+        reason="",
+        peak_memory_bytes=1,
+        flops=1,
+        bytes=1,
+        floor_ms=0.1,
+        floor_fraction=0.1,
+        ratio_to_dense=None,
+        parts={},
+        **where,
+    )
 
 
 def test_the_crossover_without_graphs_is_told_where_it_is_another():
@@ -203,7 +246,10 @@ def test_the_crossover_without_graphs_is_told_where_it_is_another():
     # Ratios without graphs: 2.0 / 0.5 = 4, then 2.0 / 4.0 = 1/2: it is 1 two thirds of the way.
     assert 1024 < found.length < found.eager_length == round(1024 * 4 ** (2 / 3))
     assert found.sentence.count("faster than dense from about") == 2
-    assert f"; without CUDA graphs faster than dense from about {found.eager_length} tokens" in found.sentence
+    assert (
+        f"; without CUDA graphs faster than dense from about {found.eager_length} tokens"
+        in found.sentence
+    )
     (alike,) = crossovers([measured("combo", 1024, took(1.0)), measured("dense", 1024, took(2.0))])
     assert "without CUDA graphs" not in alike.sentence
     assert alike.eager_length == alike.length == 1024
@@ -216,21 +262,29 @@ def result(run):
 
 def having(result, *performances):
     """``result`` with one measurement for each."""
-    found = [measured("combo", index, performance) for index, performance in enumerate(performances)]
+    found = [
+        measured("combo", index, performance) for index, performance in enumerate(performances)
+    ]
     return dataclasses.replace(result, measurements=found)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "verdict", "note"),
     [
-        (took(2.0), took(0.5, 2.0), "same", "eager calls"),  # the rule for what is captured changed, the code did not
+        # the rule for what is captured changed, the code did not
+        (took(2.0), took(0.5, 2.0), "same", "eager calls"),
         (took(2.0), took(0.5, 4.0), "slower", "eager calls"),
         (took(0.5, 2.0), took(2.0), "same", "eager calls"),
-        (took(0.5, 2.0), took(2.0, not_captured="RuntimeError: it waits"), "slower", "no longer captured: Run"),
+        (
+            took(0.5, 2.0),
+            took(2.0, not_captured="RuntimeError: it waits"),
+            "slower",
+            "no longer captured: Run",
+        ),
         (took(0.5, 2.0), took(0.5, 2.0), "same", ""),
         (took(0.5, 2.0), took(1.5, 2.0), "slower", ""),
     ],
-)  # fmt: skip
+)
 def test_compare_sets_like_beside_like(result, old, new, verdict, note):
     change, *_ = compare(having(result, old), having(result, new), fail_over=0.05)
     assert (change.verdict, change.key[-1]) == (verdict, "total")
@@ -240,13 +294,22 @@ def test_compare_sets_like_beside_like(result, old, new, verdict, note):
 
 
 def test_compare_sees_eager_calls_that_became_slower(result):
-    total, eager = compare(having(result, took(0.5, 2.0)), having(result, took(0.5, 9.0)), fail_over=0.05)
+    total, eager = compare(
+        having(result, took(0.5, 2.0)), having(result, took(0.5, 9.0)), fail_over=0.05
+    )
     assert (total.verdict, total.key[-1]) == ("same", "total")
-    assert (eager.verdict, eager.key[-1], eager.old_ms, eager.new_ms) == ("slower", "eager", 2.0, 9.0)
+    assert (eager.verdict, eager.key[-1], eager.old_ms, eager.new_ms) == (
+        "slower",
+        "eager",
+        2.0,
+        9.0,
+    )
 
 
 def test_the_report_tells_both_times_and_what_was_not_captured(result):
-    shown = having(result, took(0.8, 2.1), took(3.0), took(4.0, not_captured="RuntimeError: it waits"))
+    shown = having(
+        result, took(0.8, 2.1), took(3.0), took(4.0, not_captured="RuntimeError: it waits")
+    )
     (table,) = rows_of(shown)
     _, columns, rows = table
     assert {len(row) for row in rows} == {len(columns)}
@@ -254,8 +317,8 @@ def test_the_report_tells_both_times_and_what_was_not_captured(result):
     assert [(row[total], row[eager]) for row in rows] == [("0.8", "2.1"), ("3", "3"), ("4", "4")]
     said = [line for _, line in summary(shown)]
     assert [line for line in said if line.startswith("not captured")] == [
-        "not captured, its figure holds the host's launches too: combo, 2/1/8 float32 random, forward, 2 tokens: "
-        "RuntimeError: it waits"
+        "not captured, its figure holds the host's launches too: combo, 2/1/8 float32 random,"
+        " forward, 2 tokens: RuntimeError: it waits"
     ]
     assert sum(line.startswith("eager: ") for line in said) == 1
     (plain,) = rows_of(result)
@@ -267,8 +330,12 @@ def test_results_of_before_these_fields_are_read(result, tmp_path):
     for name in ("core_64k.json", "h200.json"):
         old = read_result(RESULTS / name)
         assert {m.performance.host_ms for m in old.measurements if m.performance} == {None}
-        assert not [c for c in compare(old, old, fail_over=0.0) if c.verdict not in ("same", "missing")]
-    shown = having(result, took(0.8, 2.1, host_ms=2.0), took(4.0, not_captured="RuntimeError: it waits"))
+        assert not [
+            c for c in compare(old, old, fail_over=0.0) if c.verdict not in ("same", "missing")
+        ]
+    shown = having(
+        result, took(0.8, 2.1, host_ms=2.0), took(4.0, not_captured="RuntimeError: it waits")
+    )
     file = tmp_path / "r.json"
     file.write_text(shown.to_json())
     assert read_result(file) == shown

@@ -1,4 +1,6 @@
-"""What `nsa bench` calls the total: compress, three branches, selection and gates; q, k, v and gates in, o out."""
+"""What `nsa bench` calls the total: compress, three branches, selection and gates; q, k, v and
+gates in, o out.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def by_hand(x, plan):  # type: ignore[no-untyped-def]
     k_cmp, v_cmp = mean_compress(x.k, CONFIG.geometry), mean_compress(x.v, CONFIG.geometry)
     o_cmp, lse = plan.cmp(x.q, k_cmp, v_cmp)
     blocks = plan.select(x.q.detach(), k_cmp.detach(), lse)
-    return plan.combine(x.gates, o_cmp, plan.sel(x.q, x.k, x.v, blocks)[0], plan.win(x.q, x.k, x.v)[0])
+    return plan.combine(
+        x.gates, o_cmp, plan.sel(x.q, x.k, x.v, blocks)[0], plan.win(x.q, x.k, x.v)[0]
+    )
 
 
 def test_forward_is_the_definition_and_nothing_else() -> None:
@@ -55,7 +59,9 @@ def test_backward_gives_the_gradients_of_what_came_in(phase: str) -> None:
         gradients = call()
     backwards = [r.slot for r in trace if r.direction == "backward"]
     assert sorted(backwards) == sorted(set(SLOTS) - {"select"})
-    assert [r.slot for r in trace if r.direction == "forward"] == ([] if phase == "backward" else list(SLOTS))
+    assert [r.slot for r in trace if r.direction == "forward"] == (
+        [] if phase == "backward" else list(SLOTS)
+    )
     wanted = torch.autograd.grad(by_hand(x, plan), [getattr(x, name) for name in INPUTS], x.do)
     assert all(torch.equal(got, want) for got, want in zip(gradients, wanted, strict=True))
 
@@ -63,8 +69,13 @@ def test_backward_gives_the_gradients_of_what_came_in(phase: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "rival"])
 @pytest.mark.parametrize("phase", ["backward", "both"])
 def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind: str) -> None:
-    """A leaf first used on one stream ends its backwards there: captured on another, they would be no CUDA graph."""
-    x, seen = make_inputs("random", CONFIG, batch=1, length=8, dtype=torch.float64, device="cpu", seed=0), []
+    """A leaf first used on one stream ends its backwards there: captured on another, they would be
+    no CUDA graph.
+    """
+    x, seen = (
+        make_inputs("random", CONFIG, batch=1, length=8, dtype=torch.float64, device="cpu", seed=0),
+        [],
+    )
 
     def forward(given):  # type: ignore[no-untyped-def]
         seen.append(given)
@@ -83,7 +94,9 @@ def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind:
 
 
 def test_the_layer_that_is_timed_is_that_of_the_published_figures() -> None:
-    """l=32, d=16, l'=64, n=16, w=512, mean compression, one key/value pair, block 0 and the last two always."""
+    """l=32, d=16, l'=64, n=16, w=512, mean compression, one key/value pair, block 0 and the last
+    two always.
+    """
     assert PAPER_BLOCKS == (32, 16, 64, 16, 512)
     for name in ("64/4/128", "32/8/128", "12/2/64"):
         config = parse_shape(name).config()

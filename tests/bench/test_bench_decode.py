@@ -1,4 +1,6 @@
-"""The decode bench: judged first, whole steps beside their slots, fused ones, a layer and dense attention."""
+"""The decode bench: judged first, whole steps beside their slots, fused ones, a layer and dense
+attention.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench.combos import Combo
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench, DecodeSettings
-from nsa_bench.decode_workloads import Cell, default_cells, layer_config, make_state, one_by_one, step_costs
+from nsa_bench.decode_workloads import (
+    Cell,
+    default_cells,
+    layer_config,
+    make_state,
+    one_by_one,
+    step_costs,
+)
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
 from nsa_bench.result import Result, read_result
@@ -38,13 +47,17 @@ def step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call):
     blocks = decode.select(q, k_cmp, lse, call=call)
     o_sel, _ = decode.sel(q, k_sel, v_sel, blocks, call=call)
     o_win, _ = decode.win(q, k_win, v_win, call=call)
-    return combine.forward(gates, o_cmp, o_sel, o_win, call=SlotCall(call.geometry, call.scale)), blocks
+    return combine.forward(
+        gates, o_cmp, o_sel, o_win, call=SlotCall(call.geometry, call.scale)
+    ), blocks
 
 
 def registry() -> Registry:
     slots = dict(sdpa().slots)
     wrong = {**slots, "win": dataclasses.replace(slots["win"], decode=f"{__name__}:short_window")}
-    fused = dataclasses.replace(sdpa(), name="fused", fused={"step": f"{__name__}:step"}, priority=-1)
+    fused = dataclasses.replace(
+        sdpa(), name="fused", fused={"step": f"{__name__}:step"}, priority=-1
+    )
     return (
         Registry(())
         .with_backend(sdpa())
@@ -55,9 +68,12 @@ def registry() -> Registry:
 
 def run(*combos: str, cells: list[Cell] | None = None, **settings: object) -> Result:
     given = DecodeSettings(
-        cells=cells or [Cell(SHAPE, 2, 150, 32)], blocks=BLOCKS, budget_s=0.001,
-        combos=[Combo(name, dict.fromkeys(SLOTS, name)) for name in combos], **settings,
-    )  # fmt: skip
+        cells=cells or [Cell(SHAPE, 2, 150, 32)],
+        blocks=BLOCKS,
+        budget_s=0.001,
+        combos=[Combo(name, dict.fromkeys(SLOTS, name)) for name in combos],
+        **settings,
+    )
     return DecodeBench(given, registry(), {}).run()
 
 
@@ -69,9 +85,14 @@ def result() -> Result:
 def test_every_subject_has_a_figure_but_the_wrong_one(result):
     found = {m.subject: m for m in result.measurements}
     assert {(m.subject, m.kind) for m in found.values()} == {
-        ("sdpa", "combo"), ("sdpa, layer step", "layer"), ("fused", "combo"), ("fused, slots one by one", "combo"),
-        ("fused, layer step", "layer"), ("wrong", "combo"), ("dense SDPA", "dense"),
-    }  # fmt: skip
+        ("sdpa", "combo"),
+        ("sdpa, layer step", "layer"),
+        ("fused", "combo"),
+        ("fused, slots one by one", "combo"),
+        ("fused, layer step", "layer"),
+        ("wrong", "combo"),
+        ("dense SDPA", "dense"),
+    }
     for name, m in found.items():
         assert (m.performance is None) == (name == "wrong"), m
         assert (m.phase, m.batch, m.length, m.inputs) == ("decode", 2, 150, "random, pages of 32")
@@ -89,7 +110,9 @@ def test_shares_belong_to_the_slots_and_not_to_the_fused_step(result):
         assert list(found[name].parts) == list(SLOTS)
         shares = found[name].shares
         whole = found[name].performance.median_ms
-        assert shares == {s: part.performance.median_ms / whole for s, part in found[name].parts.items()}
+        assert shares == {
+            s: part.performance.median_ms / whole for s, part in found[name].parts.items()
+        }
     assert result.combos["fused"]["step"] == "fused, fused"
     assert any("it is fused" in line or "itself is fused" in line for _, line in summary(result))
 
@@ -112,17 +135,25 @@ def test_the_note_tells_how_slots_were_timed(result, methods, said):
     (m,) = (m for m in result.measurements if m.subject == "sdpa")
 
     def timed(method):
-        parts = {s: dataclasses.replace(p, performance=dataclasses.replace(p.performance, method=method))
-                 for s, p in m.parts.items()}  # fmt: skip
+        parts = {
+            s: dataclasses.replace(p, performance=dataclasses.replace(p.performance, method=method))
+            for s, p in m.parts.items()
+        }
         return dataclasses.replace(m, parts=parts)
 
-    made = dataclasses.replace(result, measurements=[dataclasses.replace(m, parts={}), *map(timed, methods)])
+    made = dataclasses.replace(
+        result, measurements=[dataclasses.replace(m, parts={}), *map(timed, methods)]
+    )
     notes = [line for _, line in summary(made) if line.startswith("slots: ")]
-    assert [note.split(": ")[1][: len(start)] for note, start in zip(notes, said, strict=True)] == said
+    assert [
+        note.split(": ")[1][: len(start)] for note, start in zip(notes, said, strict=True)
+    ] == said
 
 
 def test_the_fused_step_is_judged_too(monkeypatch):
-    monkeypatch.setitem(globals(), "step", lambda q, gates, *s, call: _swapped(q, gates, *s, call=call))
+    monkeypatch.setitem(
+        globals(), "step", lambda q, gates, *s, call: _swapped(q, gates, *s, call=call)
+    )
     made = run("fused")
     assert not made.gates[0].ok
     assert all(line.startswith("decode fused step") for line in made.gates[0].failures)
@@ -188,13 +219,18 @@ def test_costs_count_every_row_once():
 
 
 def test_cells_of_the_devices_and_of_the_options():
-    large = [(c.batch, c.length, c.page_size) for c in default_cells("cuda") if c.shape.n_heads == 64]
+    large = [
+        (c.batch, c.length, c.page_size) for c in default_cells("cuda") if c.shape.n_heads == 64
+    ]
     assert large == [(256, 8192, 128), (32, 65536, 128), (16, 131072, 128)]
     assert [c.length for c in default_cells("cuda")[3:]] == [512, 1024, 2048]
     assert all(c.length <= 2048 for c in default_cells("cpu"))
     assert bench_decode.cells(None, None, 1, None) == []
     made = bench_decode.cells("reports,12/2/64", "1k", 4, 128)
-    assert made == [Cell(Shape(8, 2, 32, 32), 4, 1024, 128), Cell(Shape(12, 2, 64, 64), 4, 1024, 128)]
+    assert made == [
+        Cell(Shape(8, 2, 32, 32), 4, 1024, 128),
+        Cell(Shape(12, 2, 64, 64), 4, 1024, 128),
+    ]
 
 
 def test_spread_of_five_repeats():
@@ -208,7 +244,11 @@ def test_spread_of_five_repeats():
 
 
 def test_a_shape_class_is_judged_once():
-    made = run("sdpa", cells=[Cell(SHAPE, 1, 40), Cell(SHAPE, 1, 90), Cell(SHAPE, 1, 40, 32)], time_limit_s=0.0)
+    made = run(
+        "sdpa",
+        cells=[Cell(SHAPE, 1, 40), Cell(SHAPE, 1, 90), Cell(SHAPE, 1, 40, 32)],
+        time_limit_s=0.0,
+    )
     assert [gate.case.split("page ")[1] for gate in made.gates] == ["none", "32"]
 
 
@@ -221,9 +261,28 @@ def test_no_time_leaves_reasons():
 def test_the_command(nsa, tmp_path):
     file: Path = tmp_path / "r.json"
     done = nsa(
-        "bench", "--phase", "decode", "--device", "cpu", "--shape", "4/2/16", "--length", "100", "--batch", "2",
-        "--blocks", "16,8,32,4,32", "--page-size", "32", "--combo", "sdpa", "--budget", "0.001", "--json", str(file),
-    )  # fmt: skip
+        "bench",
+        "--phase",
+        "decode",
+        "--device",
+        "cpu",
+        "--shape",
+        "4/2/16",
+        "--length",
+        "100",
+        "--batch",
+        "2",
+        "--blocks",
+        "16,8,32,4,32",
+        "--page-size",
+        "32",
+        "--combo",
+        "sdpa",
+        "--budget",
+        "0.001",
+        "--json",
+        str(file),
+    )
     assert done.code == 0, done.err
     assert "sdpa, layer step" in done.out
     assert read_result(file).settings["cells"] == ["4/2/16 B=2 S=100 page 32"]

@@ -10,7 +10,9 @@ from nsa_core.dispatch import default_plan
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])
-def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(run, registry_with, monkeypatch, factor, right):
+def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(
+    run, registry_with, monkeypatch, factor, right
+):
     resolve = room.resolve
 
     def by_length(config, *, backends, seq_len, **others):
@@ -25,9 +27,14 @@ def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(run, registry_
     assert [gate.ok for gate in result.gates] == [True, right]
     (long,) = (who for name, who in result.combos.items() if name.endswith("from 64 tokens on"))
     assert (result.combos["auto"]["win"].split()[0], long["win"].split()[0]) == ("sdpa", "other")
-    timed = {m.length: m.performance is not None for m in result.measurements if m.subject == "auto"}
+    timed = {
+        m.length: m.performance is not None for m in result.measurements if m.subject == "auto"
+    }
     assert timed == {48: right, 64: right}  # one name, so one verdict
     if right:
-        assert {m.length: m.parts["win"].backend for m in result.measurements if m.subject == "auto"} == {
-            48: "sdpa", 64: "other",
-        }  # fmt: skip
+        assert {
+            m.length: m.parts["win"].backend for m in result.measurements if m.subject == "auto"
+        } == {
+            48: "sdpa",
+            64: "other",
+        }

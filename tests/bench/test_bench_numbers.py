@@ -24,8 +24,21 @@ from nsa_core.errors import InvalidInput
 def test_shapes_by_name_and_given():
     assert parse_shape("reports").name == "12/2/64"
     assert parse_shape("paper").name == "64/4/192/128"
-    assert parse_shape("8/2/32").config((16, 8, 32, 4, 48)).geometry.as_ints() == [16, 8, 32, 4, 1, 2, 48]
-    for wrong, said in (("12/5/64", "do not divide"), ("report", "did you mean"), ("1/2", "Hq/G/Dk"), ("0/1/2", "Hq")):
+    assert parse_shape("8/2/32").config((16, 8, 32, 4, 48)).geometry.as_ints() == [
+        16,
+        8,
+        32,
+        4,
+        1,
+        2,
+        48,
+    ]
+    for wrong, said in (
+        ("12/5/64", "do not divide"),
+        ("report", "did you mean"),
+        ("1/2", "Hq/G/Dk"),
+        ("0/1/2", "Hq"),
+    ):
         with pytest.raises(InvalidInput, match=said):
             parse_shape(wrong)
 
@@ -42,7 +55,12 @@ def test_combos_are_read_in_slot_order():
     assert parse_combo("win=a, cmp=b").name == "cmp=b,win=a"
     assert parse_combo("sdpa").backends == dict.fromkeys(SLOTS, "sdpa")
     assert parse_combo("auto").backends == {}
-    for wrong, said in (("wim=a", "did you mean 'win'"), ("win=a,win=b", "twice"), ("win=a,b", "like"), ("", "empty")):
+    for wrong, said in (
+        ("wim=a", "did you mean 'win'"),
+        ("win=a,win=b", "twice"),
+        ("win=a,b", "like"),
+        ("", "empty"),
+    ):
         with pytest.raises(InvalidInput, match=said):
             parse_combo(wrong)
 
@@ -65,10 +83,13 @@ def test_pairs_equal_a_count_of_every_key(length, blocks):
 
 
 def test_floors_are_those_of_the_published_table():
-    """64/4/128 at 64k: 12.5 ms forward and 24.4 ms backward at 790 TFLOP/s, counted by hand elsewhere."""
+    """64/4/128 at 64k: 12.5 ms forward and 24.4 ms backward at 790 TFLOP/s, counted by hand
+    elsewhere.
+    """
     config, peaks = parse_shape("64/4/128").config(), roofline.Peaks(790e12, 1e20)
     floors = [
-        peaks.floor_ms(roofline.part_costs(config, 1, 65536, 2, phase)["total"]) for phase in ("forward", "backward")
+        peaks.floor_ms(roofline.part_costs(config, 1, 65536, 2, phase)["total"])
+        for phase in ("forward", "backward")
     ]
     assert floors[0] == pytest.approx(12.5, rel=0.02)
     assert floors[1] == pytest.approx(24.4, rel=0.02)
@@ -90,20 +111,25 @@ from nsa_bench import clocks, inputs, shapes
 torch.set_num_threads(1)
 clocks.clock_for("cpu")
 config = shapes.parse_shape("tiny").config()
-x = inputs.make_inputs("random", config, batch=1, length=256, dtype=torch.float32, device="cpu", seed=0)
+asked = {"dtype": torch.float32, "device": "cpu", "seed": 0}
+x = inputs.make_inputs("random", config, batch=1, length=256, **asked)
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     with torch.no_grad():
         nsa_attention(x.q, x.k, x.v, x.gates, config=config)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 5000  # 33,000 where every call faults its pages in anew
 
 
 def test_both_phases_cost_their_sum():
     config = parse_shape("reports").config()
-    forward, backward, both = (roofline.part_costs(config, 2, 999, 4, p) for p in ("forward", "backward", "both"))
+    forward, backward, both = (
+        roofline.part_costs(config, 2, 999, 4, p) for p in ("forward", "backward", "both")
+    )
     for name, cost in both.items():
         assert cost.flops == forward[name].flops + backward[name].flops
         assert cost.bytes == forward[name].bytes + backward[name].bytes
@@ -143,7 +169,10 @@ def slower(result, factor, spread=0.0, performance=True):
     def scaled(m):
         p = m.performance
         new = dataclasses.replace(
-            p, median_ms=p.median_ms * factor, q1_ms=p.q1_ms * factor * (1 - spread), q3_ms=p.q3_ms * factor
+            p,
+            median_ms=p.median_ms * factor,
+            q1_ms=p.q1_ms * factor * (1 - spread),
+            q3_ms=p.q3_ms * factor,
         )
         return dataclasses.replace(m, performance=new if performance else None)
 
@@ -156,7 +185,8 @@ def test_compare_sees_a_slow_down_beyond_the_noise_and_no_other(result):
     assert {c.verdict for c in bad} == {"slower"}
     assert {c.key[-1] for c in bad} == {"total"}
     assert not regressed(compare(result, slower(result, 100.0), fail_over=1000.0))  # tolerated
-    assert not regressed(compare(result, slower(result, 100.0, spread=0.9999), fail_over=0.05))  # noise
+    # noise
+    assert not regressed(compare(result, slower(result, 100.0, spread=0.9999), fail_over=0.05))
     assert not regressed(compare(slower(result, 100.0), result, fail_over=0.05))  # faster
     lost = regressed(compare(result, slower(result, 1.0, performance=False), fail_over=0.05))
     assert {c.verdict for c in lost} == {"lost"}
@@ -166,7 +196,10 @@ def without(result, reason):
     """``result`` with the parts of its combinations taken away, for ``reason``."""
 
     def bare(m):
-        parts = {name: dataclasses.replace(p, performance=None, reason=reason) for name, p in m.parts.items()}
+        parts = {
+            name: dataclasses.replace(p, performance=None, reason=reason)
+            for name, p in m.parts.items()
+        }
         return dataclasses.replace(m, parts=parts)
 
     return dataclasses.replace(result, measurements=[bare(m) for m in result.measurements])
@@ -186,7 +219,9 @@ def test_compare_refuses_other_devices_unless_forced(result):
         compare(result, other, fail_over=0.05)
     assert compare(result, other, fail_over=0.05, force=True)
     real = dataclasses.replace(result, settings=result.settings | {"inputs": ["random", "real"]})
-    trained = dataclasses.replace(real, settings=real.settings | {"checkpoints": {"2/1/8": {"file": "x"}}})
+    trained = dataclasses.replace(
+        real, settings=real.settings | {"checkpoints": {"2/1/8": {"file": "x"}}}
+    )
     with pytest.raises(InvalidInput, match="checkpoints"):
         compare(real, trained, fail_over=0.05)
     assert compare(result, trained, fail_over=0.05)  # random inputs in common
@@ -202,13 +237,21 @@ def test_real_inputs_come_from_the_text_and_the_seed():
 
     def make(kind, text=b"some words", seed=0, length=30):
         return make_inputs(
-            kind, config, batch=2, length=length, dtype=torch.float32, device="cpu", seed=seed, text=text
+            kind,
+            config,
+            batch=2,
+            length=length,
+            dtype=torch.float32,
+            device="cpu",
+            seed=seed,
+            text=text,
         )
 
     real = make("real")
     assert real.q.shape == (2, 30, 2, 8)
     assert real.gates.shape == (2, 30, 2, 3)
-    # The text repeats after ten bytes, v has no position, and a token knows of the 64 bytes before it.
+    # The text repeats after ten bytes, v has no position, and a token knows of the 64 bytes before
+    # it.
     far = make("real", length=90).v[0]
     torch.testing.assert_close(far[70], far[80])
     assert not torch.allclose(far[70], far[79])

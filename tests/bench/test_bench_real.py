@@ -23,7 +23,9 @@ from nsa_core.layout import BlockGeometry
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = dataclasses.replace(parse_shape("2/1/8").config((8, 4, 16, 3, 24)), dim=16)
-TEXT = b"the quick brown fox jumps over the lazy dog and the quick brown fox jumps again over the dog"
+TEXT = (
+    b"the quick brown fox jumps over the lazy dog and the quick brown fox jumps again over the dog"
+)
 
 
 @pytest.fixture
@@ -41,8 +43,17 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
         bytemodel.save(model, checkpoint, {})
     assert model.config == CONFIG
     for name, tensor in bytemodel.untrained(CONFIG, 3).state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0)
-    given = {"batch": 1, "length": 64, "dtype": torch.float32, "device": "cpu", "seed": 0, "text": TEXT}
+        torch.testing.assert_close(
+            model.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0
+        )
+    given = {
+        "batch": 1,
+        "length": 64,
+        "dtype": torch.float32,
+        "device": "cpu",
+        "seed": 0,
+        "text": TEXT,
+    }
     trained, untrained = (make_inputs("real", CONFIG, model=m, **given) for m in (model, None))
     tokens = bytemodel.tokens_of(TEXT, 1, 64)
     made = model.activations(tokens)
@@ -56,7 +67,9 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
         return make_inputs(*arguments, model=model, **options)
 
     monkeypatch.setattr("nsa_bench.run.make_inputs", watched)
-    result = run(lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint])
+    result = run(
+        lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint]
+    )
     assert all(m.performance for m in result.measurements)
     assert result.settings["checkpoints"] == {"2/1/8": {"file": checkpoint.name, "steps": 7}}
     assert torch.equal(seen[0].head.weight, model.head.weight)
@@ -129,7 +142,9 @@ def test_the_text_inside_python_is_long_and_the_same_every_time():
 
 @pytest.fixture(scope="module")
 def real_blocks():
-    spec = importlib.util.spec_from_file_location("real_blocks", ROOT / "benchmarks" / "real_blocks.py")
+    spec = importlib.util.spec_from_file_location(
+        "real_blocks", ROOT / "benchmarks" / "real_blocks.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
@@ -140,9 +155,18 @@ def real_blocks():
 def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch, capsys):
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
-    options = {"device": "cpu", "shapes": "2/1/8", "dim": 16, "steps": 8, "length": 192, "lengths": 256}
+    options = {
+        "device": "cpu",
+        "shapes": "2/1/8",
+        "dim": 16,
+        "steps": 8,
+        "length": 192,
+        "lengths": 256,
+    }
     options |= {"learning-rate": 0.01, "json": tmp_path / "r", "checkpoints": tmp_path}
-    monkeypatch.setattr(sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())])
+    monkeypatch.setattr(
+        sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())]
+    )
     real_blocks.main()
     assert "2/1/8: 8 steps" in capsys.readouterr().out
     found = json.loads((tmp_path / "r").read_text())
@@ -152,10 +176,17 @@ def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch
         assert set(facts[name]["256"]["union_over_n"]) == {"2", "4", "8", "16", "32"}
     assert 0 < facts["trained"]["256"]["entropy_over_log_visible"] <= 1
     assert facts["untrained"] != facts["trained"]
-    real = real_blocks.real_inputs("2/1/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
+    real = real_blocks.real_inputs(
+        "2/1/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors"
+    )
     assert [list(t.shape) for t in (real.q, *real.k, real.gates, real.blocks)] == [
-        [1, 200, 2, 8], [1, 11, 1, 8], [1, 200, 1, 8], [1, 200, 1, 8], [1, 200, 2, 3], [1, 200, 1, 16],
-    ]  # fmt: skip
+        [1, 200, 2, 8],
+        [1, 11, 1, 8],
+        [1, 200, 1, 8],
+        [1, 200, 1, 8],
+        [1, 200, 2, 3],
+        [1, 200, 1, 16],
+    ]
     with pytest.raises(InvalidInput, match="not 4/2/8"):
         real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
 
@@ -164,15 +195,39 @@ def test_what_the_recipe_saved_is_benched(real_blocks, tmp_path, monkeypatch, ns
     """The two commands of docs/bench.md, one after the other, small."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
-    options = {"device": "cpu", "shapes": "2/1/8", "dim": 16, "steps": 2, "length": 192, "lengths": 256}
+    options = {
+        "device": "cpu",
+        "shapes": "2/1/8",
+        "dim": 16,
+        "steps": 2,
+        "length": 192,
+        "lengths": 256,
+    }
     options |= {"checkpoints": tmp_path}
-    monkeypatch.setattr(sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())])
+    monkeypatch.setattr(
+        sys, "argv", ["real_blocks", *(f"--{name}={value}" for name, value in options.items())]
+    )
     real_blocks.main()
     file, json_file = tmp_path / "2-1-8.safetensors", tmp_path / "r.json"
     done = nsa(
-        "bench", "--device", "cpu", "--shape", "2/1/8", "--length", "192", "--combo", "sdpa", "--budget", "0.001",
-        "--inputs", "random,real", "--checkpoint", str(file), "--json", str(json_file),
-    )  # fmt: skip
+        "bench",
+        "--device",
+        "cpu",
+        "--shape",
+        "2/1/8",
+        "--length",
+        "192",
+        "--combo",
+        "sdpa",
+        "--budget",
+        "0.001",
+        "--inputs",
+        "random,real",
+        "--checkpoint",
+        str(file),
+        "--json",
+        str(json_file),
+    )
     assert done.code == 0, done.err
     result = read_result(json_file)
     assert all(m.performance for m in result.measurements)
@@ -185,7 +240,9 @@ def test_what_the_recipe_saved_is_benched(real_blocks, tmp_path, monkeypatch, ns
 
 def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, monkeypatch):
     done = {"steps": 1, "seconds": 1, "loss_before": 2, "loss_after": 1}
-    done |= {name: {"64": {"union_over_n": {"8": 1}}} for name in ("untrained", "trained", "random")}
+    done |= {
+        name: {"64": {"union_over_n": {"8": 1}}} for name in ("untrained", "trained", "random")
+    }
 
     def study(shape, *others):
         if shape == "4/2/8":
@@ -204,9 +261,16 @@ def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, mon
 @pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
 def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
     geometry = NSAConfig(
-        dim=8, n_heads=1, n_kv_heads=1, compress_block_size=8, compress_stride=4, select_block_size=16,
-        num_selected_blocks=n, init_blocks=init, local_blocks=local,
-    ).geometry  # fmt: skip
+        dim=8,
+        n_heads=1,
+        n_kv_heads=1,
+        compress_block_size=8,
+        compress_stride=4,
+        select_block_size=16,
+        num_selected_blocks=n,
+        init_blocks=init,
+        local_blocks=local,
+    ).geometry
     blocks = real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
     assert blocks.shape == (2, 250, 2, n)
     for t in range(250):
@@ -218,7 +282,9 @@ def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
             assert len(chosen) == min(n, current + 1)
             assert forced <= set(chosen) <= set(range(current + 1))
     assert not torch.equal(blocks[0], blocks[1])
-    assert torch.equal(blocks, real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1))
+    assert torch.equal(
+        blocks, real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    )
 
 
 def test_locality_is_1_where_all_agree_and_the_tile_where_none_do(real_blocks):
@@ -226,6 +292,14 @@ def test_locality_is_1_where_all_agree_and_the_tile_where_none_do(real_blocks):
     same = torch.tensor([0, 1]).expand(1, 1024, 1, 2)
     assert set(real_blocks.locality(same, geometry).values()) == {1.0}
     none = (torch.arange(1024)[:, None] * 2 + torch.arange(2)).remainder(64).view(1, 1024, 1, 2)
-    assert real_blocks.locality(none, geometry) == {"2": 2.0, "4": 4.0, "8": 8.0, "16": 16.0, "32": 32.0}
-    half = torch.where(torch.arange(1024)[:, None] < 512, torch.tensor([1, 2]), torch.tensor([1, -1]))
+    assert real_blocks.locality(none, geometry) == {
+        "2": 2.0,
+        "4": 4.0,
+        "8": 8.0,
+        "16": 16.0,
+        "32": 32.0,
+    }
+    half = torch.where(
+        torch.arange(1024)[:, None] < 512, torch.tensor([1, 2]), torch.tensor([1, -1])
+    )
     assert real_blocks.locality(half.view(1, 1024, 1, 2), geometry)["8"] == 0.75

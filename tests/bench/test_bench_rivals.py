@@ -1,4 +1,6 @@
-"""Somebody else's NSA beside ours, with a stand-in for the package: timed, absent, refused, or failing anywhere."""
+"""Somebody else's NSA beside ours, with a stand-in for the package: timed, absent, refused, or
+failing anywhere.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ from nsa_core.errors import InvalidInput
 
 SHAPE = parse_shape("16/1/8")
 NAME = "fla NSA, l=d=16"
-SETTINGS = {"shapes": [SHAPE], "lengths": [80], "rivals": ["fla"], "phases": ["forward", "backward"]}
+SETTINGS = {
+    "shapes": [SHAPE],
+    "lengths": [80],
+    "rivals": ["fla"],
+    "phases": ["forward", "backward"],
+}
 
 
-def attention(q: Any, k: Any, v: Any, g_cmp: Any, g_slc: Any, g_swa: Any, **how: Any) -> torch.Tensor:
+def attention(
+    q: Any, k: Any, v: Any, g_cmp: Any, g_slc: Any, g_swa: Any, **how: Any
+) -> torch.Tensor:
     """What parallel_nsa is documented to compute, by ours."""
     block = how["block_size"]
     config = SHAPE.config((block, block, block, how["block_counts"], how["window_size"]))
@@ -59,7 +68,8 @@ def test_it_is_timed_in_the_same_cells(run, fla, tmp_path):
     assert all(m.ratio_to_dense for m in found)
     assert not result.failed
     (ours,) = {m.flops for m in result.measurements if m.kind == "combo" and m.phase == "forward"}
-    assert 0 < found[0].flops < ours  # fewer compressed keys: the work of what it computes, not of ours
+    # fewer compressed keys: the work of what it computes, not of ours
+    assert 0 < found[0].flops < ours
     assert not any("fla" in name for name in result.skipped)
     assert {c.subject for c in result.crossovers}.isdisjoint({NAME})
     path = tmp_path / "r.json"
@@ -97,7 +107,9 @@ def test_one_that_fails_while_it_is_timed_is_a_row_with_its_error(run, fla, monk
     fla(lambda q, k, v, *gates, **how: BadBackward.apply(q, k, v, *gates))
     monkeypatch.setattr(BadBackward, "armed", False)
     real = rivals._refusal
-    monkeypatch.setattr(rivals, "_refusal", lambda *x: (real(*x), setattr(BadBackward, "armed", True))[0])
+    monkeypatch.setattr(
+        rivals, "_refusal", lambda *x: (real(*x), setattr(BadBackward, "armed", True))[0]
+    )
     result = run(**SETTINGS)
     forward, backward = of_rival(result)
     assert forward.performance
@@ -109,7 +121,8 @@ def test_one_that_fails_while_it_is_timed_is_a_row_with_its_error(run, fla, monk
 
 
 @pytest.mark.parametrize(
-    "error", [TypeError("a surprise"), AssertionError(), SyntaxError("bad kernel"), ImportError("x")]
+    "error",
+    [TypeError("a surprise"), AssertionError(), SyntaxError("bad kernel"), ImportError("x")],
 )
 def test_one_that_fails_at_once_is_left_out_with_the_reason(error, run, fla):
     def broken(*given: Any, **how: Any) -> Any:
@@ -140,7 +153,9 @@ def test_shapes_that_it_does_not_take(run, fla):
 def test_absent_it_is_listed_with_the_reason(run, monkeypatch):
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
     result = run(**SETTINGS)
-    assert [text for name, text in result.skipped.items() if NAME in name] == ["the package fla-core is not installed"]
+    assert [text for name, text in result.skipped.items() if NAME in name] == [
+        "the package fla-core is not installed"
+    ]
     assert not result.failed
 
 
@@ -155,7 +170,18 @@ def test_who_is_asked_when_nobody_is_named(fla):
 
 def test_the_command_names_and_refuses(nsa, fla, tmp_path):
     fla()
-    options = ("--shape", "16/1/8", "--length", "64", "--blocks", "8,4,16,3,24", "--budget", "0.001", "--combo", "sdpa")
+    options = (
+        "--shape",
+        "16/1/8",
+        "--length",
+        "64",
+        "--blocks",
+        "8,4,16,3,24",
+        "--budget",
+        "0.001",
+        "--combo",
+        "sdpa",
+    )
     done = nsa("bench", *options, "--rival", "fla", "--png", str(tmp_path / "p.png"))
     assert done.code == 0, done.err
     assert NAME in done.out

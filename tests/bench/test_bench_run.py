@@ -1,4 +1,6 @@
-"""A run: gates before times, every part timed, results read back, and nothing about what is wrong."""
+"""A run: gates before times, every part timed, results read back, and nothing about what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from nsa_core.errors import InvalidInput
 
 
 def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
-    result = run(phases=["forward", "backward", "both"], inputs=["real"], text=b"to be or not to be")
+    result = run(
+        phases=["forward", "backward", "both"], inputs=["real"], text=b"to be or not to be"
+    )
     assert not result.failed
     assert [g.ok for g in result.gates] == [True]
     assert result.gates[0].seconds < 10
@@ -35,7 +39,12 @@ def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
         assert m.ratio_to_dense == 1 if m.kind == "dense" else m.ratio_to_dense > 0
         if m.kind == "combo":
             parts = {"compress", "cmp", "select", "sel", "win", "combine"}
-            timed = {"forward": parts, "backward": parts - {"select"}, "both": set()}  # known from the other two
+            # known from the other two
+            timed = {
+                "forward": parts,
+                "backward": parts - {"select"},
+                "both": set(),
+            }
             assert set(m.parts) == timed[m.phase]
             assert all(part.performance for part in m.parts.values())
     assert {c.phase for c in result.crossovers} == {"forward", "backward", "both"}
@@ -68,11 +77,15 @@ def test_a_wrong_gradient_alone_fails_the_gate(run, registry_with, monkeypatch):
     registry = registry_with("wrong")
     module = sys.modules[registry.get("wrong").spec.slots["win"].forward.partition(":")[0]]
     real = module.backward
-    monkeypatch.setattr(module, "backward", lambda *t, call: tuple(g * 1.01 for g in real(*t, call=call)))
+    monkeypatch.setattr(
+        module, "backward", lambda *t, call: tuple(g * 1.01 for g in real(*t, call=call))
+    )
     result = run(registry, lengths=[40], phases=["backward"], combos=[parse_combo("win=wrong")])
     assert result.failed
     assert all("win (wrong) d" in line for line in result.gates[0].failures)
-    assert not run(registry, lengths=[40], phases=["forward"], combos=[parse_combo("win=wrong")]).failed
+    assert not run(
+        registry, lengths=[40], phases=["forward"], combos=[parse_combo("win=wrong")]
+    ).failed
 
 
 def test_a_backend_that_raises_fails_its_gate(run, registry_with):
@@ -139,14 +152,31 @@ def test_row_60_missing_and_damaged_results(nsa, run, tmp_path):
     assert (done.code, "peaks has no rates of float8" in done.err) == (2, True)
 
 
-SMALL = ("--shape", "2/1/8", "--length", "40", "--phase", "forward", "--blocks", "8,4,16,3,24", "--budget", "0.001")
+SMALL = (
+    "--shape",
+    "2/1/8",
+    "--length",
+    "40",
+    "--phase",
+    "forward",
+    "--blocks",
+    "8,4,16,3,24",
+    "--budget",
+    "0.001",
+)
 
 
 def test_command_writes_what_it_prints(nsa, tmp_path):
     files = {name: str(tmp_path / f"r.{name}") for name in ("json",)}
     done = nsa("bench", *SMALL, "--json", files["json"])
     assert done.code == 0, done.err
-    for said in ("Combinations", "2/1/8 float32, forward", "dense flash", "peak rates", "1 CPU thread"):
+    for said in (
+        "Combinations",
+        "2/1/8 float32, forward",
+        "dense flash",
+        "peak rates",
+        "1 CPU thread",
+    ):
         assert said in done.out
     assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # exists
     assert "dense flash" in nsa("bench", "report", files["json"]).out
@@ -165,7 +195,9 @@ def test_command_leaves_with_1_for_a_wrong_backend(nsa, registry_with, monkeypat
 def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
     old = run(lengths=[40], phases=["forward"])
     slow = [
-        dataclasses.replace(m, performance=dataclasses.replace(m.performance, median_ms=1e6, q1_ms=1e6, q3_ms=1e6))
+        dataclasses.replace(
+            m, performance=dataclasses.replace(m.performance, median_ms=1e6, q1_ms=1e6, q3_ms=1e6)
+        )
         for m in old.measurements
     ]
     (tmp_path / "old").write_text(old.to_json())
@@ -190,7 +222,11 @@ def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
         (("--dtype", "int8"), 2, "int8"),
         (("--preset", "huge"), 2, "quick, full"),
         (("--preset", "huge", "--phase", "decode"), 2, "quick, full"),
-        (("--phase", "decode", "--rival", "fla", "--max-call", "1"), 2, "--rival, --max-call: not for --phase decode"),
+        (
+            ("--phase", "decode", "--rival", "fla", "--max-call", "1"),
+            2,
+            "--rival, --max-call: not for --phase decode",
+        ),
         (("--phase", "decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
         (("--page-size", "64"), 2, "--page-size is for --phase decode"),
     ],
@@ -207,11 +243,15 @@ def test_a_cell_over_its_limit_says_what_it_left_out(run):
     for m in result.measurements:
         assert m.performance is None
         assert m.reason == "not measured: the cell's time limit of 0 s was reached"
-        assert {part.reason for part in m.parts.values()} == ({m.reason} if m.kind == "combo" else set())
+        assert {part.reason for part in m.parts.values()} == (
+            {m.reason} if m.kind == "combo" else set()
+        )
     (said,) = (line for _, line in summary(result) if line.startswith("no figure"))
     assert said.count("alone") == 6
     assert all(m.subject in said for m in result.measurements)
-    assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(result.measurements)
+    assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(
+        result.measurements
+    )
     before, after = page(result).split("<img")
     assert "no figure" not in before
     assert html.escape(said) in after
@@ -224,11 +264,16 @@ def test_both_alone_is_told_by_part(run):
 
 
 def test_the_growth_of_the_last_two_lengths_tells_whether_a_call_is_too_long(run, monkeypatch):
-    """A linear 1 ms per 40 tokens is 4 ms at 160; S^2 from 80 would say 8, and leave it out at 5."""
+    """A linear 1 ms per 40 tokens is 4 ms at 160; S^2 from 80 would say 8, and leave it out at
+    5.
+    """
     from nsa_bench import run as module
 
     def measured(self, problem, timed, wanted):
-        times = {n: summarise([problem.length / 40.0], "perf_counter", 1) for n in ("total auto", "dense flash")}
+        times = {
+            n: summarise([problem.length / 40.0], "perf_counter", 1)
+            for n in ("total auto", "dense flash")
+        }
         return {name: Outcome(time) for name, time in times.items()}
 
     monkeypatch.setattr(module.Bench, "_measured", measured)
@@ -253,7 +298,11 @@ def test_a_device_that_breaks_costs_what_follows_and_not_what_was_measured(run, 
     result = run(phases=["forward"])
     assert result.failed
     assert all(m.performance for m in result.measurements if m.length == 40)
-    assert all("failed: RuntimeError: an illegal" in m.reason for m in result.measurements if m.length == 80)
+    assert all(
+        "failed: RuntimeError: an illegal" in m.reason
+        for m in result.measurements
+        if m.length == 80
+    )
 
 
 def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
@@ -268,7 +317,9 @@ def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
         return call
 
     monkeypatch.setattr("nsa_bench.clocks.SAMPLE_MS", 1e-6)
-    outcomes = measure([Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01)
+    outcomes = measure(
+        [Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01
+    )
     assert outcomes["bad"].reason == "failed: RuntimeError: no more"
     assert outcomes["bad"].performance is None
     assert outcomes["good"].performance

@@ -16,7 +16,9 @@ def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
     file = tmp_path / "r.json"
     file.write_text(run(phases=["forward"]).to_json())
     made = {name: tmp_path / f"r.{name}" for name in ("png", "svg", "html")}
-    done = nsa("bench", "report", str(file), *(x for n, p in made.items() for x in (f"--{n}", str(p))))
+    done = nsa(
+        "bench", "report", str(file), *(x for n, p in made.items() for x in (f"--{n}", str(p)))
+    )
     assert done.code == 0, done.err
     assert made["png"].read_bytes().startswith(b"\x89PNG")
     assert b"</svg>" in made["svg"].read_bytes()
@@ -52,14 +54,20 @@ def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     figure.draw_without_rendering()
     numbers = 0
     for axes in figure.axes[::2]:
-        marks = {round(line.get_ydata().mean(), 3): line.get_window_extent().x1 for line in axes.lines}
+        marks = {
+            round(line.get_ydata().mean(), 3): line.get_window_extent().x1 for line in axes.lines
+        }
         for text in axes.texts:
             box, numbers = text.get_window_extent(), numbers + 1
-            assert marks.get(round(text.get_position()[1], 3), 0) + 2 < box.x0 < box.x1 < axes.bbox.x1, text.get_text()
+            assert (
+                marks.get(round(text.get_position()[1], 3), 0) + 2 < box.x0 < box.x1 < axes.bbox.x1
+            ), text.get_text()
     assert numbers == sum(m.performance is not None for m in result.measurements)
     shown = [axes.axison for axes in figure.axes[1::2]]
     shapes = list(dict.fromkeys(m.shape for m in result.measurements))
-    assert shown == [any(m.shape == shape and m.shares for m in result.measurements) for shape in shapes]
+    assert shown == [
+        any(m.shape == shape and m.shares for m in result.measurements) for shape in shapes
+    ]
 
 
 def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
@@ -70,7 +78,9 @@ def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
     figure.draw_without_rendering()
     (axes,) = figure.axes[1::2]
     (line,) = axes.lines
-    ends = [(line.get_window_extent().x1, axes.bbox.x1, text.get_window_extent()) for text in axes.texts]
+    ends = [
+        (line.get_window_extent().x1, axes.bbox.x1, text.get_window_extent()) for text in axes.texts
+    ]
     assert len(ends) == 6
     assert all(left < box.x0 < box.x1 < right for left, right, box in ends)
 
@@ -79,7 +89,11 @@ def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeyp
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "matplotlib" else find(name, *a),
+    )
     done = nsa("bench", "--shape", "2/1/8", "--length", "40", "--png", str(tmp_path / "r.png"))
     assert done.code == 3
     assert "pip install 'nsa-cli[plot]'" in done.err

@@ -18,8 +18,19 @@ INSTALLED = provenance.PACKAGE
 
 
 def git(folder: pathlib.Path, *words: str) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
-    done = subprocess.run(("git", *who, *words), cwd=folder, capture_output=True, text=True, check=True)
+    who = (
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b.c",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "init.defaultBranch=main",
+    )
+    done = subprocess.run(
+        ("git", *who, *words), cwd=folder, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -61,9 +72,13 @@ def note(target: pathlib.Path, noted: object) -> None:
 
 def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[str | None, str]:
     """git_commit() of the installation in ``target``, in a process that works in ``cwd``."""
-    code = "import json; from nsa_bench.provenance import git_commit; print(json.dumps(git_commit()))"
+    code = (
+        "import json; from nsa_bench.provenance import git_commit; print(json.dumps(git_commit()))"
+    )
     env = os.environ | {"PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     commit, reason = json.loads(done.stdout)
     return commit, reason
@@ -82,7 +97,10 @@ def test_installed_from_a_checkout_with_target(target, checkout, tmp_path):
 
 
 def test_installed_from_a_repository(target, tmp_path):
-    note(target, {"url": "https://example.org/nsa", "vcs_info": {"vcs": "git", "commit_id": "abc123"}})
+    note(
+        target,
+        {"url": "https://example.org/nsa", "vcs_info": {"vcs": "git", "commit_id": "abc123"}},
+    )
     assert asked(target, tmp_path) == ("abc123", "")
 
 
@@ -105,7 +123,12 @@ def test_a_project_around_the_installation_is_not_its_source(target, tmp_path):
 
 
 def test_nowhere_says_where_was_looked(target, tmp_path):
-    for noted in ({}, [], {"url": "file:///absent", "dir_info": {}}, {"url": 3, "dir_info": {}, "vcs_info": 3}):
+    for noted in (
+        {},
+        [],
+        {"url": "file:///absent", "dir_info": {}},
+        {"url": 3, "dir_info": {}, "vcs_info": 3},
+    ):
         note(target, noted)
         commit, reason = asked(target, tmp_path)
         assert commit is None
@@ -123,15 +146,23 @@ def test_tree_is_what_git_calls_it(checkout):
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(b"x")
     (folder / "empty").mkdir()
-    assert provenance.tree_id(folder) == git(checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}")
+    assert provenance.tree_id(folder) == git(
+        checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}"
+    )
     (folder / "ops.py").write_text("")
-    assert provenance.tree_id(folder) != git(checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}")
+    assert provenance.tree_id(folder) != git(
+        checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}"
+    )
     assert provenance.tree_id(folder / "absent") is None
 
 
 def test_every_package_of_ours_has_its_tree():
     found = provenance.source()
     assert found["source_trees"].keys() >= {
-        "nsa_core", "nsa_cli", "nsa_backend_sdpa", "nsa_backend_triton", "nsa_backend_fa2"
-    }  # fmt: skip
+        "nsa_core",
+        "nsa_cli",
+        "nsa_backend_sdpa",
+        "nsa_backend_triton",
+        "nsa_backend_fa2",
+    }
     assert (found["git_commit"] is None) == bool(found["git_commit_reason"])

@@ -1,4 +1,6 @@
-"""`nsa tune`: what is measured decides what `auto` takes here, and only as long as it is the same here."""
+"""`nsa tune`: what is measured decides what `auto` takes here, and only as long as it is the same
+here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def measured(registry):
     if not _records:
         told: list[str] = []
         how = {"device": "cpu", "dtype": torch.float32}
-        _records.extend(tune(CONFIG, registry, **how, length=48, budget_s=0.001, advance=told.append).records)
+        _records.extend(
+            tune(CONFIG, registry, **how, length=48, budget_s=0.001, advance=told.append).records
+        )
         assert len(told) == steps(CONFIG, registry, **how)  # so that the time left is told rightly
     tuned.save(_records)
     return registry
@@ -82,7 +86,9 @@ def test_another_device_version_or_a_malformed_record_is_ignored(measured, field
     assert window(measured) == "slow"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"schema_version": 2, "records": []}', "{}"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"schema_version": 2, "records": []}', "{}"]
+)
 def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
     tuned.path().write_text(content)
     assert window(measured) == "slow"
@@ -108,7 +114,9 @@ def test_command_saves_prints_and_explain_shows(nsa, registry, monkeypatch):
     assert done.code == 0, done.err
     assert str(tuned.path()) in done.out
     assert {r.slot for r in tuned.load()} == {"cmp", "select", "sel", "win", "combine"}
-    monkeypatch.setattr(tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms"))
+    monkeypatch.setattr(
+        tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms")
+    )
     shown = nsa("backends", "explain", "--device", "cpu")
     assert "win: tuned: 1 ms against slow 50 ms" in shown.out
 
@@ -117,7 +125,17 @@ def test_command_leaves_with_1_when_a_backend_is_wrong(nsa, registry_with, monke
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     done = nsa(
-        "tune", "--shape", "2/1/8", "--blocks", "8,4,16,3,24", "--length", "48", "--device", "cpu", "--budget", "0.001"
+        "tune",
+        "--shape",
+        "2/1/8",
+        "--blocks",
+        "8,4,16,3,24",
+        "--length",
+        "48",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.001",
     )
     assert done.code == 1
     assert "NOT CORRECT win=wrong" in done.out

@@ -25,7 +25,8 @@ def start() -> Callable[..., subprocess.Popen[str]]:
     def popen(*arguments: str, **options) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         env = {**os.environ, **options.pop("env", {})}
-        env.pop("PYTHONUNBUFFERED", None)  # most users' output is buffered, and fails when it is flushed
+        # most users' output is buffered, and fails when it is flushed
+        env.pop("PYTHONUNBUFFERED", None)
         return subprocess.Popen([sys.executable, "-m", "nsa_cli", *arguments], env=env, **options)
 
     return popen

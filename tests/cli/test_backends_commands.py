@@ -1,4 +1,6 @@
-"""`nsa backends list`, `show` and `explain`: what they say, in words and in JSON, and how they leave."""
+"""`nsa backends list`, `show` and `explain`: what they say, in words and in JSON, and how they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
     document = json.loads(done.out)
     assert (done.code, done.err, document["schema_version"]) == (0, "", 1)
     sdpa = of(document, "sdpa")
-    assert (sdpa["status"], sdpa["distribution"], sdpa["reason"]) == ("ready", "nsa-backend-sdpa", None)
+    assert (sdpa["status"], sdpa["distribution"], sdpa["reason"]) == (
+        "ready",
+        "nsa-backend-sdpa",
+        None,
+    )
     assert set(sdpa["slots"]) == set(SLOTS)
     for slot, row in sdpa["slots"].items():
         assert (row["forward"], row["backward"], row["decode"]) == (True, slot != "select", True)
@@ -34,7 +40,11 @@ def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
         if row["status"] == "ready":
             assert row["reason"] is None
         else:  # its own reason, or where it loaded and every slot refuses, theirs
-            said = [row["reason"]] if row["reason"] else [r for s in row["slots"].values() for r in s["reasons"]]
+            said = (
+                [row["reason"]]
+                if row["reason"]
+                else [r for s in row["slots"].values() for r in s["reasons"]]
+            )
             assert said
             assert all(reason["message"] for reason in said)
             assert not any(slot["accepted"] for slot in row["slots"].values())
@@ -44,9 +54,12 @@ def test_list_text_has_a_line_per_backend(nsa):
     lines = nsa("backends", "list").out.splitlines()
     row = next(line for line in lines if line.startswith("sdpa"))
     assert row.split()[:9] == [
-        "sdpa", of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"], "nsa-backend-sdpa", "ready",
+        "sdpa",
+        of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"],
+        "nsa-backend-sdpa",
+        "ready",
         *["forward+backward+decode" if slot != "select" else "forward+decode" for slot in SLOTS],
-    ]  # fmt: skip
+    ]
 
 
 def test_list_without_probe_reads_metadata_only(nsa, monkeypatch):
@@ -81,14 +94,22 @@ def test_row_60_nothing_runnable_is_exit_4_with_the_reasons(nsa, monkeypatch, op
 
 def test_show_tells_everything_about_one(nsa):
     out = nsa("backends", "show", "sdpa").out
-    for said in ("nsa-backend-sdpa", "nsa_backend_sdpa.plugin", "contract      1.0", "ready", "combine"):
+    for said in (
+        "nsa-backend-sdpa",
+        "nsa_backend_sdpa.plugin",
+        "contract      1.0",
+        "ready",
+        "combine",
+    ):
         assert said in out
     document = json.loads(nsa("backends", "show", "sdpa", "--json").out)
     assert [row["name"] for row in document["backends"]] == ["sdpa"]
 
 
 def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monkeypatch):
-    monkeypatch.setattr("nsa_backend_sdpa.probe.rank", lambda request: 40 if request.slot == "cmp" else -3)
+    monkeypatch.setattr(
+        "nsa_backend_sdpa.probe.rank", lambda request: 40 if request.slot == "cmp" else -3
+    )
     done = nsa("backends", "show", "sdpa").out
     rows = {line.split()[0]: line.split() for line in done.splitlines() if line}
     assert rows["slot"][3:6] == ["workspace", "priority", "rank"]
@@ -96,7 +117,10 @@ def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monk
     assert rows["win"][4:6] == ["0", "-3"]
     assert "rank          counts for this request, in place of the stated priority" in done
     (row,) = json.loads(nsa("backends", "show", "sdpa", "--json").out)["backends"]
-    assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [(0, 40), *[(0, -3)] * 4]
+    assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [
+        (0, 40),
+        *[(0, -3)] * 4,
+    ]
 
 
 def test_show_of_a_backend_without_a_rank_of_its_own_has_no_such_column(nsa):
@@ -133,7 +157,9 @@ def toy(monkeypatch):
     """`picky` beside sdpa: preferred, but takes narrow heads and no gradients."""
     monkeypatch.setitem(sys.modules, "picky_toy", Toys)
     sdpa = discover().get("sdpa").spec
-    spec: BackendSpec = dataclasses.replace(sdpa, name="picky", probe="picky_toy:picky", priority=50)
+    spec: BackendSpec = dataclasses.replace(
+        sdpa, name="picky", probe="picky_toy:picky", priority=50
+    )
     registry = discover().with_backend(spec, version="9.9")
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     return registry
@@ -144,11 +170,16 @@ def test_explain_accepts_and_marks_the_chosen_one(nsa, toy):
     document = json.loads(done.out)
     assert (done.code, document["error"], document["schema_version"]) == (0, None, 1)
     slots = document["slots"]
-    assert {slot: row["chosen"] for slot, row in slots.items()} == {**dict.fromkeys(SLOTS, "picky"), "sel": "sdpa"}
+    assert {slot: row["chosen"] for slot, row in slots.items()} == {
+        **dict.fromkeys(SLOTS, "picky"),
+        "sel": "sdpa",
+    }
     assert (slots["sel"]["asked"], slots["cmp"]["asked"]) == ("sdpa", None)
     lines = nsa("backends", "explain", "--sel", "sdpa").out.splitlines()
     marked = [line.split()[:4] for line in lines if "*" in line]
-    assert [row[:3] for row in marked] == [[slot, "*", "sdpa" if slot == "sel" else "picky"] for slot in SLOTS]
+    assert [row[:3] for row in marked] == [
+        [slot, "*", "sdpa" if slot == "sel" else "picky"] for slot in SLOTS
+    ]
 
 
 def test_explain_refusal_prints_every_reason_and_hint_and_leaves_with_3(nsa, toy):
@@ -169,7 +200,9 @@ def test_explain_refusal_prints_every_reason_and_hint_and_leaves_with_3(nsa, toy
 
 def test_explain_known_but_unavailable_is_exit_3(nsa, monkeypatch):
     reason = Reason("not_implemented", "kernels not implemented yet", "use sdpa")
-    absent = BackendEntry("absent", "nsa-absent", "1.0", "unavailable", reason, None, "absent", False)
+    absent = BackendEntry(
+        "absent", "nsa-absent", "1.0", "unavailable", reason, None, "absent", False
+    )
     registry = Registry((*discover().entries, absent))
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     done = nsa("backends", "explain", "--cmp", "absent", "--device", "cpu")
@@ -183,15 +216,44 @@ def test_explain_known_but_unavailable_is_exit_3(nsa, monkeypatch):
 
 def test_explain_passes_every_option_on(nsa, toy):
     done = nsa(
-        "backends", "explain", "--dtype", "bfloat16", "--head-dim", "6", "--v-head-dim", "10", "--n-heads", "8",
-        "--n-kv-heads", "4", "--device", "cpu", "--batch", "3", "--seq-len", "77", "--grad", "--varlen",
-        "--deterministic", "--json",
-    )  # fmt: skip
+        "backends",
+        "explain",
+        "--dtype",
+        "bfloat16",
+        "--head-dim",
+        "6",
+        "--v-head-dim",
+        "10",
+        "--n-heads",
+        "8",
+        "--n-kv-heads",
+        "4",
+        "--device",
+        "cpu",
+        "--batch",
+        "3",
+        "--seq-len",
+        "77",
+        "--grad",
+        "--varlen",
+        "--deterministic",
+        "--json",
+    )
     request = json.loads(done.out)["request"]
     expected = {
-        "n_heads": 8, "n_kv_heads": 4, "head_dim": 6, "v_head_dim": 10, "dtype": "bfloat16", "device": "cpu",
-        "batch": 3, "seq_len": 77, "needs_grad": True, "varlen": True, "deterministic": True, "phase": "prefill",
-    }  # fmt: skip
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "head_dim": 6,
+        "v_head_dim": 10,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "batch": 3,
+        "seq_len": 77,
+        "needs_grad": True,
+        "varlen": True,
+        "deterministic": True,
+        "phase": "prefill",
+    }
     assert {name: request[name] for name in expected} == expected
     assert nsa("backends", "explain", "--phase", "decode", "--sel", "fa2").code == 3
 
@@ -224,7 +286,9 @@ def test_device_that_is_not_there_is_exit_3(nsa, monkeypatch):
 
 def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     asked = []
-    monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: asked.append(options) or Registry())
+    monkeypatch.setattr(
+        "nsa_core.dispatch.registry.discover", lambda **options: asked.append(options) or Registry()
+    )
     nsa("--safe", "--plugin-limit", "3", "backends", "list")
     nsa("backends", "list")
     assert asked == [
@@ -249,10 +313,14 @@ def test_list_and_show_of_decode(nsa):
     assert all(slot["accepted"] for slot in of(document, "sdpa")["slots"].values())
     fa2 = of(document, "fa2")["slots"]
     assert {slot: row["decode"] for slot, row in fa2.items() if row["forward"]} == {
-        "cmp": True, "sel": False, "win": False,
-    }  # fmt: skip
+        "cmp": True,
+        "sel": False,
+        "win": False,
+    }
     assert "no_decode" in [reason["code"] for reason in fa2["win"]["reasons"]]
-    assert "a ring holds them turned" in nsa("backends", "show", "fa2", "--phase", "decode").out.replace("\n", " ")
+    assert "a ring holds them turned" in nsa(
+        "backends", "show", "fa2", "--phase", "decode"
+    ).out.replace("\n", " ")
     assert nsa("backends", "list", "--phase", "decoding").code == 2
 
 
@@ -268,5 +336,7 @@ def test_explain_of_decode_with_pages(nsa):
 def test_conformance_without_pytest_says_what_to_type(nsa, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     done = nsa("conformance", "sdpa", "--device", "cpu")
-    said = "nsa: nsa conformance needs pytest, which is not installed; pip install 'nsa-core[test]'\n"
+    said = (
+        "nsa: nsa conformance needs pytest, which is not installed; pip install 'nsa-core[test]'\n"
+    )
     assert (done.code, done.out, done.err) == (3, "", said)

@@ -1,4 +1,6 @@
-"""A reader that leaves early is exit code 141, and a closed standard output is exit code 5, in real processes."""
+"""A reader that leaves early is exit code 141, and a closed standard output is exit code 5, in real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,33 @@ import time
 
 import pytest
 
-BENCH = ["bench", "--device", "cpu", "--shape", "2/1/8", "--length", "40", "--combo", "sdpa", "--blocks", "8,4,16,3,24"]
+BENCH = [
+    "bench",
+    "--device",
+    "cpu",
+    "--shape",
+    "2/1/8",
+    "--length",
+    "40",
+    "--combo",
+    "sdpa",
+    "--blocks",
+    "8,4,16,3,24",
+]
 BENCH += ["--budget", "0.001"]
-CONFORMANCE = ["conformance", "sdpa", "--device", "cpu", "-v", "-k", "test_is_installed or test_probe_answers"]
+CONFORMANCE = [
+    "conformance",
+    "sdpa",
+    "--device",
+    "cpu",
+    "-v",
+    "-k",
+    "test_is_installed or test_probe_answers",
+]
 CLOSED = "nsa: the output was closed before everything was written\n"
 
-# `nsa verify` on its first checks, in two worker processes, with a line of progress on stderr for each check.
+# `nsa verify` on its first checks, in two worker processes, with a line of progress on stderr for
+# each check.
 VERIFY = """
 import itertools, sys, types
 
@@ -41,9 +64,13 @@ def broken_pipe(*command: str, both: bool = False) -> tuple[int, str, int]:
     os.close(reader)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
-        command, stdout=writer, stderr=writer if both else subprocess.PIPE, text=True, env=environment,
+        command,
+        stdout=writer,
+        stderr=writer if both else subprocess.PIPE,
+        text=True,
+        env=environment,
         start_new_session=True,
-    )  # fmt: skip
+    )
     os.close(writer)
     _, err = child.communicate(timeout=300)
     return child.returncode, err or "", child.pid
@@ -86,14 +113,17 @@ def test_a_reader_that_left_is_exit_code_141(arguments):
 
 @pytest.mark.parametrize(("checks", "processes", "both"), [("4", "2", False), ("40", "2", True)])
 def test_a_reader_that_left_ends_verify_and_its_workers(checks, processes, both, tmp_path):
-    """``both``: the first line of progress fails, while the workers have most of the checks before them."""
+    """``both``: the first line of progress fails, while the workers have most of the checks before
+    them.
+    """
     script = tmp_path / "verify.py"
     script.write_text(VERIFY)
     code, err, session = broken_pipe(sys.executable, str(script), checks, processes, both=both)
     assert code == 141, err
     assert err.endswith("" if both else CLOSED)
     assert "Traceback" not in err
-    deadline = time.monotonic() + 10  # multiprocessing's resource tracker ends itself a little later
+    # multiprocessing's resource tracker ends itself a little later
+    deadline = time.monotonic() + 10
     while (left := processes_of(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
@@ -107,31 +137,47 @@ def test_a_reader_that_left_in_a_shell(tmp_path):
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toy-{number}\nVersion: 1\n")
         (info / "entry_points.txt").write_text(f"[nsa.backends]\ntoy-{number} = toy_{'x' * 1000}\n")
-    command = '"$0" -m nsa_cli --safe backends list --no-probe --json | head -1; echo "${PIPESTATUS[0]}"'
+    command = (
+        '"$0" -m nsa_cli --safe backends list --no-probe --json | head -1; echo "${PIPESTATUS[0]}"'
+    )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
-        ["bash", "-c", command, sys.executable], capture_output=True, text=True, env=environment, timeout=60
+        ["bash", "-c", command, sys.executable],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
     )
     assert done.stdout.splitlines() == ["{", "141"]
     assert done.stderr == CLOSED
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["backends", "list"], ["verify"], ["env"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["backends", "list"], ["verify"], ["env"]], ids=" ".join
+)
 def test_a_closed_standard_output_is_exit_code_5(arguments):
-    done = subprocess.run(["bash", "-c", '"$0" -m nsa_cli "$@" >&-', sys.executable, *arguments],
-        capture_output=True, text=True, timeout=60)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m nsa_cli "$@" >&-', sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (5, "nsa: cannot write: standard output is closed\n")
 
 
 def test_a_closed_standard_error_keeps_messages_out_of_the_output():
     command = '"$0" -m nsa_cli backends list --nonsense 2>&-'
-    done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_a_standard_output_open_for_reading_is_exit_code_5():
     command = '"$0" -m nsa_cli backends list --no-probe 1</dev/null'
-    done = subprocess.run(["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 5
     assert done.stderr.startswith("nsa: cannot write: ")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C in a long run: what is done is written, told apart from a whole run, and nothing of it passes."""
+"""SIGTERM and Ctrl-C in a long run: what is done is written, told apart from a whole run, and
+nothing of it passes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ TWICE = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signals as a shell's foreground job has them (a background job ignores SIGINT), and a quick bench."""
+    """Signals as a shell's foreground job has them (a background job ignores SIGINT), and a quick
+    bench.
+    """
     monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,19 +56,39 @@ def test_a_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypa
         return real(*arguments, **options)
 
     monkeypatch.setattr(module, name, interrupted)
-    file, plots = tmp_path / "r.json", [f"--{kind}={tmp_path / 'r'}.{kind}" for kind in ("html", "png")]
+    file, plots = (
+        tmp_path / "r.json",
+        [f"--{kind}={tmp_path / 'r'}.{kind}" for kind in ("html", "png")],
+    )
     done = nsa(
-        "bench", "--device", "cpu", "--phase", phase, "--shape", "2/1/8", "--length", "40,80,120", "--combo", "sdpa",
-        "--blocks", "8,4,16,3,24", "--budget", "0.001", "--json", str(file),
+        "bench",
+        "--device",
+        "cpu",
+        "--phase",
+        phase,
+        "--shape",
+        "2/1/8",
+        "--length",
+        "40,80,120",
+        "--combo",
+        "sdpa",
+        "--blocks",
+        "8,4,16,3,24",
+        "--budget",
+        "0.001",
+        "--json",
+        str(file),
         *plots * (code == 143),
-    )  # fmt: skip
+    )
     assert done.code == code, done.err
     result = read_result(file)
     cut = result.interrupted
     assert (cut.signal, cut.cells_left, cut.cells) == (signals[0].name, 2, 3)
     assert all(m.performance for m in result.measurements if m.length == 40)
     begun = [m for m in result.measurements if m.length == 80]
-    assert {m.reason for m in begun} == (set() if signals == SIGNALS[2][0] else {timing.INTERRUPTED})
+    assert {m.reason for m in begun} == (
+        set() if signals == SIGNALS[2][0] else {timing.INTERRUPTED}
+    )
     assert len({m.length for m in result.measurements}) == 1 + bool(begun)
     line = f"INTERRUPTED by {signals[0].name}, 2 of 3 cells left, 0 of 1 gate(s) judged so far red"
     assert line in done.out
@@ -77,11 +101,26 @@ def test_a_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypa
 def test_a_bench_interrupted_in_its_first_gate_tells_so(phase, nsa, tmp_path, monkeypatch):
     module = decode if phase == "decode" else run
     real = module.gate_case
-    monkeypatch.setattr(module, "gate_case", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a))
+    monkeypatch.setattr(
+        module, "gate_case", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a)
+    )
     done = nsa(
-        "bench", "--device", "cpu", "--phase", phase, "--shape", "2/1/8", "--length", "40", "--combo", "sdpa",
-        "--blocks", "8,4,16,3,24", "--html", str(tmp_path / "r.html"),
-    )  # fmt: skip
+        "bench",
+        "--device",
+        "cpu",
+        "--phase",
+        phase,
+        "--shape",
+        "2/1/8",
+        "--length",
+        "40",
+        "--combo",
+        "sdpa",
+        "--blocks",
+        "8,4,16,3,24",
+        "--html",
+        str(tmp_path / "r.html"),
+    )
     assert done.code == 143, done.err
     assert "INTERRUPTED by SIGTERM, 1 of 1 cells left" in done.out
     assert "INTERRUPTED by SIGTERM" in (tmp_path / "r.html").read_text()
@@ -121,16 +160,30 @@ def test_verify_reports_the_checks_it_made(every, signals, code, nsa, tmp_path: 
 
         return suite.Job(name, findings, cases.quick_cases()[0], torch.float32)
 
-    todo = [check("good", True), check("bad", False), check("cut", True, signals), check("never", False)]
+    todo = [
+        check("good", True),
+        check("bad", False),
+        check("cut", True, signals),
+        check("never", False),
+    ]
     monkeypatch.setattr(suite, "jobs", lambda *a, **o: todo)
     monkeypatch.setattr(verify.output, "find_backends", discover)
     slots = [f"--{slot}=sdpa" for slot in ("cmp", "sel", "win")]
-    options = ["--device", "cpu", "--dtype", "float32", "--json", str(tmp_path / "r.json"), "--reads"]
+    options = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--json",
+        str(tmp_path / "r.json"),
+        "--reads",
+    ]
     done = nsa("verify", *slots, *options, *["--every-combination"] * every)
     assert done.code == code, done.err
     report = json.loads((tmp_path / "r.json").read_text())
     (report,) = report["combinations"] if every else [report]
-    left = 3 if signals == SIGNALS[2][0] else 2  # the check that a second Ctrl-C ends has no verdict; and the reads
+    # the check that a second Ctrl-C ends has no verdict; and the reads
+    left = 3 if signals == SIGNALS[2][0] else 2
     assert report["interrupted"] == {"signal": signals[0].name, "checks_left": left, "checks": 5}
     assert [f["check"] for f in report["findings"]] == ["good", "bad", "cut"][: 5 - left]
     assert "reads" not in report
@@ -145,7 +198,9 @@ def test_verify_reports_the_checks_it_made(every, signals, code, nsa, tmp_path: 
 def test_a_check_that_the_signal_broke_is_left_and_not_failed(nsa, monkeypatch):
     def broken(subject, case, dtype):
         signal.raise_signal(signal.SIGTERM)
-        yield Finding("broken", "", case.name, "float32", "run", False, detail="ptxas died of a signal")
+        yield Finding(
+            "broken", "", case.name, "float32", "run", False, detail="ptxas died of a signal"
+        )
 
     job = suite.Job("broken", broken, cases.quick_cases()[0], torch.float32)
     monkeypatch.setattr(suite, "jobs", lambda *a, **o: [job])
@@ -174,7 +229,9 @@ def test_conformance_ends_behind_the_test_under_way(nsa, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(_Run, "pytest_runtest_logreport", interrupted)
-    done = nsa("conformance", "sdpa", "--device", "cpu", "-k", "test_is_installed or test_probe_answers")
+    done = nsa(
+        "conformance", "sdpa", "--device", "cpu", "-k", "test_is_installed or test_probe_answers"
+    )
     assert done.code == 143, done.out + done.err
     assert "1 passed" in done.out
     assert re.search(r"INTERRUPTED by SIGTERM, [1-9]\d* of \d+ tests left", done.out)

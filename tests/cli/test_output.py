@@ -36,7 +36,13 @@ def test_version(nsa):
     assert nsa("--version").out == f"nsa {version('nsa-cli')}\n"
 
 
-LIGHT = [["--help"], ["--version"], ["backends", "--help"], ["backends", "list", "--help"], ["verify", "--help"]]
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    ["backends", "--help"],
+    ["backends", "list", "--help"],
+    ["verify", "--help"],
+]
 LIGHT += [["train", "--help"], ["generate", "--help"]]
 LIGHT += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
 
@@ -79,14 +85,20 @@ def processor_seconds(*arguments: str) -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join
+)
 def test_help_and_metadata_answer_in_300_ms(arguments):
-    """Processor time, best of five, beside what typer and rich alone cost for one option and one table.
+    """Processor time, best of five, beside what typer and rich alone cost for one option and one
+    table.
 
-    The two are timed in turn: on a processor on which those libraries alone take much of the 300 ms, the command may
-    take twice that.
+    The two are timed in turn: on a processor on which those libraries alone take much of the 300
+    ms, the command may take twice that.
     """
-    pairs = [(processor_seconds("-m", "nsa_cli", *arguments), processor_seconds("-c", PLAIN)) for _ in range(5)]
+    pairs = [
+        (processor_seconds("-m", "nsa_cli", *arguments), processor_seconds("-c", PLAIN))
+        for _ in range(5)
+    ]
     command, plain = (min(times) for times in zip(*pairs, strict=True))
     assert command < max(0.3, 2 * plain), f"{command:.3f} s, plain {plain:.3f} s"
 
@@ -121,7 +133,8 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert caught.value.code == code
     err = capsys.readouterr().err
     assert err.startswith("nsa: ")
-    assert err.count("\n") == 1 + str(error).count("\n")  # a report keeps its lines, everything else is one
+    # a report keeps its lines, everything else is one
+    assert err.count("\n") == 1 + str(error).count("\n")
 
 
 def test_bugs_are_not_hidden():
@@ -162,7 +175,10 @@ def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-hangs\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[nsa.backends]\nhangs = toy_hangs\n")
-    source = f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    source = (
+        "import os, pathlib,"
+        f" time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     (site / "toy_hangs.py").write_text(source)
     child = start(
         "backends",
@@ -230,7 +246,10 @@ def test_row_60_links_are_followed_and_devices_refused(tmp_path):
     assert link.is_symlink()
     assert real.read_text() == "new"
     for wrong in ("/dev/null", str(tmp_path)):
-        for refuse in (output.check_writable, lambda path, force: output.write_atomic(path, "x", force)):
+        for refuse in (
+            output.check_writable,
+            lambda path, force: output.write_atomic(path, "x", force),
+        ):
             with pytest.raises(InvalidInput, match="not a plain file"):
                 refuse(pathlib.Path(wrong), True)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

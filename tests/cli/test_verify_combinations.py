@@ -29,7 +29,11 @@ from nsa_verify.subject import Subject
 
 
 def half_only(request: Request) -> list[Reason]:
-    return [] if request.dtype == "bfloat16" else [Reason("dtype", f"needs bfloat16, got {request.dtype}", "use sdpa")]
+    return (
+        []
+        if request.dtype == "bfloat16"
+        else [Reason("dtype", f"needs bfloat16, got {request.dtype}", "use sdpa")]
+    )
 
 
 @pytest.fixture
@@ -52,7 +56,9 @@ def test_every_combination_of_what_takes_each_branch(registry: Registry) -> None
 
 
 def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
-    assert every_combination(Registry(()), "cpu", [torch.float32], {"win": "sdpa"}) == [{"win": "sdpa"}]
+    assert every_combination(Registry(()), "cpu", [torch.float32], {"win": "sdpa"}) == [
+        {"win": "sdpa"}
+    ]
 
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
@@ -63,49 +69,92 @@ def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> Non
         verify._plan(subject, [torch.float32, torch.float16], "quick", "both")
 
 
-@pytest.mark.parametrize(("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)])
+@pytest.mark.parametrize(
+    ("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)]
+)
 def test_the_command_runs_each_and_sums_up(
-    verdicts: tuple[Any, ...], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, registry: Registry
+    verdicts: tuple[Any, ...],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    registry: Registry,
 ) -> None:
     monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
     left = list(verdicts)
 
     def run(
-        combinations: list[dict[str, str]], device: str, dtypes: Any, preset: str, text: Any, seed: int,
-        phase: str, reads: bool, jobs: int | None, stop: Any,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        combinations: list[dict[str, str]],
+        device: str,
+        dtypes: Any,
+        preset: str,
+        text: Any,
+        seed: int,
+        phase: str,
+        reads: bool,
+        jobs: int | None,
+        stop: Any,
+    ) -> list[dict[str, Any]]:
         assert (phase, reads, jobs) == ("both", False, None)
-        finding = {"check": "parity", "slot": "cmp", "case": "c", "dtype": "d", "quantity": "o", "detail": "why"}
+        finding = {
+            "check": "parity",
+            "slot": "cmp",
+            "case": "c",
+            "dtype": "d",
+            "quantity": "o",
+            "detail": "why",
+        }
         return [
             {
-                "backends": {slot: f"{name} 1.0" for slot, name in named.items()}, "seconds": 1.0, "device": "cpu",
-                "dtypes": ["bfloat16"], "text": {"name": "t"}, "interpreted": False,
+                "backends": {slot: f"{name} 1.0" for slot, name in named.items()},
+                "seconds": 1.0,
+                "device": "cpu",
+                "dtypes": ["bfloat16"],
+                "text": {"name": "t"},
+                "interpreted": False,
                 "findings": [{**finding, "row": 1, "ok": left.pop(0)}],
             }
             for named in combinations
-        ]  # fmt: skip
+        ]
 
     monkeypatch.setattr(verify, "_run", run)
     path = tmp_path / "r.json"
-    arguments = ["verify", "--every-combination", "--sel", "sdpa", "--dtype", "bfloat16", "--device", "cpu"]
+    arguments = [
+        "verify",
+        "--every-combination",
+        "--sel",
+        "sdpa",
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cpu",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--json", str(path)])
     assert done.exit_code == code, done.output
     assert f"{sum(v is True for v in verdicts)} of 2 combinations passed" in done.output
-    assert [r["backends"]["cmp"] for r in json.loads(path.read_text())["combinations"]] == ["sdpa 1.0", "twin 1.0"]
+    assert [r["backends"]["cmp"] for r in json.loads(path.read_text())["combinations"]] == [
+        "sdpa 1.0",
+        "twin 1.0",
+    ]
     assert ("FAILED parity, cmp, c, d, o: why" in done.output) == (False in verdicts)
 
 
-def test_combinations_share_the_truth_of_a_case(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combinations_share_the_truth_of_a_case(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = dataclasses.replace(cases.quick_cases()[4], seed=1)
     todo = [suite.Job("parity", checks.parity, case, torch.bfloat16)]
     subjects = [
-        Subject({"cmp": cmp, "sel": sel}, "cpu", registry) for cmp in ("sdpa", "twin") for sel in ("sdpa", "twin")
+        Subject({"cmp": cmp, "sel": sel}, "cpu", registry)
+        for cmp in ("sdpa", "twin")
+        for sel in ("sdpa", "twin")
     ]
     made = []
     for slot in ("cmp", "sel", "win", "combine"):
         golden = getattr(oracle, slot)
         monkeypatch.setattr(
-            oracle, slot, lambda *a, slot=slot, golden=golden, **k: made.append(slot) or golden(*a, **k)
+            oracle,
+            slot,
+            lambda *a, slot=slot, golden=golden, **k: made.append(slot) or golden(*a, **k),
         )
     alone = [[job.run(subject) for job in todo] for subject in subjects]
     assert len(made) == 4 * 4
@@ -117,15 +166,23 @@ def test_combinations_share_the_truth_of_a_case(registry: Registry, monkeypatch:
 
 
 def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> None:
-    slots = {**sdpa().slots, "win": dataclasses.replace(sdpa().slots["win"], forward=f"{__name__}:wrong_window")}
+    slots = {
+        **sdpa().slots,
+        "win": dataclasses.replace(sdpa().slots["win"], forward=f"{__name__}:wrong_window"),
+    }
     wrong = dataclasses.replace(sdpa(), name="wrong", slots=slots)
     todo = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
-    subjects = [Subject({"win": name}, "cpu", registry.with_backend(wrong)) for name in ("sdpa", "wrong", "sdpa")]
+    subjects = [
+        Subject({"win": name}, "cpu", registry.with_backend(wrong))
+        for name in ("sdpa", "wrong", "sdpa")
+    ]
     verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(subjects, todo)]
     assert verdicts == [True, False, True]
 
 
-def wrong_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def wrong_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, call: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = win.forward(q, k, v, call=call)
     o[..., 0, :] *= 1.5
     return o, lse

@@ -1,4 +1,6 @@
-"""`nsa verify --jobs`: several processes find what one finds; one that dies, or a signal, costs what it had in hand."""
+"""`nsa verify --jobs`: several processes find what one finds; one that dies, or a signal, costs
+what it had in hand.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def jobs_of(check: suite.Check, count: int) -> list[suite.Job]:
-    return [suite.Job(check.__name__, check, case, torch.float32) for case in cases.quick_cases()[:count]]
+    return [
+        suite.Job(check.__name__, check, case, torch.float32)
+        for case in cases.quick_cases()[:count]
+    ]
 
 
 def own_process(subject: Subject, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
@@ -71,7 +76,9 @@ def test_each_job_is_taken_once_and_kernels_stay_with_a_worker():
 
 def test_a_gpu_and_the_interpreter_are_judged_on_by_as_many_as_there_are_cores(monkeypatch):
     for cores, many in ((2, 2), (64, 8)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        monkeypatch.setattr(
+            os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False
+        )
         assert (_jobs("cuda", False), _jobs("cpu", True), _jobs("cpu", False)) == (many, many, 1)
 
 
@@ -89,7 +96,11 @@ def test_processes_left_out_are_as_many_as_fit(monkeypatch, given, many):
 def test_two_processes_find_what_one_finds():
     twin = Registry(()).with_backend(sdpa()).with_backend(dataclasses.replace(sdpa(), name="twin"))
     subjects = [Subject({"win": name}, "cpu", twin) for name in ("sdpa", "twin")]
-    small = [j for j in suite.jobs("quick", DTYPES, text=None) if j.case.name in ("S=w", "S=1", "one token")]
+    small = [
+        j
+        for j in suite.jobs("quick", DTYPES, text=None)
+        if j.case.name in ("S=w", "S=1", "one token")
+    ]
     todo = [j for j in small if j.name in ("parity", "ties", "causality", "decode")]
     progress: list[str] = []
     one, two = judge(subjects, todo), judge(subjects, todo, processes=2, advance=progress.append)
@@ -105,7 +116,9 @@ def test_a_process_that_dies_is_a_red_finding_and_the_rest_goes_on(capfd):
     told, other = ({f.case: f for job in done for f in job} for done in found)
     assert list(told) == list(other) == [job.case.name for job in todo]
     bad = {name: f for name, f in told.items() if not f.ok}
-    assert {name: (f.check, f.quantity) for name, f in bad.items()} == dict.fromkeys(("h=1", "S=w"), ("deadly", "run"))
+    assert {name: (f.check, f.quantity) for name, f in bad.items()} == dict.fromkeys(
+        ("h=1", "S=w"), ("deadly", "run")
+    )
     assert bad["h=1"].detail == "killed its process with SIGKILL in this check"
     assert "ended its process with exit status 1 in this check" in bad["S=w"].detail
     assert "no job expects this" in capfd.readouterr().err
@@ -118,7 +131,8 @@ def test_a_process_that_dies_is_a_red_finding_and_the_rest_goes_on(capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signals", "most"), [((signal.SIGTERM,) * 2, 2), ((signal.SIGINT,), 2), ((signal.SIGINT,) * 2, 1)]
+    ("signals", "most"),
+    [((signal.SIGTERM,) * 2, 2), ((signal.SIGINT,), 2), ((signal.SIGINT,) * 2, 1)],
 )
 def test_a_signal_ends_the_run_behind_the_jobs_under_way(signals, most):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -129,7 +143,9 @@ def test_a_signal_ends_the_run_behind_the_jobs_under_way(signals, most):
 
     try:
         with held() as stop:
-            (found,) = judge([Subject({})], jobs_of(own_process, 8), processes=2, stop=stop, advance=interrupt).findings
+            (found,) = judge(
+                [Subject({})], jobs_of(own_process, 8), processes=2, stop=stop, advance=interrupt
+            ).findings
     finally:
         signal.signal(signal.SIGINT, before)
     assert stop.signal == signals[0]
@@ -142,7 +158,8 @@ def test_what_one_process_would_raise_is_raised():
         judge([Subject({})], jobs_of(refused, 2), processes=2)
     if not torch.cuda.is_available():
         with pytest.raises(
-            BackendUnavailable, match=r"no process is left to judge in: .* exit status 1 while it started"
+            BackendUnavailable,
+            match=r"no process is left to judge in: .* exit status 1 while it started",
         ):
             judge([Subject({}, "cuda")], jobs_of(own_process, 4), processes=2)
 
@@ -151,7 +168,9 @@ def test_what_one_process_would_raise_is_raised():
 def test_a_job_whose_process_never_began_is_red_for_every_subject():
     subjects = [Subject({}, "cuda:99"), Subject({"win": "sdpa"}, "cuda:99")]
     found = judge(subjects, jobs_of(own_process, 2), processes=2).findings
-    assert [[(f.quantity, f.ok) for job in done for f in job] for done in found] == [[("run", False)] * 2] * 2
+    assert [[(f.quantity, f.ok) for job in done for f in job] for done in found] == [
+        [("run", False)] * 2
+    ] * 2
 
 
 @pytest.mark.slow
@@ -159,7 +178,9 @@ def test_the_command_writes_the_same_report(nsa, tmp_path):
     reports = []
     for jobs in ("1", "2"):
         file = tmp_path / f"{jobs}.json"
-        done = nsa("verify", "--device", "cpu", "--cmp", "sdpa", "--jobs", jobs, "--json", str(file))
+        done = nsa(
+            "verify", "--device", "cpu", "--cmp", "sdpa", "--jobs", jobs, "--json", str(file)
+        )
         assert done.code == 0, done.err
         reports.append({k: v for k, v in json.loads(file.read_text()).items() if k != "seconds"})
     assert reports[0] == reports[1]

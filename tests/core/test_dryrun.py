@@ -44,7 +44,10 @@ def test_what_is_given_is_not_counted() -> None:
 
 
 def test_what_operators_hold_inside_is_added() -> None:
-    values, places = torch.empty(8192, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
+    values, places = (
+        torch.empty(8192, device="meta"),
+        torch.empty(2048, dtype=torch.int64, device="meta"),
+    )
     for sort in (values.sort, lambda: values.sort(stable=True), lambda: values.view(1, -1).sort(1)):
         with PeakBytes() as count:
             sort()

@@ -10,7 +10,9 @@ from nsa_backend_fa2 import providers
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The stand-in that serves the backend for one test; parametrize indirectly with a name of PROVIDERS."""
+    """The stand-in that serves the backend for one test; parametrize indirectly with a name of
+    PROVIDERS.
+    """
     library = Library()
     provider = make(getattr(request, "param", "2.8.3.post2"), library)
     monkeypatch.setattr(providers, "serving", lambda: provider)

@@ -38,7 +38,11 @@ class Problem:
         make = torch.Generator().manual_seed(self.seed)
         total = sum(self.lengths)
         lead = (total,) if self.batch is None else (self.batch, total)
-        rows = self.geometry.max_compressed(total) if self.batch is None else self.geometry.num_compressed(total)
+        rows = (
+            self.geometry.max_compressed(total)
+            if self.batch is None
+            else self.geometry.num_compressed(total)
+        )
         keys = (*lead[:-1], rows) if slot == "cmp" else lead
 
         def randn(*shape: int) -> Tensor:
@@ -54,7 +58,9 @@ class Problem:
         return found, do, torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
 
     def blocks(self, make: torch.Generator) -> Tensor:
-        """Any order, with duplicates, future blocks, -1 and out-of-range values among them; token 1 chooses none."""
+        """Any order, with duplicates, future blocks, -1 and out-of-range values among them; token 1
+        chooses none.
+        """
         total = sum(self.lengths)
         lead = (total,) if self.batch is None else (self.batch, total)
         shape = (*lead, self.groups, self.geometry.num_selected_blocks)
@@ -77,23 +83,36 @@ def kernel(slot: str, problem: Problem, deterministic: bool = False) -> Kernel:
     """fa2's operator for ``slot`` with the problem's constants bound."""
     spec = nsa_register_backends().slots[slot]
     geometry = tuple(problem.geometry.as_ints())
-    return Kernel("fa2", slot, slot_op("fa2", slot, spec).op, problem.factor, geometry, deterministic)
+    return Kernel(
+        "fa2", slot, slot_op("fa2", slot, spec).op, problem.factor, geometry, deterministic
+    )
 
 
 def run(
-    slot: str, problem: Problem, inputs: dict[str, Tensor], do: Tensor, cu: Tensor | None, deterministic: bool = False
+    slot: str,
+    problem: Problem,
+    inputs: dict[str, Tensor],
+    do: Tensor,
+    cu: Tensor | None,
+    deterministic: bool = False,
 ) -> dict[str, Tensor]:
     """o, lse and the gradients, through nsa_core's operator and autograd."""
     leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     longest = max(problem.lengths) if cu is not None else None
-    o, lse = kernel(slot, problem, deterministic)(*leaves.values(), cu_seqlens=cu, max_seqlen=longest)
+    o, lse = kernel(slot, problem, deterministic)(
+        *leaves.values(), cu_seqlens=cu, max_seqlen=longest
+    )
     names = [n for n in leaves if n != "blocks"]
     grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
     return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
 
 
 def assert_judged(
-    slot: str, problem: Problem, dtype: torch.dtype, device: str = "cpu", deterministic: bool = False
+    slot: str,
+    problem: Problem,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    deterministic: bool = False,
 ) -> dict[str, Tensor]:
     """Run the problem and judge everything that came back; the outputs."""
     inputs, do, cu = problem.inputs(slot, dtype, device)
@@ -103,10 +122,17 @@ def assert_judged(
 
 
 def assert_right(
-    slot: str, problem: Problem, inputs: dict[str, Tensor], outputs: dict[str, Tensor], do: Tensor, cu: Tensor | None
+    slot: str,
+    problem: Problem,
+    inputs: dict[str, Tensor],
+    outputs: dict[str, Tensor],
+    do: Tensor,
+    cu: Tensor | None,
 ) -> None:
     """Judge outputs against the oracle."""
-    verdicts = judge_slot(slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do)
+    verdicts = judge_slot(
+        slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do
+    )
     wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
     assert not wrong, (slot, problem, wrong)
 
@@ -152,9 +178,14 @@ TINY = {
 }
 
 
-def assert_compiled_right(slot: str, problem: Problem, dtype: torch.dtype, device: str, backend: str) -> None:
-    """Compile the operator inside a larger function with ``backend`` as one graph, and judge what it gives."""
-    torch._dynamo.reset()  # every call compiles the one function below anew, and dynamo allows eight times
+def assert_compiled_right(
+    slot: str, problem: Problem, dtype: torch.dtype, device: str, backend: str
+) -> None:
+    """Compile the operator inside a larger function with ``backend`` as one graph, and judge what
+    it gives.
+    """
+    # every call compiles the one function below anew, and dynamo allows eight times
+    torch._dynamo.reset()
     inputs, do, cu = problem.inputs(slot, dtype, device)
     leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None

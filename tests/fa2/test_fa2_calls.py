@@ -1,4 +1,6 @@
-"""How the library is called: how often, with which tensors and arguments, and without waiting for the device."""
+"""How the library is called: how often, with which tensors and arguments, and without waiting for
+the device.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,23 @@ def test_every_provider_is_called_in_its_own_way(
     inputs, do, cu = problem.inputs(slot, torch.float32)
     outputs = run(slot, problem, inputs, do, cu)
     assert {call["direction"] for call in library.calls} == {"forward", "backward"}
-    monkeypatch.setattr(providers, "serving", lambda: make("2.8.3", Library()))  # judged by the tests above
+    # judged by the tests above
+    monkeypatch.setattr(providers, "serving", lambda: make("2.8.3", Library()))
     for key, value in run(slot, problem, inputs, do, cu).items():
         assert torch.equal(outputs[key], value), key
 
 
-def test_window_is_one_call_on_the_callers_own_keys(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_is_one_call_on_the_callers_own_keys(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = Problem()
     inputs, do, cu = problem.inputs("win", torch.float32)
     seen, forward = [], library.forward
-    monkeypatch.setattr(library, "forward", lambda q, k, v, **how: (seen.append((q, k, v)), forward(q, k, v, **how))[1])
+    monkeypatch.setattr(
+        library,
+        "forward",
+        lambda q, k, v, **how: (seen.append((q, k, v)), forward(q, k, v, **how))[1],
+    )
     run("win", problem, inputs, do, cu)
     (call, _), ((q, k, v),) = library.calls, seen
     assert (call["left"], call["right"], call["causal"]) == (SMALL.window_size - 1, 0, True)
@@ -42,7 +51,9 @@ def test_window_is_one_call_on_the_callers_own_keys(library: Library, monkeypatc
 
 
 @pytest.mark.parametrize("lengths", [(37,), (8,), (41,)])
-def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(lengths: tuple[int, ...], library: Library) -> None:
+def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(
+    lengths: tuple[int, ...], library: Library
+) -> None:
     problem = Problem(lengths)
     inputs, do, cu = problem.inputs("cmp", torch.float32)
     run("cmp", problem, inputs, do, cu)
@@ -57,7 +68,9 @@ def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(lengths: tuple[int, ...]
 
 
 @pytest.mark.parametrize("length", [37, 8, 9, 11, 12])
-def test_cmp_of_one_sequence_copies_no_operand(length: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cmp_of_one_sequence_copies_no_operand(
+    length: int, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = Problem((length,), batch=1)
     inputs, do, cu = problem.inputs("cmp", torch.float32)
     seen = []
@@ -68,7 +81,9 @@ def test_cmp_of_one_sequence_copies_no_operand(length: int, library: Library, mo
     outputs = run("cmp", problem, inputs, do, cu)
     assert_right("cmp", problem, inputs, outputs, do, cu)
     whole, rest = divmod(length - 7, 4)
-    assert [call["causal"] for call in library.calls] == ([True] * bool(whole) + [False] * bool(rest)) * 2
+    assert [call["causal"] for call in library.calls] == (
+        [True] * bool(whole) + [False] * bool(rest)
+    ) * 2
     for tensors in seen:
         q, k, v = tensors[-3:] if len(tensors) == 3 else tensors[1:4]
         for x, name in ((q, "q"), (k, "k_cmp"), (v, "v_cmp")):
@@ -87,22 +102,30 @@ def test_packed_cmp_and_win_are_one_call(library: Library) -> None:
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_library_is_asked_to_be_deterministic_only_on_demand(packed: bool, slot: str, library: Library) -> None:
+def test_the_library_is_asked_to_be_deterministic_only_on_demand(
+    packed: bool, slot: str, library: Library
+) -> None:
     problem = Problem((9, 14), batch=None) if packed else Problem()
     for wanted in (False, True):
         library.calls.clear()
         run(slot, problem, *problem.inputs(slot, torch.float32), deterministic=wanted)
-        assert {call["deterministic"] for call in library.calls if call["direction"] == "backward"} == {wanted}
+        assert {
+            call["deterministic"] for call in library.calls if call["direction"] == "backward"
+        } == {wanted}
 
 
 @pytest.mark.parametrize("keys_at_once", [1, 200, 10**9])
-def test_sel_in_chunks_of_any_size(keys_at_once: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sel_in_chunks_of_any_size(
+    keys_at_once: int, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", keys_at_once)
     for problem in (Problem((19,)), Problem((13, 0, 9), batch=None)):
         assert_judged("sel", problem, torch.float32)
 
 
-def test_sel_gathers_no_more_keys_at_once_as_s_grows(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sel_gathers_no_more_keys_at_once_as_s_grows(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", 320)
     most = []
     for length in (48, 96):
@@ -142,7 +165,14 @@ def test_row_44_more_documents_than_one_call_takes_is_an_error_that_says_so(
 class NoReads(TorchDispatchMode):
     """Refuses what would make the host wait for the device; ``off`` while the stand-in runs."""
 
-    READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave.Tensor")
+    READS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "repeat_interleave.Tensor",
+    )
     off = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -150,19 +180,27 @@ class NoReads(TorchDispatchMode):
         if not self.off:
             assert not name.startswith(self.READS), f"{func} synchronises"
             indices = args[1] if name.startswith(("index.", "index_put")) else ()
-            assert not any(i is not None and i.dtype == torch.bool for i in indices), "a bool index synchronises"
+            assert not any(i is not None and i.dtype == torch.bool for i in indices), (
+                "a bool index synchronises"
+            )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-@pytest.mark.parametrize("problem", [Problem((9,)), Problem((11,), batch=1, Dv=5), Problem((9, 3, 4), batch=None)])
+@pytest.mark.parametrize(
+    "problem", [Problem((9,)), Problem((11,), batch=1, Dv=5), Problem((9, 3, 4), batch=None)]
+)
 @pytest.mark.parametrize(
     ("library", "deterministic"),
     [("2.5.8", False), ("2.8.3.post2", False), ("2.8.3.post2", True), ("aten", False)],
     indirect=["library"],
 )
 def test_nothing_is_read_back_to_the_host(
-    deterministic: bool, library: Library, problem: Problem, slot: str, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool,
+    library: Library,
+    problem: Problem,
+    slot: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mode = NoReads()
 
@@ -188,7 +226,11 @@ def test_nothing_is_read_back_to_the_host(
 
 
 def test_the_watch_sees_a_read() -> None:
-    for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.repeat_interleave(x.long())):
+    for read in (
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.repeat_interleave(x.long()),
+    ):
         with pytest.raises(AssertionError, match="synchronises"), NoReads():
             read(torch.ones(3))
 
@@ -215,4 +257,7 @@ def test_sel_adds_in_one_order_on_demand(deterministic: bool, library: Library) 
     o, lse = module.forward(*inputs.values(), call=call)
     with Names() as names:
         module.backward(do, *inputs.values(), o, lse, call=call)
-    assert ("index_add_" in names.seen, "index_put_" in names.seen) == (not deterministic, deterministic)
+    assert ("index_add_" in names.seen, "index_put_" in names.seen) == (
+        not deterministic,
+        deterministic,
+    )

@@ -1,4 +1,6 @@
-"""The decode form of cmp over the CPU stand-in, and on a GPU over the library itself; why the others have none."""
+"""The decode form of cmp over the CPU stand-in, and on a GPU over the library itself; why the
+others have none.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,35 @@ from nsa_verify.subject import Subject
 RAGGED = (1, 7, 8, 11, 12, 64, 77)
 STEPS = {
     "one piece": Step(Case("one piece", config_of(4, 2, 16, 16, TINY), ()), RAGGED, (1,) * 7),
-    "one piece, rows": Step(Case("rows", config_of(3, 1, 24, 24, TINY), ()), (5, 8, 31, 40), (5, 0, 3, 5), rows=5),
-    "pages": Step(Case("pages", config_of(4, 4, 8, 8, TINY), ()), (2100, 1024, 30), (1, 2, 0), 2, page_size=1024),
+    "one piece, rows": Step(
+        Case("rows", config_of(3, 1, 24, 24, TINY), ()), (5, 8, 31, 40), (5, 0, 3, 5), rows=5
+    ),
+    "pages": Step(
+        Case("pages", config_of(4, 4, 8, 8, TINY), ()),
+        (2100, 1024, 30),
+        (1, 2, 0),
+        2,
+        page_size=1024,
+    ),
     "h=1": Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (70, 9), (1, 1)),
 }
 REQUEST = Request(
-    slot="cmp", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
-    device="cuda", capability=(9, 0), phase="decode",
-)  # fmt: skip
+    slot="cmp",
+    geometry=BlockGeometry(),
+    n_heads=12,
+    n_kv_heads=2,
+    head_dim=64,
+    v_head_dim=64,
+    dtype="bfloat16",
+    device="cuda",
+    capability=(9, 0),
+    phase="decode",
+)
 
 
-def findings(step: Step, dtype: torch.dtype, device: str = "cpu", scale: float | None = None) -> list:
+def findings(
+    step: Step, dtype: torch.dtype, device: str = "cpu", scale: float | None = None
+) -> list:
     if scale is not None:
         config = dataclasses.replace(step.case.config, scale=scale)
         step = dataclasses.replace(step, case=dataclasses.replace(step.case, config=config))
@@ -48,7 +68,8 @@ def test_cmp_is_right(name: str, scale: float | None, library: Library) -> None:
     assert {f.quantity for f in found} >= {"o", "lse"}
     assert not [f for f in found if not f.ok]
     assert len(library.calls) == 1  # rows of a step are queries of one call
-    assert library.calls[0]["k"][0] == len(step_data(STEPS[name], torch.float32).stores["k_cmp"])  # the cache itself
+    # the cache itself
+    assert library.calls[0]["k"][0] == len(step_data(STEPS[name], torch.float32).stores["k_cmp"])
 
 
 def test_half_precision_and_more_queries_than_one_call_takes(library: Library, monkeypatch) -> None:
@@ -93,7 +114,9 @@ def served_by(monkeypatch: pytest.MonkeyPatch):
 )
 def test_what_a_step_may_ask(served: str, change: dict, code: str | None, served_by) -> None:
     served_by(served)
-    assert [reason.code for reason in probes.probe(dataclasses.replace(REQUEST, **change))] == ([code] if code else [])
+    assert [reason.code for reason in probes.probe(dataclasses.replace(REQUEST, **change))] == (
+        [code] if code else []
+    )
 
 
 def test_without_the_package_a_call_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +133,9 @@ def test_the_library_itself(page: int | None, dtype: torch.dtype) -> None:
     if place.provider is None:
         pytest.skip(str(place.reason))
     lengths = (9000, 4096, 31, 33, 700, 5000, 47, 1)
-    step = Step(Case("GPU", config_of(12, 2, 64, 64, PAPER), ()), lengths, (*(4,) * 7, 1), 4, page_size=page)
+    step = Step(
+        Case("GPU", config_of(12, 2, 64, 64, PAPER), ()), lengths, (*(4,) * 7, 1), 4, page_size=page
+    )
     found = findings(step, dtype, "cuda")
     assert not [f for f in found if not f.ok]
     plan = Subject({"cmp": "fa2"}, "cuda").plan(

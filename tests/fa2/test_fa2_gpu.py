@@ -1,4 +1,6 @@
-"""The library calls themselves, on a GPU: both providers, judged by the oracle. The rest is tested without one."""
+"""The library calls themselves, on a GPU: both providers, judged by the oracle. The rest is tested
+without one.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,24 @@ LARGE = {
     "h16-192/128": Problem((300,), batch=1, heads=16, groups=1, Dk=192, Dv=128, geometry=PAPER),
     "256": Problem((300,), batch=1, heads=2, groups=1, Dk=256, Dv=256, geometry=SHORT),
     "65/80": Problem((300,), batch=1, heads=4, groups=2, Dk=65, Dv=80, geometry=SHORT),
-    "packed-12/2/64": Problem(DOCUMENTS, batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
-    "packed-192/128": Problem(DOCUMENTS, batch=None, heads=8, groups=2, Dk=192, Dv=128, geometry=SHORT),
+    "packed-12/2/64": Problem(
+        DOCUMENTS, batch=None, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT
+    ),
+    "packed-192/128": Problem(
+        DOCUMENTS, batch=None, heads=8, groups=2, Dk=192, Dv=128, geometry=SHORT
+    ),
     "packed-h1": Problem(DOCUMENTS, batch=None, heads=2, groups=2, Dk=32, Dv=32, geometry=SHORT),
 }
-HISTORIC = Problem((64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32))
+HISTORIC = Problem(
+    (64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32)
+)
 
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """The oracle's products are small: more threads wait for each other longer than they compute."""
+    """The oracle's products are small: more threads wait for each other longer than they
+    compute.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(min(2, before))
     yield
@@ -81,18 +91,24 @@ def sampled(problem: Problem) -> list[int]:
         128,
         total - 1,
     ]
-    near += [sum(problem.lengths[:i]) + step for i in range(len(problem.lengths)) for step in (-1, 0, 1)]
+    near += [
+        sum(problem.lengths[:i]) + step for i in range(len(problem.lengths)) for step in (-1, 0, 1)
+    ]
     return sorted({t for t in [*near, *range(5, total, max(1, total // 12))] if 0 <= t < total})
 
 
-def judge_sampled(slot: str, problem: Problem, dtype: torch.dtype, deterministic: bool = False) -> None:
+def judge_sampled(
+    slot: str, problem: Problem, dtype: torch.dtype, deterministic: bool = False
+) -> None:
     """Run on the GPU with dO zero outside the sampled rows, and judge those."""
     inputs, do, cu = problem.inputs(slot, dtype, "cuda")
     rows = sampled(problem)
     kept = torch.zeros_like(do)
     kept[..., rows, :, :] = do[..., rows, :, :]
     outputs = run(slot, problem, inputs, kept, cu, deterministic)
-    verdicts = judge_slot(slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=kept, rows=rows)
+    verdicts = judge_slot(
+        slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=kept, rows=rows
+    )
     for name, v in verdicts.items():
         print(f"{name}: row {v.row:.2f} elem {v.elem:.2f} bias {v.bias:.2f}")
     wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
@@ -102,7 +118,9 @@ def judge_sampled(slot: str, problem: Problem, dtype: torch.dtype, deterministic
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_large_problems_are_right(dtype: torch.dtype, name: str, slot: str, provider: providers.Provider) -> None:
+def test_large_problems_are_right(
+    dtype: torch.dtype, name: str, slot: str, provider: providers.Provider
+) -> None:
     judge_sampled(slot, LARGE[name], dtype)
 
 
@@ -119,7 +137,9 @@ def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64"])
-def test_deterministic_runs_have_the_same_bits(name: str, slot: str, provider: providers.Provider) -> None:
+def test_deterministic_runs_have_the_same_bits(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
     problem = LARGE[name]
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     torch.use_deterministic_algorithms(isinstance(provider, providers.TorchFlash))
@@ -188,7 +208,9 @@ def test_compiled_whole_is_right(name: str, slot: str, provider: providers.Provi
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["12/2/64", "packed-12/2/64"])
-def test_the_profile_shows_the_librarys_kernels(name: str, slot: str, provider: providers.Provider) -> None:
+def test_the_profile_shows_the_librarys_kernels(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
     problem = LARGE[name]
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     with torch.profiler.profile() as profile:
@@ -215,7 +237,15 @@ def test_row_34_nan_in_one_query_stays_in_its_row(slot: str, provider: providers
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: providers.Provider) -> None:
-    problem = Problem((8,), batch=70_000, heads=2, groups=1, Dk=16, Dv=16, geometry=BlockGeometry(2, 2, 2, 3, 1, 2, 3))
+    problem = Problem(
+        (8,),
+        batch=70_000,
+        heads=2,
+        groups=1,
+        Dk=16,
+        Dv=16,
+        geometry=BlockGeometry(2, 2, 2, 3, 1, 2, 3),
+    )
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     outputs = run(slot, problem, inputs, do, cu)
     few = [0, 65_534, 65_535, 69_999]
@@ -224,7 +254,9 @@ def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: provider
 
 
 def test_packed_boundaries_nobody_could_check_do_not_crash(provider: providers.Provider) -> None:
-    """Row 17: wrong boundaries on the device give wrong numbers, never an access outside the tensors."""
+    """Row 17: wrong boundaries on the device give wrong numbers, never an access outside the
+    tensors.
+    """
     problem = Problem(PACKED, batch=None, heads=4, groups=2, Dk=64, Dv=64)
     total = sum(PACKED)
     for slot in SLOTS:

@@ -1,4 +1,6 @@
-"""What the backend says of itself: reasons, hints, who serves, and that none of it needs a GPU or the package."""
+"""What the backend says of itself: reasons, hints, who serves, and that none of it needs a GPU or
+the package.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,19 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.layout import BlockGeometry
 
 GOOD = Request(
-    slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
-    dtype="bfloat16", device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=2048,
-)  # fmt: skip
+    slot="win",
+    geometry=BlockGeometry(),
+    n_heads=12,
+    n_kv_heads=2,
+    head_dim=64,
+    v_head_dim=64,
+    dtype="bfloat16",
+    device="cuda",
+    capability=(9, 0),
+    needs_grad=True,
+    batch=1,
+    seq_len=2048,
+)
 
 
 @pytest.fixture
@@ -48,26 +60,51 @@ def codes(request: Request) -> list[str]:
 def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> None:
     served_by(name)
     for change in (
-        {}, {"dtype": "float16"}, {"capability": (8, 0)}, {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256},
-        {"n_heads": 2}, {"n_heads": 128, "n_kv_heads": 2}, {"varlen": True}, {"head_dim": 65}, {"batch": None},
-        {"batch": 65536}, {"varlen": True, "batch": 65535},
-    ):  # fmt: skip
+        {},
+        {"dtype": "float16"},
+        {"capability": (8, 0)},
+        {"head_dim": 192, "v_head_dim": 128},
+        {"head_dim": 256},
+        {"n_heads": 2},
+        {"n_heads": 128, "n_kv_heads": 2},
+        {"varlen": True},
+        {"head_dim": 65},
+        {"batch": None},
+        {"batch": 65536},
+        {"varlen": True, "batch": 65535},
+    ):
         assert codes(dataclasses.replace(GOOD, slot=slot, **change)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        pytest.param({"device": "cpu", "capability": None}, "device", "needs cuda, got cpu", id="row28-cpu"),
+        pytest.param(
+            {"device": "cpu", "capability": None}, "device", "needs cuda, got cpu", id="row28-cpu"
+        ),
         pytest.param({"capability": None}, "no_gpu", "no CUDA GPU", id="no-gpu"),
-        pytest.param({"capability": (7, 5)}, "sm_too_old", "needs sm_80, this GPU is sm_75", id="row49-old"),
-        pytest.param({"capability": (13, 0)}, "sm_too_new", "up to sm_121, this GPU is sm_130", id="row49-new"),
+        pytest.param(
+            {"capability": (7, 5)}, "sm_too_old", "needs sm_80, this GPU is sm_75", id="row49-old"
+        ),
+        pytest.param(
+            {"capability": (13, 0)},
+            "sm_too_new",
+            "up to sm_121, this GPU is sm_130",
+            id="row49-new",
+        ),
         pytest.param({"dtype": "float32"}, "dtype", "got float32", id="fp32"),
         pytest.param({"dtype": "float64"}, "dtype", "got float64", id="row21-fp64"),
         pytest.param({"head_dim": 257}, "head_dim", "257/64 exceed 256", id="row13-wide"),
         pytest.param({"v_head_dim": 264}, "head_dim", "64/264 exceed 256", id="row14-wide-v"),
-        pytest.param({"varlen": True, "batch": 65536}, "too_many_documents", "65536 documents", id="row44-documents"),
-        pytest.param({"slot": "cmp", "n_heads": 8192}, "too_many_heads", "131072", id="row44-heads"),
+        pytest.param(
+            {"varlen": True, "batch": 65536},
+            "too_many_documents",
+            "65536 documents",
+            id="row44-documents",
+        ),
+        pytest.param(
+            {"slot": "cmp", "n_heads": 8192}, "too_many_heads", "131072", id="row44-heads"
+        ),
     ],
 )
 def test_refuses_with_a_reason(change: dict, code: str, words: str, served_by) -> None:
@@ -81,8 +118,10 @@ def test_refuses_with_a_reason(change: dict, code: str, words: str, served_by) -
 def test_all_reasons_come_at_once(served_by) -> None:
     served_by("2.8.3")
     assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0))) == [
-        "sm_too_old", "dtype", "head_dim",
-    ]  # fmt: skip
+        "sm_too_old",
+        "dtype",
+        "head_dim",
+    ]
 
 
 def test_pytorchs_backward_is_deterministic_only_when_all_of_pytorch_is(served_by) -> None:
@@ -129,7 +168,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if version is not None:
             info = tmp_path / "flash_attn-0.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n")
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n"
+            )
         if interface is not None:
             package = tmp_path / "flash_attn"
             package.mkdir()
@@ -158,16 +199,28 @@ def test_package_missing_says_how_to_get_it(site) -> None:
 @pytest.mark.parametrize(
     ("version", "interface", "code", "words"),
     [
-        ("2.2.5", "", "package_too_old", "flash-attn 2.2.5 is too old: needs 2.5 (the window alone needs 2.3)"),
+        (
+            "2.2.5",
+            "",
+            "package_too_old",
+            "flash-attn 2.2.5 is too old: needs 2.5 (the window alone needs 2.3)",
+        ),
         ("3.0.1", "", "package_too_new", "flash-attn 3.0.1 is too new"),
         ("rubbish", "", "package_version", "rubbish"),
-        ("2.8.3", f"raise ImportError({SYMBOL!r})", "package_abi_mismatch", f"ImportError: {SYMBOL}"),
+        (
+            "2.8.3",
+            f"raise ImportError({SYMBOL!r})",
+            "package_abi_mismatch",
+            f"ImportError: {SYMBOL}",
+        ),
         ("2.8.3", "import a_module_nobody_has", "package_abi_mismatch", "a_module_nobody_has"),
         ("2.8.3", None, "package_abi_mismatch", "flash_attn"),
     ],
 )
 @pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
-def test_package_that_cannot_serve_says_why(version: str, interface: str | None, code: str, words: str, site) -> None:
+def test_package_that_cannot_serve_says_why(
+    version: str, interface: str | None, code: str, words: str, site
+) -> None:
     site(version, interface)
     place = providers._flash_attn()
     assert place.provider is None
@@ -177,7 +230,9 @@ def test_package_that_cannot_serve_says_why(version: str, interface: str | None,
     assert place.reason.hint
 
 
-@pytest.mark.parametrize("version", ["2.5.8", "2.6.3", "2.7.4.post1", "2.8.3.post2", "2.8.3+cu12torch2.8"])
+@pytest.mark.parametrize(
+    "version", ["2.5.8", "2.6.3", "2.7.4.post1", "2.8.3.post2", "2.8.3+cu12torch2.8"]
+)
 @pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
 def test_package_that_loads_serves(version: str, site) -> None:
     site(version, "loaded = True")
@@ -193,8 +248,13 @@ def test_torch_without_cuda_is_no_provider() -> None:
     assert reason.code == "torch_without_flash"
 
 
-def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = (Found("flash-attn", None, Reason("a", "first", "h")), Found("PyTorch", None, Reason("b", "second", "h")))
+def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = (
+        Found("flash-attn", None, Reason("a", "first", "h")),
+        Found("PyTorch", None, Reason("b", "second", "h")),
+    )
     monkeypatch.setattr(providers, "found", lambda: places)
     assert codes(GOOD) == ["a", "b"]
     with pytest.raises(RuntimeError, match=r"first \(h\); second"):
@@ -205,12 +265,19 @@ def test_detail_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     package, torchs = make("2.8.3", Library()), make("aten", Library())
     missing = Reason("package_missing", "flash-attn is not installed", "pip install")
     monkeypatch.setattr(
-        providers, "found", lambda: (Found("flash-attn", package, None), Found("PyTorch", torchs, None))
+        providers,
+        "found",
+        lambda: (Found("flash-attn", package, None), Found("PyTorch", torchs, None)),
     )
-    assert probes.detail() == ["flash-attn 2.8.3: serves", f"PyTorch {torch.__version__}: not needed"]
+    assert probes.detail() == [
+        "flash-attn 2.8.3: serves",
+        f"PyTorch {torch.__version__}: not needed",
+    ]
     assert providers.serving() is package
     monkeypatch.setattr(
-        providers, "found", lambda: (Found("flash-attn", None, missing), Found("PyTorch", torchs, None))
+        providers,
+        "found",
+        lambda: (Found("flash-attn", None, missing), Found("PyTorch", torchs, None)),
     )
     assert probes.detail() == [
         "flash-attn: flash-attn is not installed (pip install)",
@@ -224,7 +291,9 @@ def test_registering_imports_neither_torch_nor_flash_attn() -> None:
         "import sys; from nsa_backend_fa2.plugin import nsa_register_backends as r; r();"
         "print([m for m in ('torch', 'flash_attn') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -255,7 +324,10 @@ def test_a_detail_that_fails_is_a_line(function: str, words: str | None) -> None
     spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)
     lines = details(Registry(()).with_backend(spec).get("other"))
     assert lines == [] if words is None else words in lines[0]
-    assert details(Registry(()).with_backend(dataclasses.replace(spec, detail=None)).get("other")) == []
+    assert (
+        details(Registry(()).with_backend(dataclasses.replace(spec, detail=None)).get("other"))
+        == []
+    )
     broken = Registry(()).with_backend(dataclasses.replace(spec, detail="not a path")).get("other")
     assert broken.reason is not None
     assert "detail must be None or 'module:function'" in broken.reason.message

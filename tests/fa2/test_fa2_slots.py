@@ -33,16 +33,23 @@ def test_slot_is_right_in_fp32(name: str, slot: str, library: Library) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row14-narrow-v", "row18-packed-empties"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_slot_is_right_in_half_precision(dtype: torch.dtype, name: str, slot: str, library: Library) -> None:
+def test_slot_is_right_in_half_precision(
+    dtype: torch.dtype, name: str, slot: str, library: Library
+) -> None:
     assert_judged(slot, PROBLEMS[name], dtype)
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(library: Library) -> None:
-    """B=2, S=64, G=2, h=2, D=64, w=32, fp16: the report's 0.766 came from a reference that returned V[0]."""
-    problem = Problem((64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32))
+    """B=2, S=64, G=2, h=2, D=64, w=32, fp16: the report's 0.766 came from a reference that returned
+    V[0].
+    """
+    problem = Problem(
+        (64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32)
+    )
     inputs, *_ = problem.inputs("win", torch.float16)
     o = assert_judged("win", problem, torch.float16)["o"]
-    # What the report compared with: one query against its window, is_causal, which PyTorch aligns top-left.
+    # What the report compared with: one query against its window, is_causal, which PyTorch aligns
+    # top-left.
     first = [inputs["v"][:, max(0, t - 31)].repeat_interleave(2, 1) for t in range(64)]
     error = (torch.stack(first, 1).float() - o.float()).abs().mean()
     assert error > 0.5
@@ -71,7 +78,9 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("layout", ["row23-strided", "row23-heads-first", "row24-misaligned", "row24-odd-stride"])
+@pytest.mark.parametrize(
+    "layout", ["row23-strided", "row23-heads-first", "row24-misaligned", "row24-odd-stride"]
+)
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
 def test_layout_changes_no_bit(name: str, slot: str, layout: str, library: Library) -> None:
@@ -95,7 +104,9 @@ def test_row_16_keys_expanded_with_stride_0(slot: str, library: Library) -> None
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_row_34_nan_in_one_query_stays_in_its_row(packed: bool, slot: str, library: Library) -> None:
+def test_row_34_nan_in_one_query_stays_in_its_row(
+    packed: bool, slot: str, library: Library
+) -> None:
     problem = Problem((9, 14), batch=None) if packed else Problem((37,), batch=1)
     inputs, do, cu = problem.inputs(slot, torch.float32)
     row = inputs["q"].view(-1, problem.heads, problem.Dk)[-1]
@@ -125,8 +136,12 @@ def test_nan_of_one_document_reaches_no_other(slot: str, library: Library) -> No
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_17_boundaries_that_nobody_could_check_stay_in_bounds(slot: str, library: Library) -> None:
-    """On CUDA wrong boundaries reach the backend; the stand-in raises where the library would read out of bounds."""
+def test_row_17_boundaries_that_nobody_could_check_stay_in_bounds(
+    slot: str, library: Library
+) -> None:
+    """On CUDA wrong boundaries reach the backend; the stand-in raises where the library would read
+    out of bounds.
+    """
     problem = Problem((30,), batch=None)
     inputs, do, _ = problem.inputs(slot, torch.float32)
     for bounds in ([0, 50, 20, 30], [0, -5, 30], [7, 3, 2**31 - 1], [0, 0, 0]):
@@ -140,7 +155,9 @@ def test_row_17_sel_with_a_max_seqlen_that_is_too_small_stays_in_bounds(library:
     problem = Problem((30,), batch=None)
     inputs, _, cu = problem.inputs("sel", torch.float32)
     inputs["blocks"] = torch.arange(4, dtype=torch.int32).expand_as(inputs["blocks"])
-    importlib.import_module("nsa_backend_fa2.sel").forward(*inputs.values(), call=SlotCall(SMALL, 0.3, cu, 9))
+    importlib.import_module("nsa_backend_fa2.sel").forward(
+        *inputs.values(), call=SlotCall(SMALL, 0.3, cu, 9)
+    )
 
 
 @pytest.mark.parametrize("slot", SLOTS)

@@ -18,12 +18,57 @@ SHAPE = "8/2/64"
 
 def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors")
-    recipe = ["--device", "cuda", "--shapes", SHAPE, "--dim", "256", "--steps", "20", "--length", "1024"]
-    recipe += ["--lengths", "2k", "--checkpoints", str(tmp_path), "--json", str(tmp_path / "blocks.json")]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "real_blocks.py"), *recipe], check=True)
-    bench = ["--device", "cuda", "--shape", SHAPE, "--length", "512,2k", "--phase", "forward,backward,both"]
-    bench += ["--inputs", "random,real", "--checkpoint", str(tmp_path / "8-2-64.safetensors"), "--budget", "0.02"]
-    bench += ["--combo", "auto", "--combo", "sdpa", "--time-limit", "120", "--json", str(tmp_path / "r.json")]
+    recipe = [
+        "--device",
+        "cuda",
+        "--shapes",
+        SHAPE,
+        "--dim",
+        "256",
+        "--steps",
+        "20",
+        "--length",
+        "1024",
+    ]
+    recipe += [
+        "--lengths",
+        "2k",
+        "--checkpoints",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "blocks.json"),
+    ]
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "real_blocks.py"), *recipe], check=True
+    )
+    bench = [
+        "--device",
+        "cuda",
+        "--shape",
+        SHAPE,
+        "--length",
+        "512,2k",
+        "--phase",
+        "forward,backward,both",
+    ]
+    bench += [
+        "--inputs",
+        "random,real",
+        "--checkpoint",
+        str(tmp_path / "8-2-64.safetensors"),
+        "--budget",
+        "0.02",
+    ]
+    bench += [
+        "--combo",
+        "auto",
+        "--combo",
+        "sdpa",
+        "--time-limit",
+        "120",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
     result = read_result(tmp_path / "r.json")
     assert not result.failed
@@ -37,11 +82,22 @@ def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> N
         assert m.performance.method in METHODS
         assert m.performance.host_ms > 0
         assert (m.performance.method == "graph") == (m.performance.eager is not None)
-        if m.subject == "auto":  # a dozen launches over 2048 tokens at most: bound by the host, and captured
-            assert (m.performance.method, m.performance.not_captured) == ("graph", ""), (m.phase, m.length)
+        if (
+            m.subject == "auto"
+        ):  # a dozen launches over 2048 tokens at most: bound by the host, and captured
+            assert (m.performance.method, m.performance.not_captured) == ("graph", ""), (
+                m.phase,
+                m.length,
+            )
             assert m.performance.median_ms < m.performance.eager_ms * 1.05, (m.phase, m.length)
         assert m.peak_memory_bytes > 0
-        assert 0 < m.floor_fraction < 1.05, (m.subject, m.length, m.phase, m.floor_fraction)  # else the timing is wrong
+        # else the timing is wrong
+        assert 0 < m.floor_fraction < 1.05, (
+            m.subject,
+            m.length,
+            m.phase,
+            m.floor_fraction,
+        )
         for name, part in m.parts.items():
             assert part.performance is not None, (m.subject, name, part.reason)
 
@@ -59,7 +115,16 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
         "--batch",
         "4",
     ]
-    bench += ["--page-size", "128", "--budget", "0.02", "--time-limit", "240", "--json", str(tmp_path / "r.json")]
+    bench += [
+        "--page-size",
+        "128",
+        "--budget",
+        "0.02",
+        "--time-limit",
+        "240",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
     result = read_result(tmp_path / "r.json")
     assert not result.failed
@@ -67,19 +132,35 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
     for m in found.values():
         assert m.performance is not None, (m.subject, m.reason)
         assert (m.performance.method == "eager") == m.subject.endswith(", eager")
-        assert m.floor_fraction is None or 0 < m.floor_fraction < 1.05, (m.subject, m.floor_fraction)
+        assert m.floor_fraction is None or 0 < m.floor_fraction < 1.05, (
+            m.subject,
+            m.floor_fraction,
+        )
     for shape, length in (("8/2/32", 4096), ("16/1/128", 4096)):
         step = found[shape, length, "auto"]
         assert step.performance.method == "graph"  # captured: no synchronisation, no host in it
         by_slots = found.get((shape, length, "auto, slots one by one"), step)
         assert set(by_slots.parts) == {"cmp", "select", "sel", "win", "combine"}
         assert {part.performance.method for part in by_slots.parts.values()} == {"within graph"}
-        shares = sum(part.performance.median_ms for part in by_slots.parts.values()) / by_slots.performance.median_ms
+        shares = (
+            sum(part.performance.median_ms for part in by_slots.parts.values())
+            / by_slots.performance.median_ms
+        )
         assert 0.9 < shares < 1.1, (shape, length, shares)
 
 
 def test_verify_of_decode_and_what_a_step_reads(tmp_path: pathlib.Path) -> None:
-    arguments = ["--phase", "decode", "--device", "cuda", "--dtype", "float32,bfloat16,float16", "--reads"]
-    done = subprocess.run([sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True)
+    arguments = [
+        "--phase",
+        "decode",
+        "--device",
+        "cuda",
+        "--dtype",
+        "float32,bfloat16,float16",
+        "--reads",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "the paper's Table 4" in done.stdout

@@ -1,4 +1,6 @@
-"""Steps over a cache on a GPU, for every backend that decodes: CUDA graphs, no synchronisation, no new memory."""
+"""Steps over a cache on a GPU, for every backend that decodes: CUDA graphs, no synchronisation, no
+new memory.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,16 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 CONFIG = NSAConfig(
-    dim=256, n_heads=8, n_kv_heads=2, head_dim=32, compress_block_size=16, compress_stride=8,
-    select_block_size=32, num_selected_blocks=4, window_size=48,
-)  # fmt: skip
+    dim=256,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=32,
+    compress_block_size=16,
+    compress_stride=8,
+    select_block_size=32,
+    num_selected_blocks=4,
+    window_size=48,
+)
 ROOM = 300
 BACKENDS = [
     entry.name
@@ -32,14 +41,18 @@ PAGES = pytest.mark.parametrize("page_size", [None, 64])
 
 @pytest.fixture(params=BACKENDS)
 def attn(request: pytest.FixtureRequest) -> NSAttention:
-    """A layer in fp32 (where two ways to add differ too little to choose other blocks) on one backend."""
+    """A layer in fp32 (where two ways to add differ too little to choose other blocks) on one
+    backend.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = NSAttention(CONFIG, backends=dict.fromkeys(SLOTS, request.param)).to(DEVICE)
     return layer.requires_grad_(False)
 
 
-def tokens(batch: int, length: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tokens(
+    batch: int, length: int, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(batch, length, CONFIG.dim, device=DEVICE, dtype=dtype, generator=generator)
 
@@ -64,11 +77,19 @@ def new_cache(attn: NSAttention, page_size: int | None, **options: object) -> NS
 
 
 class Graph:
-    """A captured step of ``rows`` rows: put the rows into ``x``, the counts into ``new``, replay, read ``y``."""
+    """A captured step of ``rows`` rows: put the rows into ``x``, the counts into ``new``, replay,
+    read ``y``.
+    """
 
-    def __init__(self, attn: NSAttention, cache: NSACache, rows: int, counted: bool = False) -> None:
-        self.x = torch.zeros(cache.batch, rows, CONFIG.dim, device=DEVICE, dtype=attn.out.weight.dtype)
-        self.new = torch.full((cache.batch,), rows, dtype=torch.int32, device=DEVICE) if counted else None
+    def __init__(
+        self, attn: NSAttention, cache: NSACache, rows: int, counted: bool = False
+    ) -> None:
+        self.x = torch.zeros(
+            cache.batch, rows, CONFIG.dim, device=DEVICE, dtype=attn.out.weight.dtype
+        )
+        self.new = (
+            torch.full((cache.batch,), rows, dtype=torch.int32, device=DEVICE) if counted else None
+        )
         cache.reserve_workspace(rows)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -123,7 +144,9 @@ def test_replayed_ragged_steps_equal_whole_sequences(attn: NSAttention) -> None:
             parts[b].append(y[b, :n])
             have[b] += n
     for b, length in enumerate(have):
-        assert_right(torch.cat(parts[b])[None], golden[b : b + 1, :length], rounded[b : b + 1, :length])
+        assert_right(
+            torch.cat(parts[b])[None], golden[b : b + 1, :length], rounded[b : b + 1, :length]
+        )
     assert cache.host_lengths() == have
 
 
@@ -148,7 +171,9 @@ def test_a_step_past_the_end_is_masked_and_reported(attn: NSAttention) -> None:
 
 
 @PAGES
-def test_steps_do_not_synchronise(attn: NSAttention, page_size: int | None, no_synchronisation: None) -> None:
+def test_steps_do_not_synchronise(
+    attn: NSAttention, page_size: int | None, no_synchronisation: None
+) -> None:
     torch.cuda.set_sync_debug_mode("default")
     attn.bfloat16()
     x, cache = tokens(2, ROOM, dtype=torch.bfloat16), new_cache(attn, page_size)
@@ -166,7 +191,10 @@ def test_steps_do_not_synchronise(attn: NSAttention, page_size: int | None, no_s
 @PAGES
 def test_eager_steps_take_no_new_segment(attn: NSAttention, page_size: int | None) -> None:
     attn.bfloat16()
-    x, caches = tokens(2, ROOM, dtype=torch.bfloat16), [new_cache(attn, page_size) for _ in range(2)]
+    x, caches = (
+        tokens(2, ROOM, dtype=torch.bfloat16),
+        [new_cache(attn, page_size) for _ in range(2)],
+    )
     for cache in caches:
         attn(x[:, :30], cache=cache)
     caches[0].reserve_workspace()
@@ -177,7 +205,8 @@ def test_eager_steps_take_no_new_segment(attn: NSAttention, page_size: int | Non
     for key in ("segment.all.allocated", "num_alloc_retries"):
         assert after[key] == before[key], key
     assert torch.equal(
-        torch.cat(outs, 1), torch.cat([attn(x[:, t : t + 1], cache=caches[1]) for t in range(30, ROOM)], 1)
+        torch.cat(outs, 1),
+        torch.cat([attn(x[:, t : t + 1], cache=caches[1]) for t in range(30, ROOM)], 1),
     )
 
 
@@ -200,8 +229,11 @@ def test_a_replay_calls_no_allocator(attn: NSAttention) -> None:
 
 @PAGES
 def test_between_replays_the_cache_can_be_changed(attn: NSAttention, page_size: int | None) -> None:
-    """Speculative decoding: a graph of five rows, and a crop of what was not wanted; then other sequences."""
-    pages = {"num_pages": 11} if page_size else {}  # one more than two sequences need, for the snapshot
+    """Speculative decoding: a graph of five rows, and a crop of what was not wanted; then other
+    sequences.
+    """
+    # one more than two sequences need, for the snapshot
+    pages = {"num_pages": 11} if page_size else {}
     x, cache = tokens(2, ROOM), new_cache(attn, page_size, max_rollback=5, **pages)
     golden, rounded = truth(attn, x[:, :60])
     cache.reserve(ROOM)
@@ -224,7 +256,9 @@ def test_between_replays_the_cache_can_be_changed(attn: NSAttention, page_size: 
 
 @PAGES
 def test_long_steps_over_a_filled_cache(attn: NSAttention, page_size: int | None) -> None:
-    """Chunks of far more rows than the rings are made for, ragged, and nothing asked of the device on the way."""
+    """Chunks of far more rows than the rings are made for, ragged, and nothing asked of the device
+    on the way.
+    """
     x, cache = tokens(2, ROOM), new_cache(attn, page_size, max_step=2)
     golden, rounded = truth(attn, x)
     attn(x[:, :60], cache=cache)

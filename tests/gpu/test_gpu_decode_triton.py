@@ -1,4 +1,6 @@
-"""The triton backend's decode forms on a GPU: parity, graphs, synchronisation, determinism, binaries, memory."""
+"""The triton backend's decode forms on a GPU: parity, graphs, synchronisation, determinism,
+binaries, memory.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,27 @@ pytestmark = pytest.mark.gpu
 
 SUBJECT = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
 CONFIG = NSAConfig(dim=1024, n_heads=16, n_kv_heads=2, head_dim=64, rope=False)
-LONG = Step(Case("16/2/64, pages", CONFIG, ()), (3000, 1, 700, 0, 2048), (1, 1, 1, 0, 1), page_size=128)
+LONG = Step(
+    Case("16/2/64, pages", CONFIG, ()), (3000, 1, 700, 0, 2048), (1, 1, 1, 0, 1), page_size=128
+)
 WIDE = NSAConfig(dim=1024, n_heads=16, n_kv_heads=1, head_dim=192, v_head_dim=128, rope=False)
 FOUR = dataclasses.replace(LONG, case=Case("four tokens", CONFIG, ()), new=(4, 1, 3, 0, 4), rows=4)
-CHUNK = dataclasses.replace(LONG, case=Case("a chunk of 90", CONFIG, ()), new=(90, 1, 64, 0, 0), rows=90)
+CHUNK = dataclasses.replace(
+    LONG, case=Case("a chunk of 90", CONFIG, ()), new=(90, 1, 64, 0, 0), rows=90
+)
 ODD = Step(Case("16/1 192/128", WIDE, ()), (900, 65), (1, 1))
 WIDEST = NSAConfig(dim=1024, n_heads=64, n_kv_heads=1, head_dim=256, rope=False)
 MOST = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
-# Some ten binaries each, of up to 5 s; benchmarks/triton_decode.py judges more steps, in several processes.
+# Some ten binaries each, of up to 5 s; benchmarks/triton_decode.py judges more steps, in several
+# processes.
 PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MOST)]
 PROBLEMS += [(LONG, torch.float16), (LONG, torch.float32), (FOUR, torch.float32)]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
 
-def forms(data: StepData, call: DecodeCall | None = None) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
+def forms(
+    data: StepData, call: DecodeCall | None = None
+) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
     """Every decode form on ``data``."""
     plan = SUBJECT.plan(CONFIG, data.q.dtype, needs_grad=False, phase="decode", page_size=128)
     call, s, q = call or data.call, data.stores, data.q
@@ -49,12 +58,16 @@ def forms(data: StepData, call: DecodeCall | None = None) -> dict[str, Callable[
     }
 
 
-@pytest.mark.parametrize(("step", "dtype"), PROBLEMS, ids=lambda x: x.case.name if isinstance(x, Step) else str(x))
+@pytest.mark.parametrize(
+    ("step", "dtype"), PROBLEMS, ids=lambda x: x.case.name if isinstance(x, Step) else str(x)
+)
 def test_every_form_equals_the_oracle(step: Step, dtype: torch.dtype) -> None:
     findings = [*decode_parity(SUBJECT, step, dtype), *step_parity(SUBJECT, step, dtype)]
     findings += fused_gates(SUBJECT, step, dtype)
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
-        findings += append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40)
+        findings += append_parity(
+            SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40
+        )
     assert not [f for f in findings if not f.ok]
 
 
@@ -105,7 +118,9 @@ def test_row_54_the_same_bits_250_times(form: str) -> None:
 
 
 def test_the_last_program_sees_every_split() -> None:
-    """Many units of many splits at once, over and over, while another stream takes multiprocessors away."""
+    """Many units of many splits at once, over and over, while another stream takes multiprocessors
+    away.
+    """
     step = Step(Case("many", CONFIG, ()), (3000,) * 24, (1,) * 24, page_size=128)
     run, other = forms(step_data(step, torch.bfloat16, "cuda"))["step"], torch.cuda.Stream()
     noise, first = torch.randn(2048, 2048, device="cuda"), run()
@@ -121,9 +136,7 @@ def test_one_binary_for_every_length_and_batch() -> None:
     from nsa_backend_triton.decode import choose, sel, span
     from nsa_backend_triton.decode import step as decode_step
 
-    kernels = (
-        span.decode_span, sel.decode_sel, choose.decode_choose, decode_step.decode_step
-    )  # fmt: skip
+    kernels = (span.decode_span, sel.decode_sel, choose.decode_choose, decode_step.decode_step)
 
     def count() -> list[int]:
         return [sum(len(entry[0]) for entry in kernel.device_caches.values()) for kernel in kernels]

@@ -19,9 +19,16 @@ from nsa_verify.subject import bits, run_slot, run_slots, slot_inputs
 pytestmark = pytest.mark.gpu
 
 CONFIG = NSAConfig(
-    dim=256, n_heads=8, n_kv_heads=2, head_dim=32, compress_block_size=16, compress_stride=8,
-    select_block_size=32, num_selected_blocks=4, window_size=48,
-)  # fmt: skip
+    dim=256,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=32,
+    compress_block_size=16,
+    compress_stride=8,
+    select_block_size=32,
+    num_selected_blocks=4,
+    window_size=48,
+)
 CASE = Case("gpu rows", CONFIG, (300,), batch=2)
 BRANCHES = ("cmp", "sel", "win")
 
@@ -32,30 +39,44 @@ def backends() -> list[tuple[str, str]]:
     return [(e.name, slot) for e in entries for slot in SLOTS if slot in e.spec.slots]
 
 
-def plan_for(backend: str, slot: str, config: NSAConfig = CONFIG, device: str = "cuda", **options: object) -> Plan:
-    """The plan with ``backend`` in ``slot``; a backend that refuses this request is skipped with its reason."""
+def plan_for(
+    backend: str, slot: str, config: NSAConfig = CONFIG, device: str = "cuda", **options: object
+) -> Plan:
+    """The plan with ``backend`` in ``slot``; a backend that refuses this request is skipped with
+    its reason.
+    """
     from nsa_core import Unsupported
 
     try:
         return resolve(
-            config, device=device, dtype=options.pop("dtype", torch.bfloat16), backends={slot: backend}, **options
+            config,
+            device=device,
+            dtype=options.pop("dtype", torch.bfloat16),
+            backends={slot: backend},
+            **options,
         )
     except Unsupported as refusal:
         pytest.skip(str(refusal))
 
 
 EACH = pytest.mark.parametrize(("backend", "slot"), backends())
-EACH_BRANCH = pytest.mark.parametrize(("backend", "slot"), [b for b in backends() if b[1] in BRANCHES])
+EACH_BRANCH = pytest.mark.parametrize(
+    ("backend", "slot"), [b for b in backends() if b[1] in BRANCHES]
+)
 
 
-def inputs_of(backend: str, slot: str, case: Case = CASE) -> tuple[Plan, CaseData, dict[str, torch.Tensor]]:
+def inputs_of(
+    backend: str, slot: str, case: Case = CASE
+) -> tuple[Plan, CaseData, dict[str, torch.Tensor]]:
     data = case.data(torch.bfloat16, "cuda")
     plan = plan_for(backend, slot, case.config, needs_grad=True, varlen=case.packed)
     return plan, data, slot_inputs(slot, data, run_slots(plan, case, data))
 
 
 def assert_judged(slot: str, run, config: NSAConfig = CONFIG, **kw: object) -> None:
-    verdicts = judge_slot(slot, run.inputs, run.outputs, config.geometry, config.softmax_scale, do=run.do, **kw)
+    verdicts = judge_slot(
+        slot, run.inputs, run.outputs, config.geometry, config.softmax_scale, do=run.do, **kw
+    )
     for name, verdict in verdicts.items():
         assert verdict.ok, (slot, name, verdict.why)
 
@@ -103,17 +124,30 @@ def test_by_the_kit(backend: str, slot: str, row: str) -> None:
 @EACH_BRANCH
 def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> None:
     config = dataclasses.replace(
-        CONFIG, dim=32, n_heads=2, n_kv_heads=1, head_dim=16, v_head_dim=16, compress_block_size=2, compress_stride=2,
-        select_block_size=2, num_selected_blocks=3, window_size=3,
-    )  # fmt: skip
+        CONFIG,
+        dim=32,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        v_head_dim=16,
+        compress_block_size=2,
+        compress_stride=2,
+        select_block_size=2,
+        num_selected_blocks=3,
+        window_size=3,
+    )
     case = Case("many sequences", config, (8,), batch=70_000)
     plan, data, inputs = inputs_of(backend, slot, case)
     run = run_slot(plan, slot, inputs, data.do, data)
     few = [0, 65_535, 65_536, 69_999]
     verdicts = judge_slot(
-        slot, {n: t[few] for n, t in run.inputs.items()}, {n: t[few] for n, t in run.outputs.items()},
-        config.geometry, config.softmax_scale, do=data.do[few],
-    )  # fmt: skip
+        slot,
+        {n: t[few] for n, t in run.inputs.items()},
+        {n: t[few] for n, t in run.outputs.items()},
+        config.geometry,
+        config.softmax_scale,
+        do=data.do[few],
+    )
     assert all(v.ok for v in verdicts.values()), verdicts
 
 
@@ -169,28 +203,38 @@ def test_inductor_compiles_the_whole_call() -> None:
     eager = whole(data.q, data.gates)
     compiled = torch.compile(whole, fullgraph=True)(data.q, data.gates)
     torch.testing.assert_close(compiled, eager)
-    for a, b in zip(torch.autograd.grad(compiled.sum(), leaves[:1]), torch.autograd.grad(eager.sum(), leaves[:1])):
+    for a, b in zip(
+        torch.autograd.grad(compiled.sum(), leaves[:1]),
+        torch.autograd.grad(eager.sum(), leaves[:1]),
+    ):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
 def test_memory_slope_2k_to_64k() -> None:
-    """Forward + backward of the whole core, 12/2/64 bf16: peak memory grows as S^1.1 at most (log-log fit)."""
+    """Forward + backward of the whole core, 12/2/64 bf16: peak memory grows as S^1.1 at most
+    (log-log fit).
+    """
     import math
 
     config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
     points = []
     for s in (2048, 4096, 8192, 16384, 32768, 65536):
         q, k, v = (
-            torch.randn(1, s, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)
+            torch.randn(1, s, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for h in (12, 2, 2)
         )
         gates = torch.rand(1, s, 12, 3, device="cuda", requires_grad=True)
         torch.cuda.reset_peak_memory_stats()
-        plan = resolve(config, device="cuda", dtype=torch.bfloat16, needs_grad=True, backends="sdpa")
+        plan = resolve(
+            config, device="cuda", dtype=torch.bfloat16, needs_grad=True, backends="sdpa"
+        )
         nsa_attention(q, k, v, gates, config=config, plan=plan).float().sum().backward()
         points.append((math.log(s), math.log(torch.cuda.max_memory_allocated())))
         print(s, torch.cuda.max_memory_allocated() / 2**20, "MiB")
     mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
     print("slope", slope)
     assert slope <= 1.1

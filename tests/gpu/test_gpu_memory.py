@@ -1,4 +1,6 @@
-"""Row 47: peak memory on a GPU is what plan.workspace_bytes says, for every backend that is ready there."""
+"""Row 47: peak memory on a GPU is what plan.workspace_bytes says, for every backend that is ready
+there.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,18 @@ REPORTS = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
 FEW = dataclasses.replace(REPORTS, n_heads=2)  # so few rows that FlashAttention-2 splits the keys
 PAPER = NSAConfig(dim=256, n_heads=64, n_kv_heads=4, head_dim=192, v_head_dim=128)
 ODD = NSAConfig(
-    dim=256, n_heads=4, n_kv_heads=2, head_dim=65, v_head_dim=80, rope=False, compress_block_size=16, compress_stride=8,
-    select_block_size=32, num_selected_blocks=4, window_size=48,
-)  # fmt: skip
+    dim=256,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=65,
+    v_head_dim=80,
+    rope=False,
+    compress_block_size=16,
+    compress_stride=8,
+    select_block_size=32,
+    num_selected_blocks=4,
+    window_size=48,
+)
 CASES = {
     "2k": Case("2k", REPORTS, (2048,)),
     "batch": Case("batch", REPORTS, (2048,), batch=3),
@@ -38,7 +49,8 @@ CASES = {
     "65/80": Case("65/80", ODD, (2048,), batch=2),
 }
 LONG = Case("16k", REPORTS, (16384,))
-# Lengths are not in a request. What depends on the longest document is stated for one document of all tokens.
+# Lengths are not in a request. What depends on the longest document is stated for one document of
+# all tokens.
 ONE_LONG = Case("one long", REPORTS, (8000, 150, 42), packed=True)
 BOUNDS = {("sdpa", "cmp")}
 SPECS = {
@@ -53,21 +65,32 @@ WITH_BACKWARD = [key for key, spec in SPECS.items() if spec.backward]
 OTHER_WHEN_DETERMINISTIC = [key for key in WITH_BACKWARD if not SPECS[key].deterministic]
 
 
-def inputs_of(slot: str, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+def inputs_of(
+    slot: str, case: Case
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
     """(the slot's tensors, do, cu_seqlens), made on the GPU: memory depends on shapes alone."""
     generator = torch.Generator("cuda").manual_seed(0)
     config, geometry, tokens = case.config, case.config.geometry, case.tokens
     lead = (tokens,) if case.packed else (case.batch, tokens)
-    keys = (geometry.max_compressed(tokens),) if case.packed else (case.batch, geometry.num_compressed(tokens))
+    keys = (
+        (geometry.max_compressed(tokens),)
+        if case.packed
+        else (case.batch, geometry.num_compressed(tokens))
+    )
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
     heads, groups, d_k, d_v = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
     do, q = normal(*lead, heads, d_v), normal(*lead, heads, d_k)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor(
+        [0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device="cuda"
+    )
     if slot == "combine":
-        tensors = [normal(*lead, heads, 3, dtype=torch.float32), *(normal(*lead, heads, d_v) for _ in "123")]
+        tensors = [
+            normal(*lead, heads, 3, dtype=torch.float32),
+            *(normal(*lead, heads, d_v) for _ in "123"),
+        ]
     elif slot == "select":
         lse = torch.full((*lead[:-1], heads, tokens), 3.0, device="cuda")
         tensors = [q, normal(*keys, groups, d_k), lse]
@@ -75,13 +98,20 @@ def inputs_of(slot: str, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, 
         rows = keys if slot == "cmp" else lead
         tensors = [q, normal(*rows, groups, d_k), normal(*rows, groups, d_v)]
     if slot == "sel":
-        most, shape = geometry.num_select_blocks(min(case.lengths)), (*lead, groups, geometry.num_selected_blocks)
-        tensors.append(torch.randint(most, shape, generator=generator, device="cuda", dtype=torch.int32))
+        most, shape = (
+            geometry.num_select_blocks(min(case.lengths)),
+            (*lead, groups, geometry.num_selected_blocks),
+        )
+        tensors.append(
+            torch.randint(most, shape, generator=generator, device="cuda", dtype=torch.int32)
+        )
     return tensors, do, cu_seqlens if case.packed else None
 
 
 def asked() -> int:
-    """Bytes asked of the allocator and alive; its blocks may be up to 1 MiB larger, at 2k tokens more than 5 %."""
+    """Bytes asked of the allocator and alive; its blocks may be up to 1 MiB larger, at 2k tokens
+    more than 5 %.
+    """
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -91,8 +121,8 @@ def asked() -> int:
 def peak_of(once: Callable[[], None]) -> int:
     """Peak bytes of ``once`` beyond what was alive before; run in this thread alone.
 
-    A thread of autograd's own may hold the last gradients a little longer than the call that made them, which would
-    then be freed under the next call and taken for memory that it did not need.
+    A thread of autograd's own may hold the last gradients a little longer than the call that made
+    them, which would then be freed under the next call and taken for memory that it did not need.
     """
     with torch.autograd.set_multithreading_enabled(False):
         once()  # libraries allocate for good in their first call
@@ -106,7 +136,9 @@ def peak_of(once: Callable[[], None]) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """Per operator: the peak while it ran, and what it held inside beyond its results, both where largest."""
+    """Per operator: the peak while it ran, and what it held inside beyond its results, both where
+    largest.
+    """
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -121,27 +153,44 @@ class Operators(TorchDispatchMode):
         peak = int(stats["requested_bytes.all.peak"])
         inside = peak - max(held, int(stats["requested_bytes.all.current"]))
         made = " ".join(str(tuple(x.shape)) for x in tree_iter(out) if isinstance(x, torch.Tensor))
-        self.rows[str(func)] = max(self.rows.get(str(func), (0, 0, "")), (peak - self.before, inside, made))
+        self.rows[str(func)] = max(
+            self.rows.get(str(func), (0, 0, "")), (peak - self.before, inside, made)
+        )
         return out
 
     def __str__(self) -> str:
         high = sorted(self.rows.items(), key=lambda row: row[1][0], reverse=True)[:6]
         deep = sorted(self.rows.items(), key=lambda row: row[1][1], reverse=True)[:4]
-        lines = [f"  peak {p / 2**20:9.3f} MiB, inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (p, i, o) in high]
+        lines = [
+            f"  peak {p / 2**20:9.3f} MiB, inside {i / 2**20:9.3f} MiB, {name} -> {o}"
+            for name, (p, i, o) in high
+        ]
         lines += ["  most inside:"]
-        return "\n".join(lines + [f"  inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (_, i, o) in deep])
+        return "\n".join(
+            lines + [f"  inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (_, i, o) in deep]
+        )
 
 
 def breakdown(
-    backend: str, kernel: Kernel, inputs: list[torch.Tensor], do: torch.Tensor, call: SlotCall, *, backward: bool
+    backend: str,
+    kernel: Kernel,
+    inputs: list[torch.Tensor],
+    do: torch.Tensor,
+    call: SlotCall,
+    *,
+    backward: bool,
 ) -> str:
-    """Which of PyTorch's operators the peak is at, and which allocate inside; the backend's functions called bare."""
+    """Which of PyTorch's operators the peak is at, and which allocate inside; the backend's
+    functions called bare.
+    """
     spec, inputs = SPECS[backend, kernel.slot], [x.detach() for x in inputs]
     with Operators(asked()) as operators:
         out = import_named(spec.forward)(*inputs, call=call)
         if backward:
             assert spec.backward
-            import_named(spec.backward)(do, *inputs, *(out if kernel.slot != "combine" else ()), call=call)
+            import_named(spec.backward)(
+                do, *inputs, *(out if kernel.slot != "combine" else ()), call=call
+            )
     return str(operators)
 
 
@@ -149,9 +198,14 @@ def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
     sizes = {"batch": len(case.lengths) if case.packed else case.batch, "seq_len": case.tokens}
     try:
         return resolve(
-            case.config, device="cuda", dtype=torch.bfloat16, backends={slot: backend}, varlen=case.packed,
-            **sizes, **options,
-        )  # fmt: skip
+            case.config,
+            device="cuda",
+            dtype=torch.bfloat16,
+            backends={slot: backend},
+            varlen=case.packed,
+            **sizes,
+            **options,
+        )
     except Unsupported as refusal:
         pytest.skip(str(refusal))
 
@@ -159,7 +213,11 @@ def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
 def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
     plan = plan_of(backend, slot, case, **options)
     inputs, do, cu_seqlens = inputs_of(slot, case)
-    wanted = [x.requires_grad_() for x in inputs if x.is_floating_point()] if options["needs_grad"] else []
+    wanted = (
+        [x.requires_grad_() for x in inputs if x.is_floating_point()]
+        if options["needs_grad"]
+        else []
+    )
     kernel, backward = getattr(plan, slot), options["needs_grad"] and slot != "select"
 
     def once() -> None:
@@ -169,7 +227,10 @@ def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
 
     peak, stated = peak_of(once), plan.workspace_bytes(plan.requests[slot])
     how = " ".join([case.name, backend, slot, *(name for name, on in options.items() if on)])
-    line = f"row 47: {how}: peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB, {stated / peak:.3f}"
+    line = (
+        f"row 47: {how}: peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB,"
+        f" {stated / peak:.3f}"
+    )
     print(line)
     bound = case.packed and case is not ONE_LONG and (backend, slot) in BOUNDS
     if peak - stated > 0.05 * peak or (stated - peak > 0.05 * peak and not bound):

@@ -1,4 +1,6 @@
-"""Packed documents on the sdpa backend: the host reads their boundaries once, and never in a CUDA graph."""
+"""Packed documents on the sdpa backend: the host reads their boundaries once, and never in a CUDA
+graph.
+"""
 
 from __future__ import annotations
 
@@ -37,5 +39,8 @@ def test_a_graph_of_packed_documents_is_refused() -> None:
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 110, 300], dtype=torch.int32, device="cuda")
     attn(x, cu_seqlens, max_seqlen=190)  # what it read must not serve the graph
-    with pytest.raises(Unsupported, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(Unsupported, match="cannot be captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         attn(x, cu_seqlens, max_seqlen=190)

@@ -1,4 +1,6 @@
-"""Training on a GPU: no leak at full size, one loss curve whoever computes it, and no wait inside a step."""
+"""Training on a GPU: no leak at full size, one loss curve whoever computes it, and no wait inside a
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,16 @@ from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
-# Blocks and window of the paper's sizes, few layers: what differs between backends is the attention.
+# Blocks and window of the paper's sizes, few layers: what differs between backends is the
+# attention.
 MODEL = LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 2)
 SPECS = {e.name: e.spec for e in default_registry().entries if e.status == "ready" and e.spec}
 OFFERING = {slot: [name for name, spec in SPECS.items() if slot in spec.slots] for slot in SLOTS}
-TRIPLES = [t for t in itertools.product(*(OFFERING[slot] for slot in ("cmp", "sel", "win"))) if t != ("sdpa",) * 3]
+TRIPLES = [
+    t
+    for t in itertools.product(*(OFFERING[slot] for slot in ("cmp", "sel", "win")))
+    if t != ("sdpa",) * 3
+]
 STEPS = 100
 
 
@@ -78,14 +85,18 @@ def test_packed_rows_train_as_rows_do():
     assert (found[0] - found[1]).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("how", ["compile", "graph", "recompute", "compile and graph", "graph in parts"])
+@pytest.mark.parametrize(
+    "how", ["compile", "graph", "recompute", "compile and graph", "graph in parts"]
+)
 def test_how_a_step_runs_does_not_change_its_loss(how):
     task = "uniform" if "graph" in how else "python-docs"
     options = {"task": task, "precision": "bfloat16", "accumulate": 2 if "parts" in how else 1}
     plain = losses(trainer(**options), 20)
     ways = how.removesuffix(" in parts").split(" and ")
     found = losses(trainer(**options, **dict.fromkeys(ways, True)), 20)
-    assert (found - plain).abs().max() <= 5e-3  # fused products round once where separate ones round twice
+    assert (
+        found - plain
+    ).abs().max() <= 5e-3  # fused products round once where separate ones round twice
 
 
 class SomeIgnored:
@@ -108,7 +119,8 @@ def test_a_graph_weighs_each_batch_by_its_own_targets():
     for graph in (False, True):
         made = trainer(task="uniform", precision="bfloat16", batch=1, graph=graph)
         made.data.rows = SomeIgnored(made.data.rows)
-        found.append(torch.tensor([made.step().read()[2] for _ in range(6)]))  # norms of the gradients
+        # norms of the gradients
+        found.append(torch.tensor([made.step().read()[2] for _ in range(6)]))
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=0)
 
 
@@ -124,7 +136,8 @@ def test_no_step_waits_for_the_device():
 
 
 def test_neither_a_batch_nor_the_numbers_of_a_step_wait_for_later_work():
-    made = trainer(task="uniform", precision="bfloat16", batch=16)  # its tokens are more than 64 KiB
+    # its tokens are more than 64 KiB
+    made = trainer(task="uniform", precision="bfloat16", batch=16)
     losses(made, 3)
     done = made.step()
     torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
@@ -152,7 +165,9 @@ def test_a_resumed_run_goes_on(tmp_path):
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_nothing_leaks_at_full_size(times):
     model = dataclasses.replace(size("m7c_125m"), n_layers=2, vocab_size=64)
-    recipe = Recipe(steps=500, batch=4, learning_rate=1e-3, warmup=50, weight_decay=0.0, precision="bfloat16")
+    recipe = Recipe(
+        steps=500, batch=4, learning_rate=1e-3, warmup=50, weight_decay=0.0, precision="bfloat16"
+    )
     found = leak_sentinel(model, times * model.layer.window_size, recipe=recipe, device="cuda")
     print(f"leak sentinel at {times} w: {found.loss:.4f}, ln V {found.floor:.4f}")
     assert found.quiet, found
@@ -162,11 +177,36 @@ def test_nothing_leaks_at_full_size(times):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_gpus_give_the_loss_of_one(tmp_path: pathlib.Path, kind: str) -> None:
     pytest.importorskip("safetensors")
-    options = ["train", "--device", "cuda", "--length", "512", "--batch", "8", "--steps", "20", "--warmup", "5"]
+    options = [
+        "train",
+        "--device",
+        "cuda",
+        "--length",
+        "512",
+        "--batch",
+        "8",
+        "--steps",
+        "20",
+        "--warmup",
+        "5",
+    ]
     found = []
-    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])):
+    for name, launcher in (
+        ("one", []),
+        ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+    ):
         out = tmp_path / name
-        command = [sys.executable, *launcher, "-m", "nsa_cli", *options, "--out", str(out), "--parallel", kind]
+        command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "nsa_cli",
+            *options,
+            "--out",
+            str(out),
+            "--parallel",
+            kind,
+        ]
         subprocess.run(command, check=True)
         found.append(torch.tensor([r["loss"] for r in log.read_log(out / log.FILE)[1][1:]]))
     print(f"{kind}: at most {(found[0] - found[1]).abs().max():.2e} apart")

@@ -1,4 +1,6 @@
-"""The triton backend on a GPU: binaries, synchronisation, graphs, memory, warm-up, and the conformance suite."""
+"""The triton backend on a GPU: binaries, synchronisation, graphs, memory, warm-up, and the
+conformance suite.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ EACH = pytest.mark.parametrize("slot", SLOTS)
 
 def plan(varlen: bool = False, deterministic: bool = False, config: NSAConfig = CONFIG) -> Plan:
     return resolve(
-        config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True, varlen=varlen,
+        config,
+        device="cuda",
+        dtype=torch.bfloat16,
+        backends="triton",
+        needs_grad=True,
+        varlen=varlen,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
 
 
 def case(length: int, packed: bool = False) -> tuple[Case, CaseData]:
@@ -54,7 +61,9 @@ def binaries() -> dict[str, int]:
 
 
 class TestTriton(BackendConformance):
-    """What every backend owes: graphs, compile, threads, layouts, long offsets, dtypes, determinism."""
+    """What every backend owes: graphs, compile, threads, layouts, long offsets, dtypes,
+    determinism.
+    """
 
     backend = "triton"
 
@@ -97,10 +106,17 @@ def test_row_50_forward_and_backward_in_one_graph(packed: bool) -> None:
 
     def step(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         o = nsa_attention(
-            x["q"], (None, x["k_sel"], x["k_win"]), (None, x["v_sel"], x["v_win"]), x["gates"], config=CONFIG,
-            plan=made, k_cmp=x["k_cmp"], v_cmp=x["v_cmp"], cu_seqlens=data.cu_seqlens,
+            x["q"],
+            (None, x["k_sel"], x["k_win"]),
+            (None, x["v_sel"], x["v_win"]),
+            x["gates"],
+            config=CONFIG,
+            plan=made,
+            k_cmp=x["k_cmp"],
+            v_cmp=x["v_cmp"],
+            cu_seqlens=data.cu_seqlens,
             max_seqlen=data.max_seqlen if packed else None,
-        )  # fmt: skip
+        )
         return (o, *torch.autograd.grad(o, list(x.values()), data.do))
 
     stream = torch.cuda.Stream()
@@ -125,7 +141,9 @@ def test_row_29_two_compilations_for_every_length() -> None:
     made, counter = plan(), CompileCounter()
     torch._dynamo.reset()
 
-    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    def whole(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor
+    ) -> torch.Tensor:
         return nsa_attention(q, k, v, gates, config=CONFIG, plan=made)
 
     compiled = torch.compile(whole, backend=counter, fullgraph=True)
@@ -138,12 +156,16 @@ def test_row_29_two_compilations_for_every_length() -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @EACH
-def test_row_47_peak_memory_is_what_the_plan_tells(slot: str, packed: bool, deterministic: bool) -> None:
+def test_row_47_peak_memory_is_what_the_plan_tells(
+    slot: str, packed: bool, deterministic: bool
+) -> None:
     asked, data = case(30000, packed)
     made = plan(packed, deterministic)
     inputs = slot_inputs(slot, data, run_slots(made, asked, data))
     do = None if slot == "select" else data.do
-    request = dataclasses.replace(made.requests[slot], batch=len(asked.lengths) if packed else 1, seq_len=30000)
+    request = dataclasses.replace(
+        made.requests[slot], batch=len(asked.lengths) if packed else 1, seq_len=30000
+    )
     told = made.workspace_bytes(request)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -151,7 +173,9 @@ def test_row_47_peak_memory_is_what_the_plan_tells(slot: str, packed: bool, dete
     run_slot(made, slot, inputs, do, data)
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated() - before
-    assert abs(told - taken) <= 0.05 * taken, f"told {told}, taken {taken}, ratio {told / taken:.3f}"
+    assert abs(told - taken) <= 0.05 * taken, (
+        f"told {told}, taken {taken}, ratio {told / taken:.3f}"
+    )
 
 
 @EACH
@@ -176,6 +200,8 @@ def test_row_55_a_row_does_not_depend_on_its_neighbours_in_the_batch(slot: str) 
     together = run_slot(made, slot, inputs, do, data).outputs
     for entry in range(3):
         alone = {name: tensor[entry : entry + 1] for name, tensor in inputs.items()}
-        run = run_slot(made, slot, alone, None if do is None else do[entry : entry + 1], data).outputs
+        run = run_slot(
+            made, slot, alone, None if do is None else do[entry : entry + 1], data
+        ).outputs
         for name, got in run.items():
             assert torch.equal(bits(got), bits(together[name][entry : entry + 1])), (entry, name)

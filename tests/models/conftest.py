@@ -14,9 +14,17 @@ from nsa_models.lm.data import TextRows
 from nsa_models.lm.tokens import ByteTokenizer
 
 LAYER = NSAConfig(
-    dim=24, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=6, compress_block_size=4, compress_stride=2,
-    select_block_size=4, num_selected_blocks=4, window_size=7,
-)  # fmt: skip
+    dim=24,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    v_head_dim=6,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=4,
+    num_selected_blocks=4,
+    window_size=7,
+)
 
 
 @pytest.fixture(params=["nsa", "dense"])
@@ -40,7 +48,9 @@ def documents() -> list[str]:
 @pytest.fixture
 def rows(documents):
     """``rows(length, **options)``: the documents as rows of bytes."""
-    return lambda length, **options: TextRows(ListCorpus(documents, "words"), ByteTokenizer(), length, **options)
+    return lambda length, **options: TextRows(
+        ListCorpus(documents, "words"), ByteTokenizer(), length, **options
+    )
 
 
 @pytest.fixture(autouse=True)

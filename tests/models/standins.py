@@ -41,7 +41,9 @@ class ParquetFile:
 
     def read_row_group(self, group: int, columns: list[str]) -> types.SimpleNamespace:
         rows = slice(group * self._size, (group + 1) * self._size)
-        return types.SimpleNamespace(column=lambda i: [Cell(v) for v in self._columns[columns[i]][rows]])
+        return types.SimpleNamespace(
+            column=lambda i: [Cell(v) for v in self._columns[columns[i]][rows]]
+        )
 
 
 class Tokenizer:

@@ -18,14 +18,21 @@ def test_one_compilation_serves_every_block(config, attention):
     model = LanguageModel(dataclasses.replace(config, n_layers=6, attention=attention))
     counter = CompileCounterWithBackend("eager")
     tokens = torch.randint(256, (96,))
-    packings = [[0, 40, 96, 96], [0, 10, 60, 96], [0, 3, 6, 9, 12, 20, 40, 90, 96], [0, 5, 6, 19, 22, 30, 44, 80, 96]]
+    packings = [
+        [0, 40, 96, 96],
+        [0, 10, 60, 96],
+        [0, 3, 6, 9, 12, 20, 40, 90, 96],
+        [0, 5, 6, 19, 22, 30, 44, 80, 96],
+    ]
     bounds = [torch.tensor(p, dtype=torch.int32) for p in packings]
     expected = [model(tokens, b, 90, tokens) for b in bounds]
     for block in model.blocks:
         block.compile(backend=counter)
     found = [model(tokens, bounds[0], 90, tokens)]
     once = counter.frame_count
-    assert once <= (1 if attention == "nsa" else 4)  # pieces: dense attention stops at its calls by document
+    # pieces: dense attention stops at its calls by document
+    assert once <= (1 if attention == "nsa" else 4)
     found += [model(tokens, b, 90, tokens) for b in bounds[1:]]
-    assert counter.frame_count <= 2 * once  # a second time for another number of documents, and no third
+    # a second time for another number of documents, and no third
+    assert counter.frame_count <= 2 * once
     torch.testing.assert_close(found, expected)

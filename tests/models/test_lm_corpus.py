@@ -1,4 +1,6 @@
-"""Corpora and tokenizers: files of every kind give all of their text, and a missing library is named with its hint."""
+"""Corpora and tokenizers: files of every kind give all of their text, and a missing library is
+named with its hint.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def test_an_epoch_has_an_order_of_its_own_and_starts_anywhere(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"text": "good"}\n{"text": 3}\n', "line 2 has no text under 'text' (--text-field); it has text (int)"),
+        (
+            b'{"text": "good"}\n{"text": 3}\n',
+            "line 2 has no text under 'text' (--text-field); it has text (int)",
+        ),
         (b'{"text": "good"}\n[1]\n', "line 2 has no text under 'text' (--text-field); it has list"),
         (b'{"text": "good"}\n{"text"\n', "line 2 is no JSON"),
     ],
@@ -89,12 +94,16 @@ def test_what_is_no_data_is_refused(tmp_path):
         open_corpus(str(tmp_path / "nothing"))
 
 
-@pytest.mark.parametrize(("library", "data"), [("datasets", "hf:someone/something"), ("pyarrow", "x.parquet")])
+@pytest.mark.parametrize(
+    ("library", "data"), [("datasets", "hf:someone/something"), ("pyarrow", "x.parquet")]
+)
 def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library, data):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(BackendUnavailable, match=rf"need {library}, which is not installed; pip install 'nsa-core"):
+    with pytest.raises(
+        BackendUnavailable, match=rf"need {library}, which is not installed; pip install 'nsa-core"
+    ):
         open_corpus(data if ":" in data else str(tmp_path / data))
 
 
@@ -121,8 +130,9 @@ def test_a_streamed_data_set_is_read_from_any_place(monkeypatch):
     open_corpus("hf:someone/plain")
     streamed = {"split": "train", "streaming": True}
     assert asked == [
-        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), streamed), (("someone/plain", None), streamed),
-    ]  # fmt: skip
+        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), streamed),
+        (("someone/plain", None), streamed),
+    ]
 
 
 @pytest.fixture(params=["the library", "a stand-in"])
@@ -131,11 +141,17 @@ def write_parquet(request, monkeypatch):
     if request.param == "the library":
         arrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
-        return lambda path, columns, group: parquet.write_table(arrow.table(columns), path, row_group_size=group)
-    stand_in = types.SimpleNamespace(ParquetFile=standins.ParquetFile, ArrowException=standins.ArrowException)
+        return lambda path, columns, group: parquet.write_table(
+            arrow.table(columns), path, row_group_size=group
+        )
+    stand_in = types.SimpleNamespace(
+        ParquetFile=standins.ParquetFile, ArrowException=standins.ArrowException
+    )
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    return lambda path, columns, group: path.write_text(json.dumps({"columns": columns, "group": group}))
+    return lambda path, columns, group: path.write_text(
+        json.dumps({"columns": columns, "group": group})
+    )
 
 
 def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
@@ -186,7 +202,9 @@ def tokenizers(request, monkeypatch):
 
 def words_as_json(vocab):
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
-    return json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+    return json.dumps(
+        {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    )
 
 
 @pytest.mark.usefixtures("tokenizers")

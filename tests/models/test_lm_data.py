@@ -1,4 +1,6 @@
-"""Rows: every token once, boundaries kept, nothing on both sides of the split, and a position that can be kept."""
+"""Rows: every token once, boundaries kept, nothing on both sides of the split, and a position that
+can be kept.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def pieces(row: Row):
 
 @pytest.mark.parametrize("length", [2, 16, 37, 64, 1000])
 def test_every_token_is_trained_on_once_an_epoch(rows, documents, length):
-    stream = [r for held in (False, True) for r in rows(length, held_out=held, share=SHARE, epochs=1)]
+    stream = [
+        r for held in (False, True) for r in rows(length, held_out=held, share=SHARE, epochs=1)
+    ]
     counted = collections.Counter(t for row in stream for t in row.targets)
     unused = counted.pop(IGNORED)
     expected = collections.Counter(b for text in documents for b in text.encode())
@@ -41,7 +45,9 @@ def test_every_token_is_trained_on_once_an_epoch(rows, documents, length):
 
 
 def test_rows_are_the_documents_in_order(rows, documents):
-    """Joined again the pieces are the documents: each begins at END or where the one before was cut."""
+    """Joined again the pieces are the documents: each begins at END or where the one before was
+    cut.
+    """
     texts, current = [], []
     for row in rows(16, share=SHARE, epochs=1):
         assert all(n >= 1 for n in row.documents)
@@ -82,7 +88,10 @@ def test_an_epoch_follows_another_in_an_order_of_its_own(rows):
     found = [next(stream) for _ in range(3 * once)]
     assert stream.state_dict()["epoch"] in (2, 3)
     assert all(t != IGNORED for row in found for t in row.targets)
-    first, second = (b"".join(bytes(t for t in r.targets if t != END) for r in found[n:][:once]) for n in (0, once))
+    first, second = (
+        b"".join(bytes(t for t in r.targets if t != END) for r in found[n:][:once])
+        for n in (0, once)
+    )
     assert first[:60] != second[:60]
     assert collections.Counter(first).keys() == collections.Counter(second).keys()
 
@@ -90,8 +99,11 @@ def test_an_epoch_follows_another_in_an_order_of_its_own(rows):
 @pytest.mark.parametrize("make", ["text", "uniform", "recall"])
 def test_a_stream_goes_on_from_any_position(rows, make):
     def stream():
-        return {"text": lambda: rows(20, share=SHARE), "uniform": lambda: UniformRows(32, 20),
-                "recall": lambda: RecallRows(32, 20)}[make]()  # fmt: skip
+        return {
+            "text": lambda: rows(20, share=SHARE),
+            "uniform": lambda: UniformRows(32, 20),
+            "recall": lambda: RecallRows(32, 20),
+        }[make]()
 
     whole = stream()
     found = [next(whole) for _ in range(250)]  # text: more than an epoch
@@ -105,10 +117,16 @@ def test_a_stream_goes_on_from_any_position(rows, make):
 def test_a_side_without_documents_is_refused():
     corpus = ListCorpus(["only this"], "one")
     assert not is_held_out("only this", 0.05)
-    with pytest.raises(InvalidInput, match=r"one has no document held out at a share of 0\.05, of 1 in all"):
+    with pytest.raises(
+        InvalidInput, match=r"one has no document held out at a share of 0\.05, of 1 in all"
+    ):
         next(TextRows(corpus, ByteTokenizer(), 8, held_out=True))
     with pytest.raises(
-        InvalidInput, match="one has no document left to train on, of 1 in all; give more documents, or another share"
+        InvalidInput,
+        match=(
+            "one has no document left to train on, of 1 in all; give more documents, or another"
+            " share"
+        ),
     ):
         TextRows(corpus, ByteTokenizer(), 8, share=0.999999).begin()
     with pytest.raises(InvalidInput, match="empty holds no text"):

@@ -97,7 +97,9 @@ def test_the_mass_inside_the_chosen_blocks(config):
                 q, k = made.q[first + t, head], made.k[1][first : first + t + 1, head // 2]
                 p = (k @ q * layer.softmax_scale).softmax(0)
                 chosen = blocks[first + t, head // 2].tolist()
-                inside = torch.tensor([j // layer.select_block_size in chosen for j in range(t + 1)])
+                inside = torch.tensor(
+                    [j // layer.select_block_size in chosen for j in range(t + 1)]
+                )
                 masses.append(p[inside].sum())
                 shares.append(inside.double().mean())
     found = selected_mass(model, tokens, bounds, rows=1000)
@@ -111,4 +113,7 @@ def test_where_nothing_is_chosen_there_is_no_mass(config):
     with pytest.raises(InvalidInput, match="longer than num_selected_blocks blocks, 16 tokens"):
         selected_mass(LanguageModel(config), torch.zeros(16, dtype=torch.long))
     with pytest.raises(InvalidInput, match="attention 'dense' chooses no blocks"):
-        selected_mass(LanguageModel(dataclasses.replace(config, attention="dense")), torch.zeros(40, dtype=torch.long))
+        selected_mass(
+            LanguageModel(dataclasses.replace(config, attention="dense")),
+            torch.zeros(40, dtype=torch.long),
+        )

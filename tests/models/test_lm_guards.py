@@ -21,14 +21,23 @@ from nsa_models.lm.trainer import Trainer
 
 WINDOW, VOCAB = 16, 32
 LAYER = NSAConfig(
-    dim=32, n_heads=2, n_kv_heads=1, head_dim=16, compress_block_size=4, compress_stride=2, select_block_size=4,
-    num_selected_blocks=4, window_size=WINDOW,
-)  # fmt: skip
+    dim=32,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=4,
+    num_selected_blocks=4,
+    window_size=WINDOW,
+)
 MODEL = LMConfig(LAYER, 1, VOCAB, 32)
 
 
 def leaking(visible):
-    """A cmp slot whose token t sees the compressed tokens of ``visible(t, i)``, in place of those that have ended."""
+    """A cmp slot whose token t sees the compressed tokens of ``visible(t, i)``, in place of those
+    that have ended.
+    """
 
     def cmp(q, k_cmp, v_cmp, **packing):
         t, i = torch.arange(q.shape[1])[:, None], torch.arange(k_cmp.shape[1])
@@ -64,7 +73,9 @@ def test_nothing_leaks(length):
 @pytest.mark.parametrize("leak", LEAKS)
 def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
     monkeypatch.setattr(
-        module, "default_plan", lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak]))
+        module,
+        "default_plan",
+        lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak])),
     )
     recipe = Recipe(steps=200, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
     found = leak_sentinel(MODEL, 2 * WINDOW, recipe=recipe, last=50)
@@ -76,11 +87,15 @@ def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
 
 @pytest.mark.slow
 def test_associative_recall_is_solved():
-    layer = dataclasses.replace(LAYER, dim=64, n_heads=4, n_kv_heads=2, select_block_size=8, window_size=8)
+    layer = dataclasses.replace(
+        LAYER, dim=64, n_heads=4, n_kv_heads=2, select_block_size=8, window_size=8
+    )
     data = open_data(DataSpec("recall", 64, vocab_size=32, held_out_rows=32))
     recipe = Recipe(steps=300, batch=32, learning_rate=3e-3, warmup=50, weight_decay=0.0)
     torch.manual_seed(0)
-    trainer = Trainer(LanguageModel(LMConfig(layer, 2, 32, 128)), data, recipe, World(torch.device("cpu")))
+    trainer = Trainer(
+        LanguageModel(LMConfig(layer, 2, 32, 128)), data, recipe, World(torch.device("cpu"))
+    )
     for _ in range(recipe.steps):
         trainer.step()
     assert trainer.accuracy() > 0.99

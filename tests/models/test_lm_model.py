@@ -1,4 +1,6 @@
-"""The model: its sizes, what packing and recomputation leave as it is, and where its attention comes from."""
+"""The model: its sizes, what packing and recomputation leave as it is, and where its attention
+comes from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from nsa_models.lm.model import IGNORED, LanguageModel, parameter_count
 def test_every_wrong_field_is_named(config):
     with pytest.raises(InvalidInput) as caught:
         LMConfig(config.layer, 0, vocab_size=1, mlp_dim=-3, attention="sparse")
-    for said in ("n_layers must be", "got 0", "vocab_size", "got 1", "mlp_dim", "got -3", "nsa, dense, got 'sparse'"):
+    for said in (
+        "n_layers must be",
+        "got 0",
+        "vocab_size",
+        "got 1",
+        "mlp_dim",
+        "got -3",
+        "nsa, dense, got 'sparse'",
+    ):
         assert said in str(caught.value)
     with pytest.raises(InvalidInput, match="layer must be an NSAConfig, got dict"):
         LMConfig({}, 2)
@@ -40,9 +50,15 @@ def test_the_size_of_the_reports():
     large = SIZES["m7c_125m"]
     layer = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
     assert (large.layer, large.n_layers, large.mlp_dim) == (layer, 12, 2048)
-    assert (layer.v_dim, layer.geometry) == (64, NSAConfig(dim=64, n_heads=1, n_kv_heads=1).geometry)
+    assert (layer.v_dim, layer.geometry) == (
+        64,
+        NSAConfig(dim=64, n_heads=1, n_kv_heads=1).geometry,
+    )
     with torch.device("meta"):
-        assert parameter_count(LanguageModel(dataclasses.replace(large, attention="dense"))) == 73_353_984
+        assert (
+            parameter_count(LanguageModel(dataclasses.replace(large, attention="dense")))
+            == 73_353_984
+        )
     toy = SIZES["toy"]
     assert (toy.layer.dim, toy.n_layers) == (128, 1)
 
@@ -89,7 +105,9 @@ def test_every_parameter_learns_from_the_first_step_on(config, attention):
     model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
     tokens = torch.randint(256, (2, 44))
     model(tokens, targets=tokens.roll(-1, 1)).backward()
-    still = {n: p.grad is None or not float(p.grad.norm()) > 1e-6 for n, p in model.named_parameters()}
+    still = {
+        n: p.grad is None or not float(p.grad.norm()) > 1e-6 for n, p in model.named_parameters()
+    }
     assert not any(still.values()), still
 
 
@@ -117,11 +135,15 @@ def test_the_loss_in_parts_is_the_loss(config, monkeypatch):
     tokens = torch.randint(256, (3, 20))
     targets = tokens.masked_fill(torch.rand(3, 20) < 0.3, IGNORED)
     whole, kept = gradients(model, tokens, targets)
-    expected = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    expected = F.cross_entropy(
+        model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(whole, expected.detach())
     seen = []
     monkeypatch.setattr(room, "_LOGITS_AT_ONCE", 7 * 256)
-    monkeypatch.setattr(room, "_nats", lambda x, *rest, of=room._nats: seen.append(len(x)) or of(x, *rest))
+    monkeypatch.setattr(
+        room, "_nats", lambda x, *rest, of=room._nats: seen.append(len(x)) or of(x, *rest)
+    )
     parted, again = gradients(model, tokens, targets)
     assert max(seen) == 7
     torch.testing.assert_close(whole, parted)
@@ -131,9 +153,13 @@ def test_the_loss_in_parts_is_the_loss(config, monkeypatch):
 
 def test_wrong_shapes_are_refused(config):
     model = LanguageModel(config)
-    with pytest.raises(InvalidInput, match=r"tokens must be \[B, S\], or \[T\] with cu_seqlens; got \[8\]"):
+    with pytest.raises(
+        InvalidInput, match=r"tokens must be \[B, S\], or \[T\] with cu_seqlens; got \[8\]"
+    ):
         model(torch.zeros(8, dtype=torch.long))
-    with pytest.raises(InvalidInput, match=r"targets must be \[1, 8\], as tokens are, got \[1, 7\]"):
+    with pytest.raises(
+        InvalidInput, match=r"targets must be \[1, 8\], as tokens are, got \[1, 7\]"
+    ):
         model(torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 7, dtype=torch.long))
 
 

@@ -20,7 +20,15 @@ TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 def trained(folder, steps, *options, together=True):
     """The records of `nsa train` on one process, or on two by gloo."""
-    command = [sys.executable, *(TWO if together else []), "-m", "nsa_cli", "train", "--out", str(folder)]
+    command = [
+        sys.executable,
+        *(TWO if together else []),
+        "-m",
+        "nsa_cli",
+        "train",
+        "--out",
+        str(folder),
+    ]
     command += ["--device", "cpu", "--steps", str(steps), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -33,7 +41,18 @@ def test_two_processes_give_the_loss_of_one(tmp_path, kind):
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"document {number} " + "says a little " * number)
-    data = ["--data", str(text), "--length", "32", "--batch", "4", "--accumulate", "2", "--warmup", "1"]
+    data = [
+        "--data",
+        str(text),
+        "--length",
+        "32",
+        "--batch",
+        "4",
+        "--accumulate",
+        "2",
+        "--warmup",
+        "1",
+    ]
     data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
     alone = trained(tmp_path / "alone", 4, *data, together=False)
     trained(tmp_path / "shared", 2, *data, "--parallel", kind)
@@ -49,5 +68,7 @@ def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(dist, "get_node_local_rank", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InvalidInput, match="device 'cuda:2' does not exist: there are 2 CUDA devices"):
+    with pytest.raises(
+        InvalidInput, match="device 'cuda:2' does not exist: there are 2 CUDA devices"
+    ):
         join("cuda")

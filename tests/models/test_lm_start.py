@@ -22,7 +22,11 @@ def llama(dense):
     """The same weights under the names of Hugging Face's Llama."""
     found, layer = {}, dense.config.layer
     names = {"embed": "model.embed_tokens", "norm": "model.norm"}
-    inside = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.out": "self_attn.o_proj"}
+    inside = {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attn.out": "self_attn.o_proj",
+    }
     inside |= {"mlp.down": "mlp.down_proj"}
     for name, tensor in dense.state_dict().items():
         stem = name.removesuffix(".weight")
@@ -32,7 +36,11 @@ def llama(dense):
         _, number, part = stem.split(".", 2)
         parts = {"attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]}
         parts |= {"mlp.up": ["mlp.gate_proj", "mlp.up_proj"]}
-        widths = [32, layer.n_kv_heads * layer.qk_dim, layer.n_kv_heads * layer.v_dim] if "qkv" in part else [32, 32]
+        widths = (
+            [32, layer.n_kv_heads * layer.qk_dim, layer.n_kv_heads * layer.v_dim]
+            if "qkv" in part
+            else [32, 32]
+        )
         pieces = tensor.split(widths) if part in parts else [tensor]
         for theirs, piece in zip(parts.get(part, [inside.get(part)]), pieces):
             found[f"model.layers.{number}.{theirs}.weight"] = piece
@@ -42,7 +50,9 @@ def llama(dense):
 @pytest.mark.parametrize("kind", ["model", "state", "llama", "llama with its head"])
 def test_what_a_dense_model_hands_on(dense, config, kind):
     given = {"model": dense, "state": dense.state_dict(), "llama": llama(dense)}.get(kind)
-    given = {**llama(dense), "lm_head.weight": dense.embed.weight.detach()} if given is None else given
+    given = (
+        {**llama(dense), "lm_head.weight": dense.embed.weight.detach()} if given is None else given
+    )
     made = from_dense(given, config)
     old, new = dense.state_dict(), made.state_dict()
     assert made.config.attention == "nsa"
@@ -50,7 +60,9 @@ def test_what_a_dense_model_hands_on(dense, config, kind):
         assert torch.equal(new[name], old[name]), name
     for number in range(2):
         q, k, v = old[f"blocks.{number}.attn.qkv.weight"].split([32, 16, 12])
-        assert torch.equal(new[f"blocks.{number}.attn.qkv.weight"], torch.cat([q, k, k, k, v, v, v]))
+        assert torch.equal(
+            new[f"blocks.{number}.attn.qkv.weight"], torch.cat([q, k, k, k, v, v, v])
+        )
     fresh = {n.split("attn.")[1].split(".")[0] for n in new.keys() - old.keys()}
     assert fresh == {"phi_k", "phi_v", "gate"}
     made(torch.zeros(1, 20, dtype=torch.long))
@@ -79,7 +91,11 @@ def test_what_does_not_fit_is_named(dense, config):
     state["embed.weight"] = state["embed.weight"][:100]
     with pytest.raises(InvalidInput) as caught:
         from_dense(state, config)
-    for said in ("norm.weight is missing", "blocks.7.norm.weight fits nowhere", "must be [256, 24], got [100, 24]"):
+    for said in (
+        "norm.weight is missing",
+        "blocks.7.norm.weight fits nowhere",
+        "must be [256, 24], got [100, 24]",
+    ):
         assert said in str(caught.value)
     untied = {**llama(dense), "lm_head.weight": torch.zeros(256, 24)}
     with pytest.raises(InvalidInput, match="only tied embeddings"):
@@ -90,8 +106,12 @@ def test_dense_weights_are_read_from_a_run_its_file_or_a_llamas(dense, config, t
     safetensors = pytest.importorskip("safetensors.torch")
     state = dense.state_dict()
     run, theirs = tmp_path / checkpoint.FILE, tmp_path / "theirs.safetensors"
-    checkpoint.write(run, {f"model.{name}": tensor for name, tensor in state.items()}, dense.config, {}, None)
-    safetensors.save_file({name: tensor.contiguous().clone() for name, tensor in llama(dense).items()}, theirs)
+    checkpoint.write(
+        run, {f"model.{name}": tensor for name, tensor in state.items()}, dense.config, {}, None
+    )
+    safetensors.save_file(
+        {name: tensor.contiguous().clone() for name, tensor in llama(dense).items()}, theirs
+    )
     for path in (tmp_path, run, theirs):
         found = read_dense(path)
         assert found.keys() == (llama(dense) if path == theirs else state).keys()

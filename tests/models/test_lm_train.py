@@ -1,4 +1,6 @@
-"""Training: a resumed run is the run, parts and packing change nothing, what goes wrong is said and loses nothing."""
+"""Training: a resumed run is the run, parts and packing change nothing, what goes wrong is said and
+loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def trainer(config, rows):
         torch.manual_seed(1)
         held_out = list(rows(24, held_out=True, share=0.2, epochs=1))
         data = Data(DataSpec("words", 24), rows(24, share=0.2), held_out, 256, ByteTokenizer())
-        return Trainer(LanguageModel(config) if kept is None else kept.model(), data, recipe, HERE, kept)
+        return Trainer(
+            LanguageModel(config) if kept is None else kept.model(), data, recipe, HERE, kept
+        )
 
     return make
 
@@ -79,7 +83,9 @@ def first_random(folder: pathlib.Path) -> torch.Tensor:
     return checkpoint.read(folder).tensors["random.cpu"]
 
 
-@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 def test_the_loop_resumed_is_the_loop(trainer, tmp_path, number, ends):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     whole.mkdir(), parted.mkdir()
@@ -89,11 +95,16 @@ def test_the_loop_resumed_is_the_loop(trainer, tmp_path, number, ends):
         train(stopped, parted, lambda p: p.step == 3 and signal.raise_signal(number))
     assert ends is KeyboardInterrupt or end.value.code == 143
     assert stopped.step_number == 4  # the step that was under way
-    with open(parted / log.FILE, "a") as file:  # a step that was logged and then lost with its process
+    with open(
+        parted / log.FILE, "a"
+    ) as file:  # a step that was logged and then lost with its process
         file.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
     train(trainer(kept=checkpoint.read(parted)), parted)
     (_, one), (_, other) = log.read_log(whole / log.FILE), log.read_log(parted / log.FILE)
-    numbers = [[(r["step"], r.get("loss"), r.get("held_out_loss")) for r in records] for records in (one, other)]
+    numbers = [
+        [(r["step"], r.get("loss"), r.get("held_out_loss")) for r in records]
+        for records in (one, other)
+    ]
     assert numbers[0] == numbers[1]
     assert [p.step for p in expected] == [0, 1, 2, 3, 4, 5, 6]
     one, other = (checkpoint.read(folder) for folder in (whole, parted))
@@ -112,7 +123,8 @@ def interruptible():
 def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
     def twice(progress):
         for _ in range(2):
-            signal.raise_signal(signal.SIGINT)  # os.kill may hand both to a thread that takes them as one
+            # os.kill may hand both to a thread that takes them as one
+            signal.raise_signal(signal.SIGINT)
 
     before, unsaved = signal.getsignal(signal.SIGINT), trainer()
     with pytest.raises(KeyboardInterrupt):
@@ -124,7 +136,8 @@ def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
 def test_a_stop_that_another_process_was_asked_for(trainer, tmp_path):
     made = trainer()
     step = made.step
-    made.step = lambda stopping: step(stopping=made.step_number == 2)  # told with the sums of step 3
+    # told with the sums of step 3
+    made.step = lambda stopping: step(stopping=made.step_number == 2)
     with pytest.raises(KeyboardInterrupt):
         train(made, tmp_path)
     assert checkpoint.read(tmp_path).facts["step"] == 3
@@ -139,7 +152,14 @@ def test_the_log_says_what_it_is(trainer, tmp_path):
     assert [r["step"] for r in records if "held_out_loss" in r] == [0, 3, 6]
     assert records[6]["held_out_loss"] < records[0]["held_out_loss"]
     for record, progress in zip(records[1:], found[1:]):
-        assert {"loss", "learning_rate", "grad_norm", "tokens_per_s", "matrix_share", "memory_bytes"} <= record.keys()
+        assert {
+            "loss",
+            "learning_rate",
+            "grad_norm",
+            "tokens_per_s",
+            "matrix_share",
+            "memory_bytes",
+        } <= record.keys()
         assert record["loss"] == progress.loss
         assert record["tokens"] == record["step"] * 4 * 24
         share = record["tokens_per_s"] * header["flops_per_token"] / header["matrix_flops_per_s"]
@@ -189,8 +209,12 @@ def test_what_is_not_finite_ends_the_run_and_names_the_step(trainer, tmp_path, a
 def test_accumulated_parts_are_the_step(trainer):
     expected = losses(trainer(), 3)
     for parts in (2, 4):
-        assert losses(trainer(dataclasses.replace(RECIPE, accumulate=parts)), 3) == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(InvalidInput, match="batch 4 does not divide over accumulate 3 x 1 processes"):
+        assert losses(trainer(dataclasses.replace(RECIPE, accumulate=parts)), 3) == pytest.approx(
+            expected, abs=1e-5
+        )
+    with pytest.raises(
+        InvalidInput, match="batch 4 does not divide over accumulate 3 x 1 processes"
+    ):
         trainer(dataclasses.replace(RECIPE, accumulate=3))
 
 
@@ -202,7 +226,9 @@ def test_report_row_6_packed_rows_train_as_rows_do(config, attention):
         data = open_data(DataSpec("uniform", 24, vocab_size=256))
         data.rows.packed = packed
         recipe = Recipe(steps=20, batch=2, warmup=2)
-        trainer = Trainer(LanguageModel(dataclasses.replace(config, attention=attention)), data, recipe, HERE)
+        trainer = Trainer(
+            LanguageModel(dataclasses.replace(config, attention=attention)), data, recipe, HERE
+        )
         found.append(losses(trainer, 20))
     assert found[0] == pytest.approx(found[1], abs=1e-3)
     assert found[0] != found[0][:1] * 20
@@ -213,7 +239,10 @@ def test_the_loss_is_that_of_all_targets(trainer):
     rows = [next(made.data.rows) for _ in range(4)]
     made.data.rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
     batch = batch_of(rows, packed=True)
-    expected = made.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets).item() / batch.counted
+    expected = (
+        made.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets).item()
+        / batch.counted
+    )
     assert made.step().read()[0] == pytest.approx(expected, rel=1e-6)
     apart = [batch_of([row], packed=True) for row in made.data.held_out]
     total = sum(made.model(b.tokens, b.cu_seqlens, b.max_seqlen, b.targets).item() for b in apart)
@@ -250,7 +279,15 @@ def test_matrices_decay_and_vectors_do_not(trainer):
 
 def test_every_wrong_field_of_a_recipe_is_named():
     with pytest.raises(InvalidInput) as caught:
-        Recipe(steps=0, learning_rate=math.nan, warmup=-1, beta1=1.0, beta2=1.5, precision="int8", parallel="tensor")
+        Recipe(
+            steps=0,
+            learning_rate=math.nan,
+            warmup=-1,
+            beta1=1.0,
+            beta2=1.5,
+            precision="int8",
+            parallel="tensor",
+        )
     for said in (
         "steps must",
         "learning_rate must",

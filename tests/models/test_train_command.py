@@ -24,7 +24,18 @@ from nsa_models.lm.task import DataSpec
 
 pytest.importorskip("safetensors")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SMALL = ["--device", "cpu", "--length", "32", "--batch", "2", "--held-out-rows", "1", "--eval-every", "2"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--length",
+    "32",
+    "--batch",
+    "2",
+    "--held-out-rows",
+    "1",
+    "--eval-every",
+    "2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +47,27 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def text(tmp_path: pathlib.Path) -> str:
     """Sixty documents in a file."""
-    lines = (f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n' for n in range(60))
+    lines = (
+        f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n'
+        for n in range(60)
+    )
     (tmp_path / "text.jsonl").write_text("".join(lines))
     return str(tmp_path / "text.jsonl")
 
 
 def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path):
     out, plot = tmp_path / "run", tmp_path / "loss.svg"
-    done = nsa("train", "--out", str(out), "--data", text, "--steps", "4", *SMALL, "--svg", str(plot))
+    done = nsa(
+        "train", "--out", str(out), "--data", text, "--steps", "4", *SMALL, "--svg", str(plot)
+    )
     assert (done.code, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines()[:-1]] == ["step", "0", "2", "4", "unigram"]
+    assert [line.split()[0] for line in done.out.splitlines()[:-1]] == [
+        "step",
+        "0",
+        "2",
+        "4",
+        "unigram",
+    ]
     assert f"256 tokens of {text}, kept in {out}" in done.out
     assert sorted(p.name for p in out.iterdir()) == [checkpoint.FILE, log.FILE]
     assert plot.read_bytes().startswith(b"<?xml")
@@ -58,7 +80,10 @@ def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path)
     assert (once_more.code, "step 5 of 5 is done; give more --steps" in once_more.out) == (0, True)
     assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3, 4, 5]
 
-    said = [nsa("generate", "--checkpoint", str(out), "--prompt", "this", "--max-new-tokens", "8") for _ in range(2)]
+    said = [
+        nsa("generate", "--checkpoint", str(out), "--prompt", "this", "--max-new-tokens", "8")
+        for _ in range(2)
+    ]
     assert said[0].code == 0
     assert said[0].out == said[1].out
     assert said[0].out.startswith("this")
@@ -77,17 +102,44 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         (["--out", str(tmp_path / "text.jsonl")], "is not a folder"),
         (["--out", str(tmp_path / "no" / "run")], "does not exist"),
         (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
-        (["--out", str(out), "--resume", "--batch", "4", "--lr", "1"], "--batch, --lr: with --resume the checkpoint"),
-        (["--out", str(out), "--resume", "--held-out-rows", "5"], "--held-out-rows: with --resume the checkpoint"),
+        (
+            ["--out", str(out), "--resume", "--batch", "4", "--lr", "1"],
+            "--batch, --lr: with --resume the checkpoint",
+        ),
+        (
+            ["--out", str(out), "--resume", "--held-out-rows", "5"],
+            "--held-out-rows: with --resume the checkpoint",
+        ),
         (["--out", str(out), "--resume"], "cannot be read as a checkpoint"),
-        (["--out", str(tmp_path / "new"), "--size", "huge"], "one of tiny, toy, m7c_125m, got 'huge'"),
+        (
+            ["--out", str(tmp_path / "new"), "--size", "huge"],
+            "one of tiny, toy, m7c_125m, got 'huge'",
+        ),
         (["--out", str(tmp_path / "new"), "--data", "nowhere"], "no such file or folder"),
-        (["--out", str(tmp_path / "new"), "--backends", "win=nothing", "--data", text, *SMALL], "nothing"),
-        (["--out", str(tmp_path / "new"), "--cuda-graph", "--data", text, *SMALL], "one process on one GPU"),
-        (["--out", str(tmp_path / "new"), "--data", text, "--held-out", "0.9999999999"], "60 in all; give more"),
-        (["--out", str(tmp_path / "new"), "--data", text, "--vocab", "9"], "--vocab: goes with uniform and recall"),
-        (["--out", str(tmp_path / "new"), "--data", "recall", "--held-out", "0.5"], "--held-out: goes with text"),
-        (["--out", str(tmp_path / "new"), "--from-dense", text, "--attention", "dense"], "begins a model with NSA"),
+        (
+            ["--out", str(tmp_path / "new"), "--backends", "win=nothing", "--data", text, *SMALL],
+            "nothing",
+        ),
+        (
+            ["--out", str(tmp_path / "new"), "--cuda-graph", "--data", text, *SMALL],
+            "one process on one GPU",
+        ),
+        (
+            ["--out", str(tmp_path / "new"), "--data", text, "--held-out", "0.9999999999"],
+            "60 in all; give more",
+        ),
+        (
+            ["--out", str(tmp_path / "new"), "--data", text, "--vocab", "9"],
+            "--vocab: goes with uniform and recall",
+        ),
+        (
+            ["--out", str(tmp_path / "new"), "--data", "recall", "--held-out", "0.5"],
+            "--held-out: goes with text",
+        ),
+        (
+            ["--out", str(tmp_path / "new"), "--from-dense", text, "--attention", "dense"],
+            "begins a model with NSA",
+        ),
         (["--out", str(tmp_path / "new"), "--seed", str(2**63)], "--seed"),
     ):
         done = nsa("train", *arguments)
@@ -101,9 +153,15 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
     ("options", "said"),
     [
         ("--dtype float16", "--dtype must be one of float32, bfloat16, got 'float16'"),
-        ("--lr 0 --clip 0", "--lr must be finite and > 0, got 0.0; --clip must be finite and > 0, got 0.0"),
+        (
+            "--lr 0 --clip 0",
+            "--lr must be finite and > 0, got 0.0; --clip must be finite and > 0, got 0.0",
+        ),
         ("--weight-decay -1", "--weight-decay must be finite and >= 0, got -1.0"),
-        ("--cuda-graph", "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu; leave it out"),
+        (
+            "--cuda-graph",
+            "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu; leave it out",
+        ),
         ("--held-out 2", "--held-out must lie between 0 and 1, got 2.0"),
         ("--accumulate 3", "--batch 2 does not divide over --accumulate 3 x 1 processes"),
         ("--parallel tp", "--parallel must be one of ddp, fsdp, got 'tp'"),
@@ -120,7 +178,10 @@ def test_what_is_wrong_is_called_as_it_was_typed(nsa, text, tmp_path, options, s
 
 def test_a_path_is_not_taken_for_a_field():
     said = "my data 5/length must be read; {}batch 3 does not"
-    with pytest.raises(InvalidInput) as caught, said_as_options({"data": "data", "length": "length", "batch": "batch"}):
+    with (
+        pytest.raises(InvalidInput) as caught,
+        said_as_options({"data": "data", "length": "length", "batch": "batch"}),
+    ):
         raise InvalidInput(said.format(""))
     assert str(caught.value) == said.format("--")
 
@@ -134,13 +195,23 @@ def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_
 
     monkeypatch.setattr("nsa_models.lm.trainer.Trainer.step", killed)
     assert nsa("train", *out, "--force").code == 130
-    assert "cannot be read as a checkpoint" in nsa("train", "--out", str(tmp_path / "run"), "--resume").err
+    assert (
+        "cannot be read as a checkpoint"
+        in nsa("train", "--out", str(tmp_path / "run"), "--resume").err
+    )
 
 
-@pytest.mark.parametrize("command", ["train --out new", "tune", "bench", "backends explain", "generate --checkpoint x"])
-def test_a_device_that_is_not_there_is_refused_before_anything_is_done(nsa, command, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command", ["train --out new", "tune", "bench", "backends explain", "generate --checkpoint x"]
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_done(
+    nsa, command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    for device, code, said in (("gpu", 2, "not one that torch knows"), ("cuda:99", None, "device 'cuda:99'")):
+    for device, code, said in (
+        ("gpu", 2, "not one that torch knows"),
+        ("cuda:99", None, "device 'cuda:99'"),
+    ):
         done = nsa(*command.split(), "--device", device)
         assert (done.code, said in done.err) == (code or done.code, True)
         assert done.code in (2, 3)
@@ -150,7 +221,9 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_done(nsa, comm
 def test_tasks_say_what_they_should_reach(nsa, tmp_path):
     options = ["--steps", "1", *SMALL, "--vocab", "16"]
     done = nsa("train", "--out", str(tmp_path / "u"), "--data", "uniform", *options)
-    assert re.search(r"mean loss of the last 1 steps: \d\.\d{4}; nothing gets below ln 16 = 2\.7726", done.out)
+    assert re.search(
+        r"mean loss of the last 1 steps: \d\.\d{4}; nothing gets below ln 16 = 2\.7726", done.out
+    )
     done = nsa("train", "--out", str(tmp_path / "r"), "--data", "recall", *options)
     assert "right answers on held-out rows:" in done.out
     done = nsa("generate", "--checkpoint", str(tmp_path / "r"), "--prompt", "x")
@@ -170,16 +243,31 @@ def test_a_dense_run_starts_one_with_nsa(nsa, text, tmp_path):
 
 def test_options_name_what_there_is():
     assert set(train_options.FREE) <= set(Recipe.__dataclass_fields__)
-    assert set(train_options.RENAMED) <= set(Recipe.__dataclass_fields__) | set(DataSpec.__dataclass_fields__)
+    assert set(train_options.RENAMED) <= set(Recipe.__dataclass_fields__) | set(
+        DataSpec.__dataclass_fields__
+    )
     help_of_size = train_options.Size.__metadata__[0].help
     assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
 
 
 def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "nsa_cli", "train", "--out", str(out), "--data", text, "--steps", "100000", *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "nsa_cli",
+        "train",
+        "--out",
+        str(out),
+        "--data",
+        text,
+        "--steps",
+        "100000",
+        *SMALL,
+    ]
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += f"from nsa_cli.app import main; main({command[3:]!r})"  # a job in the background ignores SIGINT
+    # a job in the background ignores SIGINT
+    code += f"from nsa_cli.app import main; main({command[3:]!r})"
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + 240
@@ -198,9 +286,14 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
 
 def test_sigterm_says_that_the_run_is_saved(nsa, text, tmp_path, monkeypatch):
     report = log.Log.write
-    monkeypatch.setattr(log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(
+        log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM))
+    )
     done = nsa("train", "--out", str(tmp_path / "run"), "--data", text, *SMALL)
-    assert (done.code, done.err) == (143, "nsa: ended by SIGTERM; step 1 is saved, --resume goes on\n")
+    assert (done.code, done.err) == (
+        143,
+        "nsa: ended by SIGTERM; step 1 is saved, --resume goes on\n",
+    )
     assert checkpoint.read(tmp_path / "run").facts["step"] == 1
 
 
@@ -222,7 +315,15 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
 
 def test_the_benchmark_runs_every_section_small(tmp_path):
     file = tmp_path / "train.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "train.py"), "--quick", "--device", "cpu", "--json", str(file)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "train.py"),
+        "--quick",
+        "--device",
+        "cpu",
+        "--json",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
@@ -235,7 +336,14 @@ def test_the_benchmark_runs_every_section_small(tmp_path):
 def test_the_comparison_with_dense_attention_trains_both(tmp_path):
     file = tmp_path / "quality.json"
     small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_quality.py"), "--device", "cpu", "--json", str(file)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "train_quality.py"),
+        "--device",
+        "cpu",
+        "--json",
+        str(file),
+    ]
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(100):  # of which a hash holds some out

@@ -24,20 +24,37 @@ class Repository:
     root: pathlib.Path
 
     def files(self) -> list[pathlib.Path]:
-        """Tracked and new files, ignored ones left out; where there is no git, whatever lies there."""
-        command = ["git", "-C", str(self.root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        """Tracked and new files, ignored ones left out; where there is no git, whatever lies
+        there.
+        """
+        command = [
+            "git",
+            "-C",
+            str(self.root),
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ]
         try:
-            names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
+            names = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.split("\0")
             paths = [self.root / name for name in names if name]
         except (OSError, subprocess.CalledProcessError):
-            paths = [p for p in self.root.rglob("*") if not SKIPPED & set(p.relative_to(self.root).parts)]
+            paths = [
+                p for p in self.root.rglob("*") if not SKIPPED & set(p.relative_to(self.root).parts)
+            ]
         return sorted(path for path in paths if path.is_file())
 
     def name(self, path: pathlib.Path) -> str:
         return path.relative_to(self.root).as_posix()
 
     def python(self, *folders: str) -> dict[str, ast.Module]:
-        """Name to syntax tree of the Python files, all of them or those under ``folders``; nobody changes the trees."""
+        """Name to syntax tree of the Python files, all of them or those under ``folders``; nobody
+        changes the trees.
+        """
         names = {self.name(p): p for p in self.files() if p.suffix == ".py"}
         return {
             name: parsed(path)
@@ -51,7 +68,9 @@ class Repository:
         for name, tree in self.python("packages").items():
             inside = name.split("/src/")
             if len(inside) == 2:
-                found[inside[1].removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = tree
+                found[inside[1].removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (
+                    tree
+                )
         return found
 
     def text(self, name: str) -> str:

@@ -1,4 +1,6 @@
-"""House rules: short files and functions, few parameters, three environment variables, no blanket except."""
+"""House rules: short files and functions, few parameters, three environment variables, no blanket
+except.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,34 @@ FILE_LINES, FUNCTION_LINES = 300, 60
 KERNEL_FILE_LINES, KERNEL_LINES = 400, 100
 PARAMETERS = 12
 PUBLIC = {"nsa_attention"}  # exempt from PARAMETERS
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
 # Only where code that is not ours runs: the rest names the errors it expects.
-GUARDS_PLUGINS = {DISPATCH + name for name in ("candidates.py", "loading.py", "plan.py", "trial.py")}
+GUARDS_PLUGINS = {
+    DISPATCH + name for name in ("candidates.py", "loading.py", "plan.py", "trial.py")
+}
 GUARDS_PLUGINS |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
 GUARDS_PLUGINS |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}
 GUARDS_PLUGINS |= {"packages/nsa-bench/src/nsa_bench/rivals.py"}
-GUARDS_PLUGINS |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}  # tokenizers raises nothing narrower
-PLATFORM = {"XDG_CACHE_HOME"}  # where the system keeps caches: a convention of the platform, not a switch of ours
+# tokenizers raises nothing narrower
+GUARDS_PLUGINS |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
+# where the system keeps caches: a convention of the platform, not a switch of ours
+PLATFORM = {"XDG_CACHE_HOME"}
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -35,7 +50,9 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def lines_of_code(text: str, tree: ast.Module) -> set[int]:
-    """Line numbers of code: docstrings, comments, blank lines, signatures and argument lists do not count."""
+    """Line numbers of code: docstrings, comments, blank lines, signatures and argument lists do not
+    count.
+    """
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
@@ -43,7 +60,11 @@ def lines_of_code(text: str, tree: ast.Module) -> set[int]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             documented = ast.get_docstring(node, clean=False) is not None
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)) if documented else set()
+            lines -= (
+                set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+                if documented
+                else set()
+            )
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines -= set(range(node.lineno, node.body[0].lineno))
         elif isinstance(node, ast.Call):
@@ -62,7 +83,10 @@ def test_files_and_functions_are_short(repo):
             count = sum(function.lineno <= line <= (function.end_lineno or 0) for line in lines)
             allowed = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
             if count > allowed:
-                wrong.append(f"{name}:{function.lineno} {function.name}: {count} lines of code, {allowed} allowed")
+                wrong.append(
+                    f"{name}:{function.lineno} {function.name}: {count} lines of code, {allowed}"
+                    " allowed"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -99,7 +123,12 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_functions_have_few_parameters(repo):
     """Kernels, typer commands and the public functions of nsa_core may have more than others."""
     groups = [app, *(group.typer_instance for group in app.registered_groups)]
-    registered = [info for group in groups for info in (*group.registered_commands, group.registered_callback) if info]
+    registered = [
+        info
+        for group in groups
+        for info in (*group.registered_commands, group.registered_callback)
+        if info
+    ]
     commands = {info.callback.__name__ for info in registered}
     wrong, seen = [], set()
     for name, tree in repo.python().items():
@@ -109,7 +138,9 @@ def test_functions_have_few_parameters(repo):
             if function.name in PUBLIC:
                 seen.add(function.name)
             elif not (name.startswith("packages/nsa-cli/") and function.name in commands):
-                wrong.append(f"{name}:{function.lineno} {function.name}: {parameters(function)} parameters")
+                wrong.append(
+                    f"{name}:{function.lineno} {function.name}: {parameters(function)} parameters"
+                )
     assert not wrong, "\n".join(wrong)
     assert seen == PUBLIC
 
@@ -131,10 +162,15 @@ def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
     }
     reads: list[tuple[int, str | None]] = []
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.Attribute, ast.Name)) or ast.unparse(node) not in ("os.environ", "os.getenv"):
+        if not isinstance(node, (ast.Attribute, ast.Name)) or ast.unparse(node) not in (
+            "os.environ",
+            "os.getenv",
+        ):
             continue
         inner = parents[node]
-        if isinstance(inner, ast.Attribute) and inner.attr == "setdefault":  # tells another library, reads nothing
+        if (
+            isinstance(inner, ast.Attribute) and inner.attr == "setdefault"
+        ):  # tells another library, reads nothing
             continue
         outer = parents[inner] if isinstance(inner, ast.Attribute) else inner
         key: ast.AST | None = None
@@ -144,19 +180,28 @@ def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
             key = outer.slice
         elif isinstance(outer, ast.Compare):
             key = outer.left
-        reads += [(node.lineno, name) for name in given_as(key, node, parents, tree) or [text_of(key, constants)]]
+        reads += [
+            (node.lineno, name)
+            for name in given_as(key, node, parents, tree) or [text_of(key, constants)]
+        ]
     return reads
 
 
-def given_as(key: ast.AST | None, node: ast.AST, parents: dict[ast.AST, ast.AST], tree: ast.Module) -> list[str | None]:
-    """Where ``key`` is the first parameter of the function around ``node``: what its callers in the file pass."""
+def given_as(
+    key: ast.AST | None, node: ast.AST, parents: dict[ast.AST, ast.AST], tree: ast.Module
+) -> list[str | None]:
+    """Where ``key`` is the first parameter of the function around ``node``: what its callers in the
+    file pass.
+    """
     while node in parents and not isinstance(node, ast.FunctionDef):
         node = parents[node]
     if not isinstance(node, ast.FunctionDef) or not isinstance(key, ast.Name):
         return []
     if not node.args.args or node.args.args[0].arg != key.id:
         return []
-    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func) == node.name]
+    calls = [
+        c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func) == node.name
+    ]
     return [text_of(call.args[0] if call.args else None, {}) for call in calls]
 
 
@@ -173,17 +218,25 @@ def test_only_three_environment_variables_are_read(repo):
                 and node.module == "os"
                 and {"environ", "getenv"} & {alias.name for alias in node.names}
             ):
-                wrong.append(f"{name}:{node.lineno} imports from os what this test looks for as os.environ")
+                wrong.append(
+                    f"{name}:{node.lineno} imports from os what this test looks for as os.environ"
+                )
         for line, variable in environment_reads(tree):
             seen.add(variable)
-            if variable not in VARIABLES | PLATFORM and not (variable is None and name in PASSES_ENVIRONMENT_ON):
+            if variable not in VARIABLES | PLATFORM and not (
+                variable is None and name in PASSES_ENVIRONMENT_ON
+            ):
                 wrong.append(f"{name}:{line} reads {variable}")
     assert not wrong, "\n".join(wrong)
     assert seen >= VARIABLES, f"documented but read nowhere: {VARIABLES - seen}"
 
 
 def test_environment_variables_are_documented_in_one_table(repo):
-    rows = [line.split("|")[1].strip(" `") for line in repo.text("docs/environment.md").splitlines() if "| `" in line]
+    rows = [
+        line.split("|")[1].strip(" `")
+        for line in repo.text("docs/environment.md").splitlines()
+        if "| `" in line
+    ]
     assert set(rows) == VARIABLES
     assert len(rows) == len(VARIABLES)
 
@@ -204,7 +257,9 @@ def public(body: list[ast.stmt], prefix: str) -> list[tuple[str, ast.AST]]:
     """The public classes and functions of a module or class body, with their dotted names."""
     found: list[tuple[str, ast.AST]] = []
     for node in body:
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+        if not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        ) or node.name.startswith("_"):
             continue
         if any(ast.unparse(d).endswith((".setter", "overload")) for d in node.decorator_list):
             continue

@@ -1,4 +1,6 @@
-"""Imports follow the arrows of docs/architecture.md, form no cycle, and leave the oracle independent."""
+"""Imports follow the arrows of docs/architecture.md, form no cycle, and leave the oracle
+independent.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,21 @@ def root(module: str) -> str:
 def test_packages_import_along_the_arrows(repo, monkeypatch, capsys):
     """The contracts of [tool.importlinter] in pyproject.toml."""
     monkeypatch.chdir(repo.root)
-    assert cli.lint_imports(config_filename="pyproject.toml", no_cache=True) == 0, capsys.readouterr().out
+    assert cli.lint_imports(config_filename="pyproject.toml", no_cache=True) == 0, (
+        capsys.readouterr().out
+    )
 
 
 def test_every_package_is_under_the_contracts(repo):
-    folders = {path.parent.name for path in repo.files() if path.match("packages/*/src/*/__init__.py")}
+    folders = {
+        path.parent.name for path in repo.files() if path.match("packages/*/src/*/__init__.py")
+    }
     assert folders == set(PACKAGES)
     for package in PACKAGES:
-        assert f'"{package}"' in repo.text("pyproject.toml").split("[tool.importlinter]")[1].split("]")[0], package
+        assert (
+            f'"{package}"'
+            in repo.text("pyproject.toml").split("[tool.importlinter]")[1].split("]")[0]
+        ), package
 
 
 def test_modules_form_no_cycle(imports):
@@ -86,10 +95,21 @@ def loaded_by(statements: str) -> set[str]:
 
 def test_contract_and_every_plugin_import_without_torch():
     points = importlib.metadata.entry_points(group="nsa.backends")
-    plugins = sorted({p.value.split(":")[0] for p in points if p.dist and p.dist.name.startswith("nsa-backend-")})
-    assert plugins == ["nsa_backend_fa2.plugin", "nsa_backend_sdpa.plugin", "nsa_backend_triton.plugin"]
-    core = [f"nsa_core.{name}" for name in ("contract", "config", "layout", "errors", "dispatch.registry")]
-    assert "torch" not in loaded_by("\n".join(f"import {name}" for name in ["nsa_core", *core, *plugins]))
+    plugins = sorted(
+        {p.value.split(":")[0] for p in points if p.dist and p.dist.name.startswith("nsa-backend-")}
+    )
+    assert plugins == [
+        "nsa_backend_fa2.plugin",
+        "nsa_backend_sdpa.plugin",
+        "nsa_backend_triton.plugin",
+    ]
+    core = [
+        f"nsa_core.{name}"
+        for name in ("contract", "config", "layout", "errors", "dispatch.registry")
+    ]
+    assert "torch" not in loaded_by(
+        "\n".join(f"import {name}" for name in ["nsa_core", *core, *plugins])
+    )
 
 
 def test_command_line_imports_without_torch():
@@ -98,7 +118,12 @@ def test_command_line_imports_without_torch():
 
 def test_a_layer_imports_without_the_compiler():
     """torch._dynamo takes as long again as torch itself; only who compiles should wait for it."""
-    modules = ("nsa_core.layer.module", "nsa_core.layer.attention", "nsa_verify.run.suite", "nsa_bench.run")
+    modules = (
+        "nsa_core.layer.module",
+        "nsa_core.layer.attention",
+        "nsa_verify.run.suite",
+        "nsa_bench.run",
+    )
     assert "torch._dynamo" not in loaded_by("\n".join(f"import {name}" for name in modules))
 
 
@@ -107,7 +132,11 @@ def test_a_result_is_marked_constant_as_torch_marks_it():
 
     from nsa_core.dispatch.default_plan import constant_result
 
-    assert vars(constant_result(lambda: 0)) == vars(torch.compiler.assume_constant_result(lambda: 0)) != {}
+    assert (
+        vars(constant_result(lambda: 0))
+        == vars(torch.compiler.assume_constant_result(lambda: 0))
+        != {}
+    )
 
 
 def test_public_names_of_core_resolve():

@@ -18,28 +18,47 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 def test_the_tutorial_shows_the_files_of_the_template() -> None:
     text = (DOCS / "write-a-backend.md").read_text()
-    shown = dict(re.findall(r"(?m)^`nsa-backend-mine/([^`\n]+)`\n\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    shown = dict(
+        re.findall(
+            r"(?m)^`nsa-backend-mine/([^`\n]+)`\n\n```\w+\n(.*?)^```$",
+            text,
+            re.DOTALL | re.MULTILINE,
+        )
+    )
     files = scaffold.rendered("mine")
     assert shown == {path: files[path] for path in shown}
     assert {path.split("/")[-1] for path in shown} == {
-        "pyproject.toml", "plugin.py", "probe.py", "win.py", "decode.py", "test_conformance.py",
-    }  # fmt: skip
+        "pyproject.toml",
+        "plugin.py",
+        "probe.py",
+        "win.py",
+        "decode.py",
+        "test_conformance.py",
+    }
     assert text.count("```") == 2 * len(shown), "a code block that is no file of the template"
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="the page is written where torch is a CPU build")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the page is written where torch is a CPU build"
+)
 def test_the_support_matrix_is_what_the_probes_say(monkeypatch) -> None:
     monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
     page = (DOCS / "backends.md").read_text()
-    assert page == support_matrix(discover(safe=True)), "python -m nsa_cli.support_matrix > docs/backends.md"
+    assert page == support_matrix(discover(safe=True)), (
+        "python -m nsa_cli.support_matrix > docs/backends.md"
+    )
 
 
 def probe(request) -> list[Reason]:
-    """Takes bfloat16 on GPUs from sm_80 on, forward only in float16, and misses a package everywhere."""
+    """Takes bfloat16 on GPUs from sm_80 on, forward only in float16, and misses a package
+    everywhere.
+    """
     reasons = [Reason("missing", "the package x is not installed")]
     if request.device != "cuda" or request.capability < (8, 0):
         reasons.append(Reason("gpu", "needs sm_80"))
-    if request.dtype not in ("bfloat16", "float16") or (request.dtype == "float16" and request.needs_grad):
+    if request.dtype not in ("bfloat16", "float16") or (
+        request.dtype == "float16" and request.needs_grad
+    ):
         reasons.append(Reason("dtype", f"no {request.dtype}"))
     return reasons
 
@@ -49,7 +68,9 @@ def test_the_matrix_tells_slots_gradients_and_devices() -> None:
     spec = BackendSpec("toy", API_VERSION, slots, f"{__name__}:probe", summary="a toy")
     page = support_matrix(Registry().with_backend(spec))
     assert "A toy. Offers cmp, win." in page
-    assert "| bfloat16 | - | - | win; forward: cmp | win; forward: cmp | win; forward: cmp |" in page
+    assert (
+        "| bfloat16 | - | - | win; forward: cmp | win; forward: cmp | win; forward: cmp |" in page
+    )
     assert "| float16 | - | - | forward: cmp, win | forward: cmp, win | forward: cmp, win |" in page
     assert "| float32 | - | - | - | - | - |" in page
     assert "- needs sm_80\n" in page

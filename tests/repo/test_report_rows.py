@@ -1,4 +1,6 @@
-"""docs/report-rows.md: 25 rows, tests that are collected, and commands that exist once they have given a figure."""
+"""docs/report-rows.md: 25 rows, tests that are collected, and commands that exist once they have
+given a figure.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Row(NamedTuple):
 
 
 def rows(repo: Any) -> list[Row]:
-    lines = [line for line in repo.text("docs/report-rows.md").splitlines() if re.match(r"\| \d", line)]
+    lines = [
+        line for line in repo.text("docs/report-rows.md").splitlines() if re.match(r"\| \d", line)
+    ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
 
@@ -46,7 +50,12 @@ def test_there_are_25_rows_and_no_cell_is_empty(repo: Any) -> None:
     for row in found:
         assert all(row), row.number
         assert len(commands(row)) == 1, f"row {row.number} needs one command"
-        shown = named_tests(row) or result_files(row) or PENDING in row.figure or "nsa verify" in row.command
+        shown = (
+            named_tests(row)
+            or result_files(row)
+            or PENDING in row.figure
+            or "nsa verify" in row.command
+        )
         assert shown, row.number
         for file in result_files(row):
             assert (repo.root / file).is_file(), (row.number, file)
@@ -54,7 +63,16 @@ def test_there_are_25_rows_and_no_cell_is_empty(repo: Any) -> None:
 
 def collected(*arguments: str) -> set[str]:
     """Ids that pytest collects, without parameters."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 5), done.stdout + done.stderr
     return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
@@ -75,7 +93,9 @@ def test_every_named_test_is_collected(repo: Any, monkeypatch: pytest.MonkeyPatc
             assert given, row.number
             assert all((repo.root / name).exists() for name in given), row.number
             keyword = words[words.index("-k") + 1] if "-k" in words else ""
-            assert any(name.startswith(tuple(given)) and keyword in name for name in named_tests(row)), row.number
+            assert any(
+                name.startswith(tuple(given)) and keyword in name for name in named_tests(row)
+            ), row.number
 
 
 def fault(words: list[str], repo: Any) -> str:
@@ -114,7 +134,11 @@ def test_commands_that_gave_a_figure_exist(repo: Any) -> None:
 def documented(text: str) -> list[list[str]]:
     """The commands of a page's indented blocks, continued lines joined."""
     lines = text.replace("\\\n", " ").splitlines()
-    shown = [line.strip().split("#")[0] for line in lines if re.match(r" {4}(nsa|python benchmarks/\S+\.py) ", line)]
+    shown = [
+        line.strip().split("#")[0]
+        for line in lines
+        if re.match(r" {4}(nsa|python benchmarks/\S+\.py) ", line)
+    ]
     return [shlex.split(line) for line in shown]
 
 
@@ -143,7 +167,8 @@ def test_a_command_that_does_not_exist_is_found(command: str, repo: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "command", ["nsa verify --win fa2", "nsa bench --phase decode", "nsa bench compare a b", "nsa tune"]
+    "command",
+    ["nsa verify --win fa2", "nsa bench --phase decode", "nsa bench compare a b", "nsa tune"],
 )
 def test_a_command_that_exists_passes(command: str, repo: Any) -> None:
     assert not fault(command.split(), repo)

@@ -13,7 +13,10 @@ import pytest
 # Written in halves, so that this file does not find itself.
 FORBIDDEN = [
     *("/" + folder + "/" for folder in ("work", "farm", "root", "tmp", "home", "Users", "opt")),
-    *(".".join(host) for host in (("pypi", "org"), ("pythonhosted", "org"), ("download", "pytorch"))),
+    *(
+        ".".join(host)
+        for host in (("pypi", "org"), ("pythonhosted", "org"), ("download", "pytorch"))
+    ),
     "." + "carry",
     "before" + "-stop",
     "work" + "tree",
@@ -22,7 +25,12 @@ FORBIDDEN = [
 
 
 def found_in(text: str) -> list[str]:
-    return [f"line {n}: {word}" for n, line in enumerate(text.splitlines(), 1) for word in FORBIDDEN if word in line]
+    return [
+        f"line {n}: {word}"
+        for n, line in enumerate(text.splitlines(), 1)
+        for word in FORBIDDEN
+        if word in line
+    ]
 
 
 def test_no_machine_paths_registry_hosts_or_notes_to_ourselves(repo):
@@ -46,7 +54,9 @@ def documents(repo) -> list[pathlib.Path]:
 
 
 def resolve(dotted: str) -> bool:
-    """Whether ``dotted`` names a module, or something inside one: a function, a class, a field, a method."""
+    """Whether ``dotted`` names a module, or something inside one: a function, a class, a field, a
+    method.
+    """
     parts = dotted.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -56,7 +66,11 @@ def resolve(dotted: str) -> bool:
                 raise
             continue
         for part in parts[cut:]:
-            fields = [f.name for f in dataclasses.fields(target)] if dataclasses.is_dataclass(target) else []
+            fields = (
+                [f.name for f in dataclasses.fields(target)]
+                if dataclasses.is_dataclass(target)
+                else []
+            )
             if not hasattr(target, part) and part not in fields:
                 return False
             target = getattr(target, part, None)
@@ -67,7 +81,9 @@ def resolve(dotted: str) -> bool:
 def test_documents_name_things_that_exist(repo):
     wrong, checked = [], 0
     for path in documents(repo):
-        for dotted in re.findall(r"`(nsa_(?:core|cli|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text()):
+        for dotted in re.findall(
+            r"`(nsa_(?:core|cli|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text()
+        ):
             checked += 1
             if not resolve(dotted):
                 wrong.append(f"{repo.name(path)}: {dotted}")
@@ -76,7 +92,11 @@ def test_documents_name_things_that_exist(repo):
 
 
 def functions_in(path: pathlib.Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_documents_name_tests_that_exist(repo):
@@ -84,7 +104,9 @@ def test_documents_name_tests_that_exist(repo):
     for path in documents(repo):
         for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", path.read_text()):
             checked += 1
-            if not (repo.root / file).is_file() or (test and test not in functions_in(repo.root / file)):
+            if not (repo.root / file).is_file() or (
+                test and test not in functions_in(repo.root / file)
+            ):
                 wrong.append(f"{repo.name(path)}: {file} {test}")
     assert not wrong, "\n".join(wrong)
     assert checked > 10
@@ -100,6 +122,8 @@ def test_links_between_documents_lead_somewhere(repo):
 
 
 def test_architecture_names_every_room_of_core(repo):
-    rooms = {".".join(name.split(".")[:2]) for name in repo.modules() if name.startswith("nsa_core.")}
+    rooms = {
+        ".".join(name.split(".")[:2]) for name in repo.modules() if name.startswith("nsa_core.")
+    }
     missing = sorted(room for room in rooms if f"`{room}`" not in repo.text("docs/architecture.md"))
     assert not missing, f"docs/architecture.md has no row for {missing}"

@@ -1,4 +1,6 @@
-"""cmp on cuDNN: its views and sums over a stand-in for the library on the CPU; the library itself on a GPU."""
+"""cmp on cuDNN: its views and sums over a stand-in for the library on the CPU; the library itself
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ from nsa_verify.judge.slot import judge_slot
 from nsa_verify.subject import run_slot
 
 CONFIG = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, v_head_dim=24, compress_block_size=8, compress_stride=4,
-    select_block_size=16, num_selected_blocks=4, window_size=20,
-)  # fmt: skip
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    v_head_dim=24,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=20,
+)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 class Library:
-    """Dense causal attention with cuDNN's signatures; counts calls, and refuses what is not square."""
+    """Dense causal attention with cuDNN's signatures; counts calls, and refuses what is not
+    square.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -36,7 +48,9 @@ class Library:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -torch.inf), k, v
 
-    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
+    def _scaled_dot_product_cudnn_attention(
+        self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale
+    ):
         assert bias is None
         assert with_lse
         assert not dropout
@@ -63,7 +77,9 @@ def _failures(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, 
     data = case.data(dtype, device=device)
     inputs = {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
     run = run_slot(plan, "cmp", inputs, data.do, data)
-    verdicts = judge_slot("cmp", run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale, do=run.do)
+    verdicts = judge_slot(
+        "cmp", run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale, do=run.do
+    )
     return {name: verdict.why for name, verdict in verdicts.items() if not verdict}
 
 
@@ -78,36 +94,66 @@ def test_residues_are_right(tokens: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_metadata_decides() -> None:
     asked = {
-        "dtype": torch.bfloat16, "device_type": "cuda", "capability": (9, 0), "widths": (128, 128),
-        "tokens": 8192, "sequences": 1, "scale": 0.1, "deterministic": False,
-    }  # fmt: skip
+        "dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "capability": (9, 0),
+        "widths": (128, 128),
+        "tokens": 8192,
+        "sequences": 1,
+        "scale": 0.1,
+        "deterministic": False,
+    }
     available = types.SimpleNamespace(is_available=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends, "cudnn", available)
         assert cudnn.takes(**asked)
         assert cudnn.takes(**asked | {"widths": (192, 128)})
         for change in (
-            {"dtype": torch.float32}, {"device_type": "cpu"}, {"capability": None}, {"capability": (8, 0)},
-            {"widths": (192, 192)}, {"widths": (128, 65)}, {"tokens": 1023}, {"sequences": 9}, {"scale": -0.1},
+            {"dtype": torch.float32},
+            {"device_type": "cpu"},
+            {"capability": None},
+            {"capability": (8, 0)},
+            {"widths": (192, 192)},
+            {"widths": (128, 65)},
+            {"tokens": 1023},
+            {"sequences": 9},
+            {"scale": -0.1},
             {"deterministic": True},
-        ):  # fmt: skip
+        ):
             assert not cudnn.takes(**asked | change), change
 
 
 @pytest.mark.parametrize(
     ("changes", "rank"),
     [
-        ({}, 25), ({"seq_len": None, "batch": None}, 25), ({"slot": "win"}, 0), ({"varlen": True}, 0),
-        ({"capability": (8, 0)}, 0), ({"seq_len": 512}, 0), ({"deterministic": True}, 0), ({"seq_len": 65536}, 40),
+        ({}, 25),
+        ({"seq_len": None, "batch": None}, 25),
+        ({"slot": "win"}, 0),
+        ({"varlen": True}, 0),
+        ({"capability": (8, 0)}, 0),
+        ({"seq_len": 512}, 0),
+        ({"deterministic": True}, 0),
+        ({"seq_len": 65536}, 40),
         ({"seq_len": 65536, "head_dim": 64, "v_head_dim": 64}, 25),
     ],
-)  # fmt: skip
-def test_where_auto_prefers_it(changes: dict[str, object], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_where_auto_prefers_it(
+    changes: dict[str, object], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends, "cudnn", types.SimpleNamespace(is_available=lambda: True))
     asked = Request(
-        slot="cmp", geometry=CONFIG.geometry, n_heads=4, n_kv_heads=2, head_dim=128, v_head_dim=128, dtype="bfloat16",
-        device="cuda", capability=(9, 0), batch=1, seq_len=8192,
-    )  # fmt: skip
+        slot="cmp",
+        geometry=CONFIG.geometry,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=128,
+        v_head_dim=128,
+        dtype="bfloat16",
+        device="cuda",
+        capability=(9, 0),
+        batch=1,
+        seq_len=8192,
+    )
     assert probe.rank(dataclasses.replace(asked, **changes)) == rank
 
 
@@ -118,10 +164,14 @@ def test_where_auto_prefers_it(changes: dict[str, object], rank: int, monkeypatc
 @pytest.mark.parametrize("tokens", [1025, 1040])
 def test_the_library_is_right(tokens: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
     config = dataclasses.replace(
-        CONFIG, head_dim=widths[0], v_head_dim=widths[1], compress_block_size=32, compress_stride=16,
+        CONFIG,
+        head_dim=widths[0],
+        v_head_dim=widths[1],
+        compress_block_size=32,
+        compress_stride=16,
         select_block_size=64,
-    )  # fmt: skip
-    assert cudnn.takes(dtype, "cuda", torch.cuda.get_device_capability(), widths, tokens, 1, 0.1, False) == (
-        torch.cuda.get_device_capability() >= cudnn.OLDEST
     )
+    assert cudnn.takes(
+        dtype, "cuda", torch.cuda.get_device_capability(), widths, tokens, 1, 0.1, False
+    ) == (torch.cuda.get_device_capability() >= cudnn.OLDEST)
     assert _failures(Case("dense", config, (tokens,)), dtype, "cuda") == {}

@@ -34,7 +34,9 @@ def test_decode_forms_in_many_runs(step, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("step", [s for s in quick_steps() if s.rows > 2], ids=lambda step: step.case.name)
+@pytest.mark.parametrize(
+    "step", [s for s in quick_steps() if s.rows > 2], ids=lambda step: step.case.name
+)
 def test_decode_forms_some_rows_at_a_time(step, rows, monkeypatch):
     """As long steps are taken, from a ring that holds far more than some rows see."""
     monkeypatch.setattr(engine, "SCORE_BYTES", {"cpu": 1, "cuda": 1})

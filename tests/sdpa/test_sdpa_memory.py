@@ -1,4 +1,5 @@
-"""Peak memory on CUDA, told by formula, held against what the code allocates: on meta tensors, which have no data.
+"""Peak memory on CUDA, told by formula, held against what the code allocates: on meta tensors,
+which have no data.
 
 Buffers inside PyTorch's own kernels do not show here; tests/gpu measures them.
 """
@@ -29,16 +30,39 @@ def _meta_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     takes = cudnn.takes
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(
-        cudnn, "serves", lambda q, v, call: takes(
-            q.dtype, "cuda", (9, 0), (q.shape[-1], v.shape[-1]), q.shape[1], q.shape[0], call.scale, call.deterministic
+        cudnn,
+        "serves",
+        lambda q, v, call: takes(
+            q.dtype,
+            "cuda",
+            (9, 0),
+            (q.shape[-1], v.shape[-1]),
+            q.shape[1],
+            q.shape[0],
+            call.scale,
+            call.deterministic,
         ),
-    )  # fmt: skip
-    monkeypatch.setattr(aten, "route", lambda dtype, device, width, capability: real(dtype, "cuda", width, (9, 0)))
+    )
+    monkeypatch.setattr(
+        aten, "route", lambda dtype, device, width, capability: real(dtype, "cuda", width, (9, 0))
+    )
 
 
 def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
-    given = {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "dtype": "bfloat16", "batch": 1}
-    given |= {"geometry": BlockGeometry(), "needs_grad": True, "device": "cuda", "capability": (9, 0)}
+    given = {
+        "n_heads": 12,
+        "n_kv_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "dtype": "bfloat16",
+        "batch": 1,
+    }
+    given |= {
+        "geometry": BlockGeometry(),
+        "needs_grad": True,
+        "device": "cuda",
+        "capability": (9, 0),
+    }
     return Request(slot=slot, seq_len=seq_len, **{**given, **fields})
 
 
@@ -53,19 +77,34 @@ def allocated(request: Request) -> int:
     stats = engine.stats_dtype(dtype)
     compressed = geometry.max_compressed if request.varlen else geometry.num_compressed
     keys = compressed(rows) if slot in ("cmp", "select") else rows
-    q, do = tensor(rows, request.n_heads, request.head_dim), tensor(rows, request.n_heads, request.v_head_dim)
-    k, v = tensor(keys, request.n_kv_heads, request.head_dim), tensor(keys, request.n_kv_heads, request.v_head_dim)
+    q, do = (
+        tensor(rows, request.n_heads, request.head_dim),
+        tensor(rows, request.n_heads, request.v_head_dim),
+    )
+    k, v = (
+        tensor(keys, request.n_kv_heads, request.head_dim),
+        tensor(keys, request.n_kv_heads, request.v_head_dim),
+    )
     inputs = {
         "cmp": (q, k, v),
         "select": (q, k, tensor(request.n_heads, rows, kind=stats)),
-        "sel": (q, k, v, tensor(rows, request.n_kv_heads, geometry.num_selected_blocks, kind=torch.int32)),
+        "sel": (
+            q,
+            k,
+            v,
+            tensor(rows, request.n_kv_heads, geometry.num_selected_blocks, kind=torch.int32),
+        ),
         "win": (q, k, v),
         "combine": (tensor(rows, request.n_heads, 3, kind=stats), do, do, do),
     }[slot]
     cu_seqlens = None
     if request.varlen:
         cu_seqlens = torch.empty(len(DOCUMENTS) + 1, dtype=torch.int32, device="meta")
-        cu_seqlens.tolist = lambda: [0, *itertools.accumulate(DOCUMENTS)]  # what has no data is asked for it
+        # what has no data is asked for it
+        cu_seqlens.tolist = lambda: [
+            0,
+            *itertools.accumulate(DOCUMENTS),
+        ]
     longest = max(DOCUMENTS) if request.varlen else rows
     call = SlotCall(geometry, 0.125, cu_seqlens, longest, deterministic=request.deterministic)
     with PeakBytes() as peak:
@@ -93,27 +132,41 @@ SHAPES = {
     "several steps": {"seq_len": 16384, "needs_grad": False},
     "packed": {"seq_len": 8192, "varlen": True, "batch": 3},
 }
-DOCUMENTS = (8000, 150, 42)  # lengths of packed documents: what is stated is a bound, for one document of all tokens
+# lengths of packed documents: what is stated is a bound, for one document of all tokens
+DOCUMENTS = (
+    8000,
+    150,
+    42,
+)
 
 
 @pytest.mark.parametrize(
-    ("slot", "shape"), [(slot, s) for slot in SLOTS for s in SHAPES if slot == "win" or not s.startswith("w>")]
+    ("slot", "shape"),
+    [(slot, s) for slot in SLOTS for s in SHAPES if slot == "win" or not s.startswith("w>")],
 )
-def test_row_47_workspace_is_what_is_allocated(slot: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_47_workspace_is_what_is_allocated(
+    slot: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = dict(SHAPES[shape])
     request = make_request(slot, fields.pop("seq_len", 5000), **fields)
     # What the libraries hold inside is not seen here.
     monkeypatch.setattr(workspace, "flash_accumulator", lambda *sizes: 0)
     monkeypatch.setattr(workspace, "cudnn_scratch", lambda *sizes: 0)
     told, real = getattr(workspace, slot)(request), allocated(request)
-    assert abs(told - real) <= 0.025 * real, f"told {told}, allocated {real}, ratio {told / real:.3f}"
+    assert abs(told - real) <= 0.025 * real, (
+        f"told {told}, allocated {real}, ratio {told / real:.3f}"
+    )
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_memory_grows_at_most_as_s_to_the_1_1(slot: str) -> None:
-    points = [(math.log(s), math.log(getattr(workspace, slot)(make_request(slot, s)))) for s in LENGTHS]
+    points = [
+        (math.log(s), math.log(getattr(workspace, slot)(make_request(slot, s)))) for s in LENGTHS
+    ]
     mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
     assert slope <= 1.1, slope
 
 
@@ -133,13 +186,17 @@ def test_packed_calls_are_bounded_too() -> None:
 
 
 def test_backward_fills_no_gradient_of_lse() -> None:
-    plan = resolve(NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=8), dtype=torch.float32, needs_grad=True)
+    plan = resolve(
+        NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=8), dtype=torch.float32, needs_grad=True
+    )
     q, k, v = (torch.randn(1, 40, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     o, lse = plan.win(q, k, v)
     filled = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             if "zero" in str(func):
                 filled.append(out.shape)

@@ -1,4 +1,6 @@
-"""Heads of a few elements, whose strides suggest memory formats that PyTorch's operators do not read."""
+"""Heads of a few elements, whose strides suggest memory formats that PyTorch's operators do not
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,36 @@ from nsa_verify.judge.slot import judge_slot
 from nsa_verify.subject import run_slots
 
 CONFIG = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=1, v_head_dim=2, rope=False, compress_block_size=8, compress_stride=4,
-    select_block_size=16, num_selected_blocks=3, window_size=64,
-)  # fmt: skip
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=1,
+    v_head_dim=2,
+    rope=False,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=3,
+    window_size=64,
+)
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 0.9])
 @pytest.mark.parametrize("v_width", [1, 2, 3, 4])
 @pytest.mark.parametrize("width", [1, 2])
 def test_narrow_heads_are_the_oracles(width: int, v_width: int, scale: float) -> None:
-    """Every branch, forward and gradients; the window covers the sequence, so win is a plain causal call too."""
+    """Every branch, forward and gradients; the window covers the sequence, so win is a plain causal
+    call too.
+    """
     config = dataclasses.replace(CONFIG, head_dim=width, v_head_dim=v_width, scale=scale)
     case = Case("narrow", config, (21,), batch=2)
     plan = resolve(config, dtype=torch.float64, backends="sdpa", needs_grad=True)
     data = case.data(torch.float64)
     runs = run_slots(plan, case, data)
     for slot in ("cmp", "sel", "win"):
-        verdicts = judge_slot(slot, runs[slot].inputs, runs[slot].outputs, config.geometry, scale, do=data.do)
+        verdicts = judge_slot(
+            slot, runs[slot].inputs, runs[slot].outputs, config.geometry, scale, do=data.do
+        )
         assert {n: v.why for n, v in verdicts.items() if not v} == {}, slot
 
 

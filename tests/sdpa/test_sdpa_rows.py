@@ -1,4 +1,6 @@
-"""Rows of the fault table on the sdpa backend, judged by the oracle on bit for bit the tensors a slot received."""
+"""Rows of the fault table on the sdpa backend, judged by the oracle on bit for bit the tensors a
+slot received.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,17 @@ from nsa_verify.subject import SlotRun, bits, run_slot, run_slots, slot_inputs
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CONFIG = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=16,  # a row of fewer elements makes its rms a matter of luck
-    compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=3, window_size=12,
-)  # fmt: skip
+    # a row of fewer elements makes its rms a matter of luck
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=3,
+    window_size=12,
+)
 
 
 def case(length: int = 53, batch: int = 1, **fields: object) -> Case:
@@ -39,7 +48,9 @@ def judged(c: Case, run: SlotRun, slot: str, **kw: object) -> None:
 
 
 def check(
-    c: Case, dtype: torch.dtype, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None
+    c: Case,
+    dtype: torch.dtype,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
 ) -> None:
     """Run and judge every branch after ``change`` of its q, k and v."""
     data, plan = c.data(dtype), plan_of(c, dtype)
@@ -52,9 +63,19 @@ def check(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "length", [1, 5, 7, 8, 11, 12, 17, 53], ids=["row03-S=1", "row04-S<l", "row04-S=l-1", "row05-S=l", "row05-S=l+d-1",
-                                                   "row05-S=l+d", "row06-tail", "row06-odd"],
-)  # fmt: skip
+    "length",
+    [1, 5, 7, 8, 11, 12, 17, 53],
+    ids=[
+        "row03-S=1",
+        "row04-S<l",
+        "row04-S=l-1",
+        "row05-S=l",
+        "row05-S=l+d-1",
+        "row05-S=l+d",
+        "row06-tail",
+        "row06-odd",
+    ],
+)
 def test_rows_03_to_06_lengths(length: int, dtype: torch.dtype) -> None:
     check(case(length), dtype)
 
@@ -115,7 +136,10 @@ def test_row_25_dout_not_contiguous_or_stride_0(slot: str) -> None:
     c = case()
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
     inputs = run_slots(plan, c, data)[slot].inputs
-    for do in (data.do.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(()).expand(data.do.shape)):
+    for do in (
+        data.do.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.ones(()).expand(data.do.shape),
+    ):
         judged(c, run_slot(plan, slot, inputs, do, data), slot)
 
 
@@ -137,7 +161,8 @@ def test_row_34_nan_in_one_query_stays_in_its_row_and_group(slot: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_row_34_nan_is_never_swallowed(slot: str, name: str) -> None:
-    """A NaN that some query sees shows in its output; the other group is untouched, and for q and k the rows before.
+    """A NaN that some query sees shows in its output; the other group is untouched, and for q and k
+    the rows before.
 
     0 times NaN is NaN: one in v may spread over the rows of its own kv head.
     """
@@ -187,7 +212,11 @@ def test_row_38_values_of_every_size(factor: float | str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_gradcheck_in_fp64(slot: str) -> None:
-    c = Case("gradcheck", dataclasses.replace(CONFIG, n_heads=2, n_kv_heads=1, head_dim=4, v_head_dim=4), (21,))
+    c = Case(
+        "gradcheck",
+        dataclasses.replace(CONFIG, n_heads=2, n_kv_heads=1, head_dim=4, v_head_dim=4),
+        (21,),
+    )
     data, plan = c.data(torch.float64), plan_of(c, torch.float64)
     inputs = slot_inputs(slot, data, run_slots(plan, c, data))
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs.values()]
@@ -201,7 +230,10 @@ def test_opcheck(slot: str, packed: bool) -> None:
     c = Case("opcheck", CONFIG, (5, 0, 23) if packed else (28,), packed=packed)
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
     inputs = slot_inputs(slot, data, run_slots(plan, c, data))
-    args = [t.clone().requires_grad_(slot != "select") if n not in ("blocks", "lse") else t for n, t in inputs.items()]
+    args = [
+        t.clone().requires_grad_(slot != "select") if n not in ("blocks", "lse") else t
+        for n, t in inputs.items()
+    ]
     spec = default_registry().get("sdpa").spec
     assert spec is not None
     op = slot_op("sdpa", slot, spec.slots[slot]).op
@@ -210,7 +242,11 @@ def test_opcheck(slot: str, packed: bool) -> None:
 
 
 def test_window_is_key_chunked_above_4096_keys() -> None:
-    c = Case("long window", dataclasses.replace(CONFIG, n_heads=1, n_kv_heads=1, window_size=4200), (4700,))
+    c = Case(
+        "long window",
+        dataclasses.replace(CONFIG, n_heads=1, n_kv_heads=1, window_size=4200),
+        (4700,),
+    )
     rows = (0, 4095, 4199, 4200, 4699)
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
     do = torch.zeros_like(data.do)

@@ -1,4 +1,6 @@
-"""The sdpa backend's tiling: every way it can cut a problem, and the arithmetic it uses on CUDA, played on the CPU."""
+"""The sdpa backend's tiling: every way it can cut a problem, and the arithmetic it uses on CUDA,
+played on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from nsa_verify.subject import SlotRun, bits, run_slot, run_slots
 
 BRANCHES = ("cmp", "sel", "win")
 CONFIG = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, v_head_dim=24, compress_block_size=8, compress_stride=4,
-    select_block_size=16, num_selected_blocks=4, window_size=20,
-)  # fmt: skip
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    v_head_dim=24,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=20,
+)
 DENSE = Case("dense", CONFIG, (131,), batch=2)
 PACKED = Case("packed", CONFIG, (0, 3, 57, 0, 1, 89, 0), packed=True)
 
@@ -48,7 +58,12 @@ def _narrow_operands(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "product", product)
 
 
-VARIANTS = {"as shipped": lambda m: None, "small": _small_tiles, "own causal": _own_causal, "narrow": _narrow_operands}
+VARIANTS = {
+    "as shipped": lambda m: None,
+    "small": _small_tiles,
+    "own causal": _own_causal,
+    "narrow": _narrow_operands,
+}
 
 
 def plan_of(case: Case, dtype: torch.dtype):
@@ -57,14 +72,18 @@ def plan_of(case: Case, dtype: torch.dtype):
 
 def judged(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor | None) -> None:
     geometry, scale = case.config.geometry, case.config.softmax_scale
-    verdicts = judge_slot(slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do)
+    verdicts = judge_slot(
+        slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do
+    )
     assert {n: v.why for n, v in verdicts.items() if not v} == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "row18-packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_cut_is_right(variant: str, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cut_is_right(
+    variant: str, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     VARIANTS[variant](monkeypatch)
     data = case.data(dtype)
     runs = run_slots(plan_of(case, dtype), case, data)
@@ -72,9 +91,12 @@ def test_every_cut_is_right(variant: str, case: Case, dtype: torch.dtype, monkey
         judged(case, slot, runs[slot], data.cu_seqlens)
     chosen = runs["select"]
     verdict = judge_selection(
-        *chosen.inputs.values(), chosen.outputs["blocks"], case.config.geometry, case.config.softmax_scale,
+        *chosen.inputs.values(),
+        chosen.outputs["blocks"],
+        case.config.geometry,
+        case.config.softmax_scale,
         cu_seqlens=data.cu_seqlens,
-    )  # fmt: skip
+    )
     assert verdict, verdict.why
 
 
@@ -113,7 +135,9 @@ def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: in
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_row_30_36_blocks_of_any_kind(dtype: torch.dtype) -> None:
     data, plan = DENSE.data(torch.float32), plan_of(DENSE, torch.float32)
-    blocks = torch.randint(-3, 12, (2, 131, 2, 7), generator=torch.Generator().manual_seed(0)).to(dtype)
+    blocks = torch.randint(-3, 12, (2, 131, 2, 7), generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )
     blocks[:, 50:60] = -1  # sees nothing: o = 0, lse = -inf, no gradient
     blocks[:, 70] = torch.iinfo(dtype).max
     blocks[:, 71, :, 0] = torch.iinfo(dtype).min
@@ -132,12 +156,17 @@ def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtyp
     case = dataclasses.replace(case, config=config)
     data, plan = case.data(dtype), plan_of(case, dtype)
     generator = torch.Generator().manual_seed(0)
-    for k_cmp in (torch.zeros_like(data.k_cmp), torch.randint(0, 2, data.k_cmp.shape, generator=generator).to(dtype)):
+    for k_cmp in (
+        torch.zeros_like(data.k_cmp),
+        torch.randint(0, 2, data.k_cmp.shape, generator=generator).to(dtype),
+    ):
         q = torch.randint(-1, 2, data.q.shape, generator=generator).to(dtype)
         v_cmp, where = data.v_cmp, {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
         lse = plan.cmp(q, k_cmp, v_cmp, **where)[1]
         blocks = plan.select(q, k_cmp, lse, **where)
-        verdict = judge_selection(q, k_cmp, lse, blocks, config.geometry, 0.25, cu_seqlens=data.cu_seqlens)
+        verdict = judge_selection(
+            q, k_cmp, lse, blocks, config.geometry, 0.25, cu_seqlens=data.cu_seqlens
+        )
         assert verdict, verdict.why
         if not k_cmp.any():
             row = blocks[0, 130] if not case.packed else blocks[149]
@@ -180,7 +209,14 @@ def test_tf32_is_off_inside_and_as_it_was_outside() -> None:
 
 
 def request(**fields: object) -> Request:
-    given = {"slot": "win", "geometry": CONFIG.geometry, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
+    given = {
+        "slot": "win",
+        "geometry": CONFIG.geometry,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 8,
+        "v_head_dim": 8,
+    }
     return Request(**{**given, **fields})
 
 
@@ -191,7 +227,10 @@ def test_probe_gives_every_reason_at_once() -> None:
     assert [r.code for r in probe.probe(request(device="xpu"))] == ["device_not_supported"]
     limit = probe.FP64_CUDA_MAX_SEQ_LEN
     assert not probe.probe(request(device="cuda", dtype="float64", seq_len=limit))
-    assert str(limit) in probe.probe(request(device="cuda", dtype="float64", seq_len=limit + 1))[0].message
+    assert (
+        str(limit)
+        in probe.probe(request(device="cuda", dtype="float64", seq_len=limit + 1))[0].message
+    )
 
 
 def test_causal_refuses_lengths_that_differ() -> None:
@@ -203,7 +242,9 @@ def test_causal_refuses_lengths_that_differ() -> None:
 
 
 def test_malformed_cu_seqlens_stay_inside_memory() -> None:
-    """On CUDA nobody reads the boundaries: nonsense gives nonsense, never an index outside a tensor."""
+    """On CUDA nobody reads the boundaries: nonsense gives nonsense, never an index outside a
+    tensor.
+    """
     data = PACKED.data(torch.float32)
     q, k, v = data.q, data.k_win, data.v_win
     from nsa_backend_sdpa import sel, win

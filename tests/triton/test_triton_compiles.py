@@ -1,4 +1,6 @@
-"""Every kernel compiled for GPUs that are not here: it fits their shared memory, and docs/kernels.md is true."""
+"""Every kernel compiled for GPUs that are not here: it fits their shared memory, and
+docs/kernels.md is true.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ offline = importlib.import_module("nsa_backend_triton.tools.offline")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-LINES = frozenset(PAGE.splitlines())  # a kernel may be launched twice for one row's title, for dk and for dv
+# a kernel may be launched twice for one row's title, for dk and for dv
+LINES = frozenset(PAGE.splitlines())
 SAME_TRITON = f"triton {triton.__version__}," in PAGE
 SLOTS = ("cmp", "select", "sel", "win", "combine", "step")
 
@@ -57,9 +60,16 @@ def test_tiles_grown_to_whole_blocks_fit(architecture: int, stride: int) -> None
     count = 0
     for heads, step in itertools.product((4, 64), (False, True)):
         asked = dataclasses.replace(
-            compile_table._BASE, slot="select", n_heads=heads, n_kv_heads=1, head_dim=256, v_head_dim=256,
-            needs_grad=False, geometry=BlockGeometry(8, stride, 128), phase="decode" if step else "prefill",
-        )  # fmt: skip
+            compile_table._BASE,
+            slot="select",
+            n_heads=heads,
+            n_kv_heads=1,
+            head_dim=256,
+            v_head_dim=256,
+            needs_grad=False,
+            geometry=BlockGeometry(8, stride, 128),
+            phase="decode" if step else "prefill",
+        )
         if configs.missing(asked, architecture):
             continue
         launches = compile_table.step_launches if step else compile_table.launches
@@ -70,27 +80,33 @@ def test_tiles_grown_to_whole_blocks_fit(architecture: int, stride: int) -> None
 
 
 def test_the_page_has_the_rows_of_this_tree() -> None:
-    """Every kernel on both GPUs, none that is gone: what a launch needs to be named costs no compiling."""
+    """Every kernel on both GPUs, none that is gone: what a launch needs to be named costs no
+    compiling.
+    """
     printed = [
-        " | ".join(row) for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+        " | ".join(row)
+        for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     ]
     assert printed == [row.title for row in compile_table.rows()]
-    assert {"sel_bucket_kernel", "sel_merge_kernel"} <= {
-        title.split(" | ")[0] for title in printed
-    }  # of small groups alone
+    # of small groups alone
+    assert {"sel_bucket_kernel", "sel_merge_kernel"} <= {title.split(" | ")[0] for title in printed}
 
 
 def test_the_page_has_the_accepted_serialized_products() -> None:
     """No others, and none that is gone from the page."""
     printed = {
         " | ".join(row[:-1]): tuple(row[-1].split(", "))
-        for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|.* \| (C[^|]+) \|$", PAGE, re.MULTILINE)
+        for row in re.findall(
+            r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|.* \| (C[^|]+) \|$", PAGE, re.MULTILINE
+        )
     }
     assert printed == compile_table.SERIALIZED
 
 
 def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:
-    """Serialized (C7515), sel_block_backward takes 10.95 ms on an H200 at 65536 tokens of 64/4/128, and 8.52 if not."""
+    """Serialized (C7515), sel_block_backward takes 10.95 ms on an H200 at 65536 tokens of 64/4/128,
+    and 8.52 if not.
+    """
     rows = [
         row
         for row in compile_table.rows({"bfloat16": ((96, 96), (128, 128), (192, 128))}, ("sel",))
@@ -120,9 +136,18 @@ def test_blocks_are_chosen_by_four_warps(architecture: int, dtype: str) -> None:
     seen = set()
     for heads, width, rows in itertools.product((16, 64), (64, 256), (1, 4)):
         asked = dataclasses.replace(
-            compile_table._BASE, phase="decode", needs_grad=False, batch=2, seq_len=4096, page_size=128, n_heads=heads,
-            n_kv_heads=1, head_dim=width, v_head_dim=width, dtype=dtype,
-        )  # fmt: skip
+            compile_table._BASE,
+            phase="decode",
+            needs_grad=False,
+            batch=2,
+            seq_len=4096,
+            page_size=128,
+            n_heads=heads,
+            n_kv_heads=1,
+            head_dim=width,
+            v_head_dim=width,
+            dtype=dtype,
+        )
         for launch in compile_table.step_launches(asked, architecture, rows):
             seen.add((launch.name, launch.options.num_warps))
     assert {warps for name, warps in seen if name in ("decode_step", "decode_choose")} == {4}
@@ -133,7 +158,10 @@ def test_a_tile_too_large_is_seen() -> None:
     """Triton compiles it without complaint: only the figure tells."""
     launch = next(compile_table.rows({"bfloat16": ((128, 128),)}, ("win",))).launch
     names = launch.kernel.arg_names
-    wide = {place: 256 if names[place[0]] == "BLOCK_N" else value for place, value in launch.constexprs.items()}
+    wide = {
+        place: 256 if names[place[0]] == "BLOCK_N" else value
+        for place, value in launch.constexprs.items()
+    }
     options = dataclasses.replace(launch.options, num_stages=4)
     cost = offline.cost(dataclasses.replace(launch, constexprs=wide, options=options))
     assert cost.shared > offline.SHARED[launch.architecture]

@@ -1,7 +1,8 @@
-"""Host side of the triton backend, without a GPU: what is launched, how often, and what a known call does not repeat.
+"""Host side of the triton backend, without a GPU: what is launched, how often, and what a known
+call does not repeat.
 
-The numbers are counts, which do not depend on the machine; benchmarks/host_overhead.py, whose driver that launches
-nothing serves here too, takes the times.
+The numbers are counts, which do not depend on the machine; benchmarks/host_overhead.py, whose
+driver that launches nothing serves here too, takes the times.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ prepared = importlib.import_module("nsa_backend_triton.host.launch_cache")
 requests = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-# Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens: 12/2/64 shares blocks out
-# by bucket and adds dk, dv and dq in no order; 64/4/128 does neither.
+# Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens: 12/2/64
+# shares blocks out by bucket and adds dk, dv and dq in no order; 64/4/128 does neither.
 SORT = {"sort": 1, "_to_copy": 1}
 BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("cmp", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1, "span_sum": 2}),
@@ -44,16 +45,39 @@ BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("sel", "64/4/128"): (
         {"sel_union_kernel": 1, "sel_forward_kernel": 1},
         {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1}
-        | {"sel_add_chunks": 2, "sel_union_kernel": 1, "sel_tile_backward": 1} | SORT,
+        | {"sel_add_chunks": 2, "sel_union_kernel": 1, "sel_tile_backward": 1}
+        | SORT,
     ),
     ("sel", "12/2/64"): (
-        {"sel_union_kernel": 1, "sel_forward_kernel": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1}
-        | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 1} | SORT,
-        {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1, "sel_round": 1}
-        | {"sel_segments": 1, "new_zeros": 1} | SORT,
+        {
+            "sel_union_kernel": 1,
+            "sel_forward_kernel": 1,
+            "sel_keys_kernel": 1,
+            "sel_pairs_kernel": 1,
+        }
+        | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 1}
+        | SORT,
+        {
+            "attention_delta": 1,
+            "sel_keys_kernel": 1,
+            "sel_pairs_kernel": 1,
+            "sel_block_backward": 1,
+            "sel_round": 1,
+        }
+        | {"sel_segments": 1, "new_zeros": 1}
+        | SORT,
     ),
-}  # fmt: skip
-FREE = {"new_empty", "empty", "empty_like", "slice", "unbind", "select", "view", "detach"}  # launch nothing
+}
+FREE = {
+    "new_empty",
+    "empty",
+    "empty_like",
+    "slice",
+    "unbind",
+    "select",
+    "view",
+    "detach",
+}  # launch nothing
 
 
 class Launching(TorchDispatchMode):
@@ -81,10 +105,19 @@ def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
     shape, _, packed = shape.partition(", ")
     hq, g, d = (int(n) for n in shape.split("/"))
     request = Request(
-        slot=slot, geometry=BlockGeometry(), n_heads=hq, n_kv_heads=g, head_dim=d,
-        v_head_dim=d, dtype="bfloat16", device="cuda", needs_grad=True, batch=1, seq_len=8192,
+        slot=slot,
+        geometry=BlockGeometry(),
+        n_heads=hq,
+        n_kv_heads=g,
+        head_dim=d,
+        v_head_dim=d,
+        dtype="bfloat16",
+        device="cuda",
+        needs_grad=True,
+        batch=1,
+        seq_len=8192,
         varlen=bool(packed),
-    )  # fmt: skip
+    )
     do, given, call = requests.inputs(request)
     module = importlib.import_module(f"nsa_backend_triton.{slot}")
     seen, out = counted(module.forward, *given, call=call)
@@ -114,14 +147,21 @@ def no_gpu(bench: Any) -> Iterator[Any]:
         yield kernels
 
 
-def steps(bench: Any, packed: bool, tokens: int = 80, shape: tuple[int, int, int] = (12, 2, 64)) -> dict[str, Any]:
-    config = NSAConfig(dim=shape[0], n_heads=shape[0], n_kv_heads=shape[1], head_dim=shape[2], compress="mean")
+def steps(
+    bench: Any, packed: bool, tokens: int = 80, shape: tuple[int, int, int] = (12, 2, 64)
+) -> dict[str, Any]:
+    config = NSAConfig(
+        dim=shape[0], n_heads=shape[0], n_kv_heads=shape[1], head_dim=shape[2], compress="mean"
+    )
     return dict(bench.slot_steps(config, bench.make_plan(config, "triton", packed), tokens, packed))
 
 
 def told(kernels: list[Any]) -> list[list[Any]]:
     """What each kernel was last told, tensors by shape and type."""
-    return [[(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in k.arguments] for k in kernels]
+    return [
+        [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in k.arguments]
+        for k in kernels
+    ]
 
 
 @PACKED
@@ -140,9 +180,8 @@ def test_a_known_call_is_launched_as_triton_would(
         for step in everything.values():
             step()
     assert [k.launches for k in no_gpu] == [2 * n for n in counts]
-    assert [row[13:] for row in told(no_gpu)] == [
-        row[13:] for row in by_triton
-    ]  # behind what the launcher itself takes
+    # behind what the launcher itself takes
+    assert [row[13:] for row in told(no_gpu)] == [row[13:] for row in by_triton]
     assert [row[:3] for row in told(no_gpu)] == [row[:3] for row in by_triton]  # the grid
 
 
@@ -165,14 +204,18 @@ def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
         assert asked == ["combine_forward"]
         o = torch.zeros(1, 80, 12, 64 + 8, dtype=torch.bfloat16)[..., :64]
         gates = torch.zeros(1, 80, 12, 3)
-        plan = bench.make_plan(NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64), "triton", False)
+        plan = bench.make_plan(
+            NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64), "triton", False
+        )
         for _ in range(2):
             plan.combine(gates, o, o, o)
         assert asked == ["combine_forward"] * 2, "other strides, once"
         shifted = torch.zeros(80 * 12 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 80, 12, 64)
         for _ in range(2):
             plan.combine(gates, shifted, shifted, shifted)
-        assert asked == ["combine_forward"] * 4, "an address that is not on 16 bytes is never taken for one that is"
+        assert asked == ["combine_forward"] * 4, (
+            "an address that is not on 16 bytes is never taken for one that is"
+        )
 
 
 def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
@@ -213,15 +256,33 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
 
 def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
     """As the benchmarks give them."""
-    decode, configs = (importlib.import_module(f"nsa_backend_triton.{name}") for name in ("decode", "configs"))
+    decode, configs = (
+        importlib.import_module(f"nsa_backend_triton.{name}") for name in ("decode", "configs")
+    )
     request = Request(
-        slot="cmp", geometry=BlockGeometry(), n_heads=4, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
-        device="cuda", needs_grad=False, batch=1, seq_len=512, phase="decode",
-    )  # fmt: skip
+        slot="cmp",
+        geometry=BlockGeometry(),
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype="bfloat16",
+        device="cuda",
+        needs_grad=False,
+        batch=1,
+        seq_len=512,
+        phase="decode",
+    )
     given, call = requests.step_inputs(request, 1, "cpu")
     span = configs.pick("decode_span", 90, head_dim=64, v_head_dim=64, itemsize=2, heads=2, taps=4)
-    for settings in ((None, None), ({**span, "PROGRAMS": 1}, None), ({**span, "PROGRAMS": 1}, None)):
-        decode.step(*(given[name] for name in requests.STEP_INPUTS["step"]), call=call, settings=settings)
+    for settings in (
+        (None, None),
+        ({**span, "PROGRAMS": 1}, None),
+        ({**span, "PROGRAMS": 1}, None),
+    ):
+        decode.step(
+            *(given[name] for name in requests.STEP_INPUTS["step"]), call=call, settings=settings
+        )
     assert sum(kernel.launches for kernel in no_gpu) == 3
 
 
@@ -246,7 +307,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [1, 2, 3, 4, 1]
 
 
-def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prepared, "remembers", lambda x: True)
     describe = prepared.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
     x = torch.zeros(4, 4)
@@ -255,9 +318,15 @@ def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(monkeypatch:
             assert describe(x, y) == (y.shape, y.stride(), y.dtype)
 
 
-@pytest.mark.parametrize(("piece", "most"), [("nsa_attention.forward", 20), ("nsa_attention.both", 46)])
-def test_operators_of_nsa_attention_around_its_slots(piece: str, most: int, bench: Any, no_gpu: Any) -> None:
-    """Mean compression, the sum of q's gradients, and views: each costs the host a few microseconds."""
+@pytest.mark.parametrize(
+    ("piece", "most"), [("nsa_attention.forward", 20), ("nsa_attention.both", 46)]
+)
+def test_operators_of_nsa_attention_around_its_slots(
+    piece: str, most: int, bench: Any, no_gpu: Any
+) -> None:
+    """Mean compression, the sum of q's gradients, and views: each costs the host a few
+    microseconds.
+    """
     config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64, compress="mean")
     pieces = dict(bench.whole_steps(config, bench.make_plan(config, "nothing", False), 64, False))
     row = bench.measure("nothing", piece, pieces[piece], no_gpu, 1)
@@ -265,8 +334,12 @@ def test_operators_of_nsa_attention_around_its_slots(piece: str, most: int, benc
 
 
 def test_operators_of_a_block_of_the_language_model(bench: Any, no_gpu: Any) -> None:
-    """Under autocast, phi mlp: 287 on the CPU, where RMSNorm is many, and 465 before phi and rotary were nodes."""
+    """Under autocast, phi mlp: 287 on the CPU, where RMSNorm is many, and 465 before phi and rotary
+    were nodes.
+    """
     config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64)
-    step = dict(bench.block_steps(config, bench.make_plan(config, "nothing", False), 64, False))["Block.both"]
+    step = dict(bench.block_steps(config, bench.make_plan(config, "nothing", False), 64, False))[
+        "Block.both"
+    ]
     row = bench.measure("nothing", "Block.both", step, no_gpu, 1)
     assert sum(row.ops.values()) <= 300, row.ops

@@ -1,6 +1,8 @@
-"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without data.
+"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without
+data.
 
-tests/triton/interpreted holds the dry run against what a run allocates; tests/gpu measures both on a GPU.
+tests/triton/interpreted holds the dry run against what a run allocates; tests/gpu measures both on
+a GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +29,20 @@ SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 
 def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
-    given = {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "dtype": "bfloat16", "batch": 1}
-    given |= {"geometry": BlockGeometry(), "needs_grad": True, "device": "cuda", "capability": (9, 0)}
+    given = {
+        "n_heads": 12,
+        "n_kv_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "dtype": "bfloat16",
+        "batch": 1,
+    }
+    given |= {
+        "geometry": BlockGeometry(),
+        "needs_grad": True,
+        "device": "cuda",
+        "capability": (9, 0),
+    }
     return Request(slot=slot, seq_len=seq_len, **{**given, **fields})
 
 
@@ -37,13 +51,22 @@ def test_row_47_combine_by_hand() -> None:
     rows, width = 1000 * 12, 64 * 2
     request = make_request("combine", 1000)
     assert workspace.peak(request) == pytest.approx(rows * (4 * width + 3 * 4), rel=0.001)
-    assert workspace.peak(make_request("combine", 1000, needs_grad=False)) == pytest.approx(rows * width, rel=0.001)
+    assert workspace.peak(make_request("combine", 1000, needs_grad=False)) == pytest.approx(
+        rows * width, rel=0.001
+    )
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_47_memory_grows_as_s(slot: str) -> None:
-    for fields in ({}, {"n_heads": 64, "n_kv_heads": 4, "deterministic": True}, {"varlen": True, "batch": 8}):
-        points = [(math.log(s), math.log(workspace.peak(make_request(slot, s, **fields)))) for s in (8192, 1 << 17)]
+    for fields in (
+        {},
+        {"n_heads": 64, "n_kv_heads": 4, "deterministic": True},
+        {"varlen": True, "batch": 8},
+    ):
+        points = [
+            (math.log(s), math.log(workspace.peak(make_request(slot, s, **fields))))
+            for s in (8192, 1 << 17)
+        ]
         slope = (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
         assert 0.5 < slope <= 1.05, (fields, slope)
 
@@ -71,9 +94,13 @@ def described_multiprocessors(architecture: int) -> int:
         return launch.multiprocessors(torch.device("meta"))
 
 
-def test_a_gpu_that_is_not_there_has_the_multiprocessors_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_has_the_multiprocessors_of_its_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = {architecture: described_multiprocessors(architecture) for architecture in configs.TABLES}
+    told = {
+        architecture: described_multiprocessors(architecture) for architecture in configs.TABLES
+    }
     assert told.pop(0) == 3, "the interpreter"
     assert {told[a] for a in (80, 86, 89, 90, 120)} == {108, 84, 142, 132, 188}
     assert min(told.values()) >= 16, "every architecture that has configurations"
@@ -84,7 +111,9 @@ def test_a_gpu_that_is_there_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_capability", lambda device: 89)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=58)
+        torch.cuda,
+        "get_device_properties",
+        lambda device: types.SimpleNamespace(multi_processor_count=58),
     )
     assert (described_multiprocessors(89), described_multiprocessors(90)) == (58, 132)
 
@@ -95,7 +124,9 @@ LENGTHS = (1, 31, 32, 127, 1000, 1024, 4097, 8192, 65536, 1 << 20)
 def differences(these: set[tuple[Any, ...]], those: set[tuple[Any, ...]]) -> list[Any]:
     """What tells binaries of one kernel apart."""
     pairs = [(a, b) for a in these - those for b in those - these if a[0] == b[0]]
-    return [(a[0], sorted(set(a) ^ set(b), key=str)) for a, b in pairs] or sorted(x[0] for x in these ^ those)
+    return [(a[0], sorted(set(a) ^ set(b), key=str)) for a, b in pairs] or sorted(
+        x[0] for x in these ^ those
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -118,4 +149,6 @@ def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) 
             assert binaries <= known, f"{length} tokens: {differences(binaries, known)}"
         # Where offsets no longer fit into 32 bits, one kernel has a second binary, which is slower.
         others = per_length[longest] - known
-        assert {binary[0] for binary in others} <= {"sel_block_backward"}, differences(others, known)
+        assert {binary[0] for binary in others} <= {"sel_block_backward"}, differences(
+            others, known
+        )

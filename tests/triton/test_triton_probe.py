@@ -1,4 +1,6 @@
-"""The triton backend's probe: every reason with its code, on GPUs that are described rather than present."""
+"""The triton backend's probe: every reason with its code, on GPUs that are described rather than
+present.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,19 @@ from nsa_backend_triton import probe as probing
 from nsa_backend_triton.host import configs
 
 BASE = Request(
-    slot="combine", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
-    device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
-)  # fmt: skip
+    slot="combine",
+    geometry=BlockGeometry(),
+    n_heads=12,
+    n_kv_heads=2,
+    head_dim=64,
+    v_head_dim=64,
+    dtype="bfloat16",
+    device="cuda",
+    capability=(9, 0),
+    needs_grad=True,
+    batch=1,
+    seq_len=4096,
+)
 
 
 def codes(**fields: Any) -> list[str]:
@@ -31,7 +43,9 @@ def codes(**fields: Any) -> list[str]:
     return [reason.code for reason in reasons]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+@pytest.mark.parametrize(
+    "capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+)
 def test_row_49_known_gpus_are_served(capability: tuple[int, int]) -> None:
     assert codes(capability=capability) == []
 
@@ -44,7 +58,9 @@ def test_row_49_known_gpus_are_served(capability: tuple[int, int]) -> None:
         ((11, 0), "sm_unknown", ("sm_110", "sm_90")),
     ],
 )
-def test_row_49_other_gpus_are_refused_with_both_numbers(capability: Any, code: str, numbers: tuple[str, ...]) -> None:
+def test_row_49_other_gpus_are_refused_with_both_numbers(
+    capability: Any, code: str, numbers: tuple[str, ...]
+) -> None:
     (reason,) = probing.probe(dataclasses.replace(BASE, capability=capability))
     assert reason.code == code
     assert all(number in reason.message for number in numbers)
@@ -70,11 +86,22 @@ def test_what_is_refused(fields: dict[str, Any], code: str) -> None:
 
 @pytest.mark.parametrize(("stride", "refused"), [(16, []), (1, ["no_configuration"])])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_row_46_tiles_of_whole_blocks_that_do_not_fit_are_refused(phase: str, stride: int, refused: list[str]) -> None:
+def test_row_46_tiles_of_whole_blocks_that_do_not_fit_are_refused(
+    phase: str, stride: int, refused: list[str]
+) -> None:
     """Scores come in tiles of whole selection blocks: of 8 or of 128 compressed tokens here."""
-    wide = {"slot": "select", "head_dim": 256, "v_head_dim": 256, "capability": (8, 6), "needs_grad": False}
+    wide = {
+        "slot": "select",
+        "head_dim": 256,
+        "v_head_dim": 256,
+        "capability": (8, 6),
+        "needs_grad": False,
+    }
     assert codes(**wide, phase=phase, geometry=BlockGeometry(16, stride, 128)) == refused
-    assert codes(**wide | {"capability": (9, 0)}, phase=phase, geometry=BlockGeometry(16, stride, 128)) == []
+    assert (
+        codes(**wide | {"capability": (9, 0)}, phase=phase, geometry=BlockGeometry(16, stride, 128))
+        == []
+    )
 
 
 def test_reasons_of_one_request_are_all_told() -> None:
@@ -87,7 +114,9 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes() == ["rocm"]
 
 
-@pytest.mark.parametrize(("version", "fits"), [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)])
+@pytest.mark.parametrize(
+    ("version", "fits"), [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)]
+)
 def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "_found", version)
     assert codes() == ([] if fits else ["triton_too_old"])
@@ -96,7 +125,13 @@ def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 @pytest.mark.parametrize("slot", SLOTS)
 def test_decode_is_served_where_prefill_is(slot: str, capability: tuple[int, int]) -> None:
-    asked = {"slot": slot, "phase": "decode", "needs_grad": False, "page_size": 128, "capability": capability}
+    asked = {
+        "slot": slot,
+        "phase": "decode",
+        "needs_grad": False,
+        "page_size": 128,
+        "capability": capability,
+    }
     for dtype, width in itertools.product(("bfloat16", "float32"), (32, 96, 256)):
         assert codes(**asked, dtype=dtype, head_dim=width, v_head_dim=width) == []
     assert "head_dim" in codes(**asked, v_head_dim=257)
@@ -104,12 +139,16 @@ def test_decode_is_served_where_prefill_is(slot: str, capability: tuple[int, int
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_decode_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "table", lambda _: {configs.DECODE[slot][0]: [({"v_head_dim": 32}, {})]})
+    monkeypatch.setattr(
+        configs, "table", lambda _: {configs.DECODE[slot][0]: [({"v_head_dim": 32}, {})]}
+    )
     assert set(codes(slot=slot, phase="decode", needs_grad=False)) == {"no_configuration"}
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_46_a_request_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_46_a_request_without_a_row_is_refused(
+    slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert codes(slot=slot) == []
     kernel = configs.FORWARD[slot][0]
     monkeypatch.setattr(configs, "table", lambda _: {kernel: [({"v_head_dim": 32}, {})]})
@@ -136,7 +175,8 @@ sys.modules["triton"] = None
 import nsa_backend_triton.plugin
 from nsa_backend_triton.probe import detail, probe
 from nsa_core import BlockGeometry, Request
-asked = Request(slot="win", geometry=BlockGeometry(), n_heads=4, n_kv_heads=2, head_dim=64, v_head_dim=64)
+sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
+asked = Request(slot="win", geometry=BlockGeometry(), **sizes)
 print([reason.code for reason in probe(asked)], detail())
 assert "torch" not in sys.modules
 """
@@ -150,7 +190,10 @@ def test_detail_tells_the_version() -> None:
 
 
 def test_importing_the_kernels_makes_no_cuda_context() -> None:
-    code = "import torch, nsa_backend_triton.combine.kernels, nsa_backend_triton.probe as p; p.detail\n"
+    code = (
+        "import torch, nsa_backend_triton.combine.kernels, nsa_backend_triton.probe as p;"
+        " p.detail\n"
+    )
     code += "assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,9 +1,10 @@
 """Every kernel, compiled for the values of its integer arguments that Triton compiles anew for.
 
-Triton makes an integer argument that equals 1 a constant, and marks one that 16 divides. A kernel that calls a method
-on such an argument fails to compile where the argument is 1, for example with one kv head. Errors of this kind arise in
-the translation of a kernel's Python to Triton's own IR (TTIR), so the ordinary tests stop there: about 50 ms a kernel.
-The interpreter does not specialize, so the interpreted tests cannot see them.
+Triton makes an integer argument that equals 1 a constant, and marks one that 16 divides. A kernel
+that calls a method on such an argument fails to compile where the argument is 1, for example with
+one kv head. Errors of this kind arise in the translation of a kernel's Python to Triton's own IR
+(TTIR), so the ordinary tests stop there: about 50 ms a kernel. The interpreter does not specialize,
+so the interpreted tests cannot see them.
 """
 
 from __future__ import annotations
@@ -22,32 +23,53 @@ compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table"
 offline = importlib.import_module("nsa_backend_triton.tools.offline")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
-BUCKETS = {"sel_bucket_kernel", "sel_merge_kernel"}  # of groups of at most 8 query heads, from 16384 tokens on
+# of groups of at most 8 query heads, from 16384 tokens on
+BUCKETS = {
+    "sel_bucket_kernel",
+    "sel_merge_kernel",
+}
 
 
 def all_launches(architecture: int):
     """Launches of every slot, dense and packed, and of decode steps of one and of four tokens."""
-    for slot, varlen, groups, deterministic in itertools.product(SLOTS, (False, True), (4, 16), (False, True)):
+    for slot, varlen, groups, deterministic in itertools.product(
+        SLOTS, (False, True), (4, 16), (False, True)
+    ):
         if deterministic and slot != "sel":
             continue
         asked = dataclasses.replace(
-            compile_table._BASE, slot=slot, varlen=varlen, n_kv_heads=groups, deterministic=deterministic
-        )  # fmt: skip
+            compile_table._BASE,
+            slot=slot,
+            varlen=varlen,
+            n_kv_heads=groups,
+            deterministic=deterministic,
+        )
         yield from compile_table.launches(asked, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):
         asked = dataclasses.replace(
-            compile_table._BASE, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
-        )  # fmt: skip
+            compile_table._BASE,
+            phase="decode",
+            needs_grad=False,
+            batch=32,
+            seq_len=65536,
+            page_size=128,
+        )
         yield from compile_table.step_launches(asked, architecture, rows)
 
 
 def distinct_launches(architecture: int) -> Iterator:
-    """One launch of each kernel for each combination of its flags and of the tensors that it is given."""
+    """One launch of each kernel for each combination of its flags and of the tensors that it is
+    given.
+    """
     seen = set()
     for launch in all_launches(architecture):
-        flags = [(k, str(v)) for k, v in sorted(launch.constexprs.items()) if v is None or isinstance(v, bool)]
+        flags = [
+            (k, str(v))
+            for k, v in sorted(launch.constexprs.items())
+            if v is None or isinstance(v, bool)
+        ]
         key = (launch.name, *flags)
         if key not in seen:
             seen.add(key)
@@ -75,7 +97,9 @@ def test_a_method_call_on_a_constant_is_seen() -> None:
 
 
 def test_every_kernel_takes_ones() -> None:
-    """All specialized integer arguments of a kernel are 1 at once; the first stage of the compilation, for sm_90."""
+    """All specialized integer arguments of a kernel are 1 at once; the first stage of the
+    compilation, for sm_90.
+    """
     names = set()
     for launch in distinct_launches(90):
         names.add(launch.name)
@@ -88,7 +112,9 @@ def test_every_kernel_takes_ones() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
 def test_sel_with_one_kv_head(heads: int) -> None:
     """The launches of a real call: small groups take the path over buckets."""
-    asked = dataclasses.replace(compile_table._BASE, slot="sel", n_heads=heads, n_kv_heads=1, seq_len=16384)
+    asked = dataclasses.replace(
+        compile_table._BASE, slot="sel", n_heads=heads, n_kv_heads=1, seq_len=16384
+    )
     launches = compile_table.launches(asked, 90)
     assert {launch.name for launch in launches} >= BUCKETS
     for launch in launches:
@@ -98,7 +124,9 @@ def test_sel_with_one_kv_head(heads: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_each_argument_alone_and_all_of_them(architecture: int) -> None:
-    """Translated with each argument equal to 1; compiled to the end with all of them 1, and all divisible by 16."""
+    """Translated with each argument equal to 1; compiled to the end with all of them 1, and all
+    divisible by 16.
+    """
     for launch in distinct_launches(architecture):
         names = offline.specialized_integers(launch)
         for name in names:

@@ -35,7 +35,8 @@ from nsa_core.dispatch.registry import discover
 from nsa_core.dispatch.candidates import ask
 entry = discover(safe=True).get("triton")
 prefill = Request(
-    slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16",
+    slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
+    dtype="bfloat16",
     device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
 )
 decode = dataclasses.replace(prefill, needs_grad=False, phase="decode")
@@ -49,7 +50,9 @@ assert sys.modules["numpy"] is None
 
 def run(code: str, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment | variables)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment | variables
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

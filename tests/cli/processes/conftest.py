@@ -23,11 +23,25 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -
 def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `nsa`, or another module, in a process of its own, with these directories on the path."""
 
-    def run(*arguments: str, path: pathlib.Path | None = None, module: str = "nsa_cli", **options: object):
-        given = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})}
+    def run(
+        *arguments: str,
+        path: pathlib.Path | None = None,
+        module: str = "nsa_cli",
+        **options: object,
+    ):
+        given = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **({"PYTHONPATH": str(path)} if path else {}),
+        }
         return subprocess.run(
             [sys.executable, "-m", module, *arguments],
-            capture_output=True, text=True, env=given, timeout=500, check=False, **options,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            env=given,
+            timeout=500,
+            check=False,
+            **options,
+        )
 
     return run

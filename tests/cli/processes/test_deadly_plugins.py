@@ -1,4 +1,6 @@
-"""Plugins that segfault or hang while they load, or leave when they are asked, leave the commands working (row 57)."""
+"""Plugins that segfault or hang while they load, or leave when they are asked, leave the commands
+working (row 57).
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ def probe(request):
 """
 DEADLY = {
     "segfaults": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
-    "hangs": ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n", "within 3 s"),
+    "hangs": (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n",
+        "within 3 s",
+    ),
     "asked": (
         ASKED.format(name="asked", does="import ctypes; ctypes.string_at(0)"),
         "SIGSEGV while loading or probing",
     ),
-    "leaves": (ASKED.format(name="leaves", does="import os; os._exit(0)"), "exit status 0 while loading or probing"),
+    "leaves": (
+        ASKED.format(name="leaves", does="import os; os._exit(0)"),
+        "exit status 0 while loading or probing",
+    ),
 }
 LIMIT = ("--plugin-limit", "3")
 
@@ -54,7 +62,11 @@ def test_row_57_doctor_list_and_verify_go_on(nsa, site) -> None:
     assert all(words in done.stdout for _, words in DEADLY.values())
     assert "sdpa" in done.stdout
     done = nsa(*LIMIT, "verify", "--win", "hangs", path=site)
-    assert (done.returncode, DEADLY["hangs"][1] in done.stderr, "Traceback" in done.stderr) == (3, True, False)
+    assert (done.returncode, DEADLY["hangs"][1] in done.stderr, "Traceback" in done.stderr) == (
+        3,
+        True,
+        False,
+    )
 
 
 @pytest.mark.slow

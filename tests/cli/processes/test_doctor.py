@@ -1,4 +1,6 @@
-"""`nsa doctor` and `nsa env`: whatever is broken is a line with what to type, and never the end of the command."""
+"""`nsa doctor` and `nsa env`: whatever is broken is a line with what to type, and never the end of
+the command.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from nsa_core.contract import Reason
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
 GPU = {"name": "Some GPU", "capability": [9, 0], "memory_bytes": 80 * 2**30}
 TORCH = {
-    "version": "2.13.0+cpu", "cuda": "13.0", "hip": None, "gpus": [], "built_for": [], "cuda_available": True,
+    "version": "2.13.0+cpu",
+    "cuda": "13.0",
+    "hip": None,
+    "gpus": [],
+    "built_for": [],
+    "cuda_available": True,
     "computes": True,
-}  # fmt: skip
+}
 
 
 def plugin(folder: pathlib.Path, name: str, source: str) -> None:
@@ -31,13 +38,25 @@ def plugin(folder: pathlib.Path, name: str, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with a segfaulting plugin, two whose probes segfault and raise, and a flash_attn that segfaults."""
+    """A directory with a segfaulting plugin, two whose probes segfault and raise, and a flash_attn
+    that segfaults.
+    """
     folder = tmp_path_factory.mktemp("wards")
     plugin(folder, "segfaults", SEGFAULTS)
-    good = "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef nsa_register_backends():\n"
-    good += "    return BackendSpec(NAME, (1, 0), {'win': SlotSpec(NAME + ':f')}, NAME + ':probe', -9)\n"
+    good = (
+        "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef"
+        " nsa_register_backends():\n"
+    )
+    good += (
+        "    return BackendSpec(NAME, (1, 0), {'win': SlotSpec(NAME + ':f')}, NAME + ':probe',"
+        " -9)\n"
+    )
     plugin(
-        folder, "prober", "NAME = 'prober'\n" + good + f"def probe(request):\n    {SEGFAULTS.replace(chr(10), ';')}\n"
+        folder,
+        "prober",
+        "NAME = 'prober'\n"
+        + good
+        + f"def probe(request):\n    {SEGFAULTS.replace(chr(10), ';')}\n",
     )
     plugin(folder, "raiser", "NAME = 'raiser'\n" + good + "def probe(request):\n    1 // 0\n")
     home = "/" + "home" + "/janedoe"
@@ -53,9 +72,19 @@ def test_a_healthy_machine_works(nsa) -> None:
     assert document["schema_version"] == 1
     assert document["works"] is True
     assert document["torch"]["status"] == "ok"
-    assert document["variables"] == {"NSA_PLUGINS": None, "NSA_DISABLE_PLUGINS": None, "NSA_CHECK": None}
+    assert document["variables"] == {
+        "NSA_PLUGINS": None,
+        "NSA_DISABLE_PLUGINS": None,
+        "NSA_CHECK": None,
+    }
     assert {b["name"] for b in document["backends"]} >= {"sdpa", "triton", "fa2"}
-    assert set(document["attention"]["cpu"]["backends"]) == {"cmp", "select", "sel", "win", "combine"}
+    assert set(document["attention"]["cpu"]["backends"]) == {
+        "cmp",
+        "select",
+        "sel",
+        "win",
+        "combine",
+    }
 
 
 def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
@@ -70,13 +99,24 @@ def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
 
 
 def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, tmp_path) -> None:
-    plugin(tmp_path, "nsa-backend-fa2", "raise RuntimeError('not this one')")  # shadows the installed distribution
-    source = "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef nsa_register_backends():\n"
-    source += "    return BackendSpec('fa2', (1, 0), {'win': SlotSpec('toy_fa2:f')}, 'toy_fa2:probe', -9)\n"
+    # shadows the installed distribution
+    plugin(tmp_path, "nsa-backend-fa2", "raise RuntimeError('not this one')")
+    source = (
+        "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef"
+        " nsa_register_backends():\n"
+    )
+    source += (
+        "    return BackendSpec('fa2', (1, 0), {'win': SlotSpec('toy_fa2:f')}, 'toy_fa2:probe',"
+        " -9)\n"
+    )
     (tmp_path / "toy_fa2.py").write_text(source + "def probe(request):\n    1 // 0\n")
-    (tmp_path / "nsa_backend_fa2-1.0.dist-info" / "entry_points.txt").write_text("[nsa.backends]\nfa2 = toy_fa2\n")
+    (tmp_path / "nsa_backend_fa2-1.0.dist-info" / "entry_points.txt").write_text(
+        "[nsa.backends]\nfa2 = toy_fa2\n"
+    )
     document = json.loads(nsa("doctor", "--json", path=tmp_path).stdout)
-    (trouble,) = [trouble for trouble in document["troubles"] if trouble["what"] == "probe of backend fa2"]
+    (trouble,) = [
+        trouble for trouble in document["troubles"] if trouble["what"] == "probe of backend fa2"
+    ]
     assert "ZeroDivisionError" in trouble["message"]
     assert "this is a bug in NSA itself" in trouble["message"]
     listed = nsa("backends", "list", path=tmp_path).stdout
@@ -85,7 +125,9 @@ def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, tmp_pat
 
 
 def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> None:
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('libcudart.so.12: cannot open shared object file')"
+    )
     done = nsa("doctor", path=tmp_path)
     assert done.returncode == 4
     assert "libcudart.so.12" in done.stdout
@@ -119,7 +161,10 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
     assert (hangs.reason.code, "4 s" in hangs.reason.message) == ("hangs", True)
     assert exits.reason is not None
     assert (exits.reason.code, "status 0" in exits.reason.message) == ("exits", True)
-    assert missing.facts == {"missing": "nonesuch_module", "error": "No module named 'nonesuch_module'"}
+    assert missing.facts == {
+        "missing": "nonesuch_module",
+        "error": "No module named 'nonesuch_module'",
+    }
     assert raises.facts["error"].startswith("ZeroDivisionError")
     assert fine == Tried({"a": 1}, None)
 
@@ -133,33 +178,48 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
         ({"cuda_available": False}, False, []),
         ({"gpus": [GPU], "built_for": ["sm_80", "sm_90"]}, True, []),
         ({"gpus": [GPU], "built_for": ["sm_80", "compute_80"]}, True, []),
-        ({"gpus": [GPU], "built_for": ["sm_80", "sm_86"]}, True, ["is sm_90, and this torch is built for sm_80"]),
+        (
+            {"gpus": [GPU], "built_for": ["sm_80", "sm_86"]},
+            True,
+            ["is sm_90, and this torch is built for sm_80"],
+        ),
         ({"gpus": [GPU], "built_for": ["sm_100", "sm_120"]}, True, ["built for sm_100"]),
         ({"gpus": [GPU], "computes": False}, True, ["product on the GPU is wrong"]),
     ],
 )
-def test_troubles_of_torch_and_the_gpu(monkeypatch, facts: dict, node: bool, said: list[str]) -> None:
+def test_troubles_of_torch_and_the_gpu(
+    monkeypatch, facts: dict, node: bool, said: list[str]
+) -> None:
     monkeypatch.setattr(trial_imports, "has_nvidia_device", lambda: node)
     troubles = health._torch_troubles(Tried({**TORCH, **facts}, None))
     assert len(troubles) == len(said), troubles
-    assert all(text in trouble["message"] and trouble["hint"] for text, trouble in zip(said, troubles))
+    assert all(
+        text in trouble["message"] and trouble["hint"] for text, trouble in zip(said, troubles)
+    )
 
 
 def test_torch_too_old_missing_or_crashing(monkeypatch) -> None:
     (old,) = health._torch_troubles(Tried({**TORCH, "version": "2.7.1"}, None))
     assert "2.7.1 is too old, nsa-core needs torch>=2.8" in old["message"]
-    (crash,) = health._torch_troubles(Tried({}, Reason("crashes", "killed its process with SIGILL")))
+    (crash,) = health._torch_troubles(
+        Tried({}, Reason("crashes", "killed its process with SIGILL"))
+    )
     assert "SIGILL" in crash["message"]
     assert crash["hint"] == "pip install --force-reinstall torch"
     (slow,) = health._torch_troubles(Tried({}, Reason("hangs", "did not end within 60 s")))
     assert slow["hint"].startswith("nsa doctor --limit 300 ")
     monkeypatch.setattr(health, "_installed", lambda name: None)
-    (missing,) = health._torch_troubles(Tried({"missing": "torch", "error": "No module named 'torch'"}, None))
+    (missing,) = health._torch_troubles(
+        Tried({"missing": "torch", "error": "No module named 'torch'"}, None)
+    )
     assert missing["hint"] == "pip install torch"
 
 
 def test_triton_and_flash_attn_matter_where_there_is_a_gpu() -> None:
-    absent, broken = Tried({"missing": "x", "error": "no x"}, None), Tried({"error": "ImportError: libcuda"}, None)
+    absent, broken = (
+        Tried({"missing": "x", "error": "no x"}, None),
+        Tried({"error": "ImportError: libcuda"}, None),
+    )
     assert health._optional_troubles(absent, absent, gpu=False) == []
     assert health._optional_troubles(broken, absent, gpu=False) == []
     (said,) = health._optional_troubles(broken, Tried({"version": "2.8"}, None), gpu=True)

@@ -17,15 +17,25 @@ FAST = "installed or truth or operator or strided or untouched"
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
-    """(a freshly generated package, the directory it is installed in), by the commands that people type."""
+    """(a freshly generated package, the directory it is installed in), by the commands that people
+    type.
+    """
     home, site = tmp_path_factory.mktemp("fresh") / "package", tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "nsa_cli", "backends", "new", "fresh-one", str(home)], capture_output=True, text=True
+        [sys.executable, "-m", "nsa_cli", "backends", "new", "fresh-one", str(home)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert f"next: pip install -e '{home}[test]'; nsa conformance fresh-one" in done.stdout
     assert '\ntest = ["nsa-core[test]"]' in (home / "pyproject.toml").read_text()
-    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    offline = [
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "-q",
+    ]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(home)]
     subprocess.run(command, check=True, capture_output=True)
     return home, site
@@ -37,14 +47,18 @@ def test_installed_it_is_listed_and_ready(nsa, fresh) -> None:
     rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
     row = rows["fresh-one"]
     assert (row["status"], row["distribution"]) == ("ready", "nsa-backend-fresh-one")
-    assert [slot for slot, offer in row["slots"].items() if offer["accepted"] and offer["backward"]] == ["win"]
+    assert [
+        slot for slot, offer in row["slots"].items() if offer["accepted"] and offer["backward"]
+    ] == ["win"]
 
 
 def test_its_own_three_line_test_passes(nsa, fresh) -> None:
     home, site = fresh
     test = home / "tests" / "test_conformance.py"
     assert len([line for line in test.read_text().splitlines() if line.strip()]) == 3
-    done = nsa("-q", "-p", "no:cacheprovider", "-k", FAST, str(test), path=site, module="pytest", cwd=home)
+    done = nsa(
+        "-q", "-p", "no:cacheprovider", "-k", FAST, str(test), path=site, module="pytest", cwd=home
+    )
     assert done.returncode == 0, done.stdout[-2000:]
     assert "passed" in done.stdout
 
@@ -70,13 +84,32 @@ def test_it_passes_conformance_and_verify_uses_it(nsa, fresh, tmp_path) -> None:
     assert done.returncode == 0, done.stdout[-2000:]
     read = json.loads(report.read_text())
     assert read["backends"]["win"] == "fresh-one 0.1.0"
-    ran = [f for f in read["findings"] if (f["check"], f["slot"]) == ("dispatch", "win") and f["quantity"] == "profile"]
+    ran = [
+        f
+        for f in read["findings"]
+        if (f["check"], f["slot"]) == ("dispatch", "win") and f["quantity"] == "profile"
+    ]
     assert ran
     assert all("nsa_backend_fresh_one.win" in f["detail"] for f in ran)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "auto", "sdpa", "Mine", "my win", "1st", "-x", "my_win", "mine-", "a--b", "ü", "../up", "x" * 41]
+    "name",
+    [
+        "",
+        "auto",
+        "sdpa",
+        "Mine",
+        "my win",
+        "1st",
+        "-x",
+        "my_win",
+        "mine-",
+        "a--b",
+        "ü",
+        "../up",
+        "x" * 41,
+    ],
 )
 def test_a_name_that_cannot_be_is_refused(name: str, tmp_path) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -102,12 +135,20 @@ def test_nothing_is_overwritten(tmp_path) -> None:
 
 def test_an_empty_directory_is_filled(tmp_path) -> None:
     written = scaffold.create("mine", tmp_path)
-    assert {p.name for p in written} >= {"pyproject.toml", "README.md", "plugin.py", "probe.py", "win.py"}
+    assert {p.name for p in written} >= {
+        "pyproject.toml",
+        "README.md",
+        "plugin.py",
+        "probe.py",
+        "win.py",
+    }
     assert all(p.is_file() for p in written)
 
 
 def test_nothing_stays_behind_when_the_system_refuses(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(scaffold, "rendered", lambda name: {"a/b.txt": "text", "a/b.txt/c.txt": "text"})
+    monkeypatch.setattr(
+        scaffold, "rendered", lambda name: {"a/b.txt": "text", "a/b.txt/c.txt": "text"}
+    )
     with pytest.raises(InvalidInput, match="cannot be written to"):
         scaffold.create("mine", tmp_path / "new" / "deep")
     assert list(tmp_path.iterdir()) == []

@@ -33,10 +33,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no rotary, odd widths": {"rope": False, "head_dim": 7, "v_head_dim": 9},
     "norms and mlp gates": {"qk_norm": True, "gate": "mlp"},
     "one pair": {"shared_kv": True},
-    "one pair, rotary before phi": {"shared_kv": True, "rope_before_compress": True, "compress": "conv"},
+    "one pair, rotary before phi": {
+        "shared_kv": True,
+        "rope_before_compress": True,
+        "compress": "conv",
+    },
     "l=d, h=1": {"compress_block_size": 4, "n_heads": 2},
     "l=l', w=1": {"compress_block_size": 16, "window_size": 1},
-    "three of a group, n=1": {"n_heads": 6, "num_selected_blocks": 1, "init_blocks": 0, "local_blocks": 1},
+    "three of a group, n=1": {
+        "n_heads": 6,
+        "num_selected_blocks": 1,
+        "init_blocks": 0,
+        "local_blocks": 1,
+    },
 }
 
 
@@ -78,15 +87,23 @@ def one_by_one(attn: NSAttention, x: torch.Tensor, cache: NSACache) -> torch.Ten
     return torch.cat([attn(x[:, t : t + 1], cache=cache) for t in range(x.shape[1])], 1)
 
 
-def assert_equal(actual: torch.Tensor, golden: torch.Tensor, magnitude: torch.Tensor | None = None) -> None:
-    """float64 [B, S, dim], judged in units of rounding noise; ``magnitude`` [B, S, dim] where golden cancels."""
+def assert_equal(
+    actual: torch.Tensor, golden: torch.Tensor, magnitude: torch.Tensor | None = None
+) -> None:
+    """float64 [B, S, dim], judged in units of rounding noise; ``magnitude`` [B, S, dim] where
+    golden cancels.
+    """
     assert actual.dtype == golden.dtype == torch.float64
-    verdict = judge(actual, golden, golden, golden.abs() if magnitude is None else magnitude, torch.float64)
+    verdict = judge(
+        actual, golden, golden, golden.abs() if magnitude is None else magnitude, torch.float64
+    )
     assert verdict, verdict.why
 
 
 def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle's whole layer over x [B, S, dim], and the same with every last term made positive."""
+    """The oracle's whole layer over x [B, S, dim], and the same with every last term made
+    positive.
+    """
     state, config = attn.state_dict(), attn.config
     with torch.no_grad():
         p = oracle.project(state, x, config)

@@ -1,4 +1,6 @@
-"""attn(x, cache=cache): prefill(S) = prefill(k) and steps = chunked prefill = decode from empty, in float64."""
+"""attn(x, cache=cache): prefill(S) = prefill(k) and steps = chunked prefill = decode from empty, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ import itertools
 import pytest
 import torch
 
-from caches import EDGES, OPTIONS, assert_equal, layer_of, one_by_one, poisoned_cache, tokens, truth, whole
+from caches import (
+    EDGES,
+    OPTIONS,
+    assert_equal,
+    layer_of,
+    one_by_one,
+    poisoned_cache,
+    tokens,
+    truth,
+    whole,
+)
 from nsa_core.cache import step
 from nsa_core.torch_ops.slot_op import record_dispatch
 
@@ -63,7 +75,9 @@ def memory_of_nan():
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize("max_step", [3, 64])
 def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem, max_step):
-    """Right-padded rows: the first new[b] of each sequence are its next tokens, NaN in the others harms nobody."""
+    """Right-padded rows: the first new[b] of each sequence are its next tokens, NaN in the others
+    harms nobody.
+    """
     attn, x, (golden, magnitude) = problem
     many = torch.cat([x, x], 0)[:3]
     golden, magnitude = (torch.cat([t, t], 0)[:3] for t in (golden, magnitude))
@@ -96,7 +110,9 @@ def test_a_long_step_beside_a_full_sequence(problem):
 
 @pytest.mark.parametrize("most", [7, 8192])
 def test_long_steps_are_few(problem, most, monkeypatch):
-    """A chunk over a filled cache goes to the decode forms at once, or in pieces of MOST_ROWS; the rings follow."""
+    """A chunk over a filled cache goes to the decode forms at once, or in pieces of MOST_ROWS; the
+    rings follow.
+    """
     attn, x, golden = problem
     monkeypatch.setattr(step, "MOST_ROWS", most)
     cache = poisoned_cache(attn, 2, LENGTH, max_step=2, max_rollback=3)
@@ -176,12 +192,21 @@ def test_the_capacity_is_usable_to_its_last_token(problem):
     attn, x, golden = problem
     for page_size, max_step in itertools.product((None, 16), (4, 64)):
         cache = poisoned_cache(attn, 2, LENGTH, page_size=page_size, max_step=max_step)
-        y = torch.cat([attn(x[:, :-5], cache=cache), attn(x[:, -5:-1], cache=cache), attn(x[:, -1:], cache=cache)], 1)
+        y = torch.cat(
+            [
+                attn(x[:, :-5], cache=cache),
+                attn(x[:, -5:-1], cache=cache),
+                attn(x[:, -1:], cache=cache),
+            ],
+            1,
+        )
         assert_equal(y, *golden)
 
 
 def test_gradients_and_grad_modes(problem):
-    """Steps are inference: they give what no_grad gives, in every mode, and a cache outlives the mode it is made in."""
+    """Steps are inference: they give what no_grad gives, in every mode, and a cache outlives the
+    mode it is made in.
+    """
     attn, x, _ = problem
     with torch.inference_mode():
         cache = attn.new_cache(2, LENGTH)
@@ -198,7 +223,11 @@ def test_gradients_and_grad_modes(problem):
 @pytest.mark.parametrize("first", [31, 32, 33, 63, 64, 65, 511, 512, 513])
 def test_paper_blocks(first):
     attn = layer_of(
-        compress_block_size=32, compress_stride=16, select_block_size=64, num_selected_blocks=16, window_size=512
+        compress_block_size=32,
+        compress_stride=16,
+        select_block_size=64,
+        num_selected_blocks=16,
+        window_size=512,
     )
     length = first + 20
     x = tokens(attn, 1, length)

@@ -1,11 +1,22 @@
-"""Steps as a CUDA graph replays them, on the CPU: the host is not asked, and what does not fit is left out."""
+"""Steps as a CUDA graph replays them, on the CPU: the host is not asked, and what does not fit is
+left out.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
+from caches import (
+    assert_equal,
+    assert_unchanged,
+    content,
+    layer_of,
+    one_by_one,
+    poisoned_cache,
+    tokens,
+    whole,
+)
 from nsa_core import InvalidInput
 from nsa_core.cache import step
 
@@ -81,7 +92,10 @@ def test_a_captured_step_without_pages_writes_nothing(attn, captured):
     cache = poisoned_cache(attn, 2, ROOM, page_size=16)
     cache.reserve([32, 16])
     one_by_one(attn, x[:, :17], cache)
-    with pytest.raises(InvalidInput, match=r"sequence 1 has 16 tokens and room for 16, max_len 40; reserve\(\) pages"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"sequence 1 has 16 tokens and room for 16, max_len 40; reserve\(\) pages",
+    ):
         cache.check()
     kept = cache.snapshot(0)
     attn(x[:, 17:18], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
@@ -117,7 +131,10 @@ def test_the_host_learns_what_graphs_did(attn, monkeypatch):
 def test_what_a_graph_cannot_take(attn, captured):
     cache, x = poisoned_cache(attn, 2, ROOM, max_step=4), tokens(attn, 2, ROOM)
     for call, said in (
-        (lambda: attn(x[:, :5], cache=cache), "a captured step takes at most max_step = 4 rows, got 5"),
+        (
+            lambda: attn(x[:, :5], cache=cache),
+            "a captured step takes at most max_step = 4 rows, got 5",
+        ),
         (lambda: attn(x[:, :2], cache=cache, new=[1, 1]), "a list would be its constant"),
         (lambda: attn(x[:, :2], cache=cache, new=torch.zeros(2)), "new must be int32 .2. on cpu"),
     ):
@@ -168,7 +185,10 @@ def test_workspace_that_cannot_be_reserved(attn):
     cache = poisoned_cache(attn, 2, ROOM, max_step=4)
     kept = content(cache)
     for rows in (0, -1, True, 1.0, 5, 512):
-        said = f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step, .* takes more memory"
+        said = (
+            f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step, .* takes"
+            " more memory"
+        )
         with pytest.raises(InvalidInput, match=said):
             cache.reserve_workspace(rows)
     assert_unchanged(cache, kept)

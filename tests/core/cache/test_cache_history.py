@@ -1,4 +1,6 @@
-"""Crop, reset, reorder, snapshot and load: what follows is what would follow if the past had been just so."""
+"""Crop, reset, reorder, snapshot and load: what follows is what would follow if the past had been
+just so.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import random
 import pytest
 import torch
 
-from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
+from caches import (
+    assert_equal,
+    assert_unchanged,
+    content,
+    layer_of,
+    one_by_one,
+    poisoned_cache,
+    tokens,
+    whole,
+)
 from nsa_core import InvalidInput
 
 ROOM = 70
@@ -21,7 +32,9 @@ def attn():
 
 
 def new_cache(attn, page_size, batch=2, **options):
-    return poisoned_cache(attn, batch, ROOM, page_size=page_size, max_rollback=9, max_step=6, **options)
+    return poisoned_cache(
+        attn, batch, ROOM, page_size=page_size, max_rollback=9, max_step=6, **options
+    )
 
 
 @PAGES
@@ -79,7 +92,9 @@ def test_reset_of_one_sequence_and_of_all(attn, page_size):
     cache = new_cache(attn, page_size)
     attn(x[:, :50], cache=cache)
     cache.reset(1)
-    y = attn(torch.cat([torch.zeros_like(again[1:, :30]), again[1:, :30]]), cache=cache, new=[0, 30])
+    y = attn(
+        torch.cat([torch.zeros_like(again[1:, :30]), again[1:, :30]]), cache=cache, new=[0, 30]
+    )
     assert_equal(y[1:], whole(attn, again[1:, :30]))
     y = attn(torch.stack([x[0, 50:55], again[1, 30:35]]), cache=cache)
     assert_equal(y[:1], whole(attn, x[:1])[:, 50:55])
@@ -214,13 +229,17 @@ def test_reserve(attn):
 @PAGES
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history(attn, seed, page_size):
-    """Random appends, crops, reorders, resets, snapshots and loads; every output against a fresh prefill."""
+    """Random appends, crops, reorders, resets, snapshots and loads; every output against a fresh
+    prefill.
+    """
     dice = random.Random(seed)
     cache = new_cache(attn, page_size, batch=3, **({"num_pages": 13} if page_size else {}))
     history = [torch.zeros(0, 20, dtype=torch.float64)] * 3
     peaks, saved = [0] * 3, []
     for turn in range(45):
-        action = dice.choice(["append"] * 6 + ["crop", "reorder", "reset", "snapshot", "load", "load"])
+        action = dice.choice(
+            ["append"] * 6 + ["crop", "reorder", "reset", "snapshot", "load", "load"]
+        )
         b = dice.randrange(3)
         if action == "append":
             most = dice.choice([1, 1, 1, 4, 6, 7, 25])
@@ -239,7 +258,9 @@ def test_any_history(attn, seed, page_size):
                 history[i] = torch.cat([history[i], rows[i, :n]])
                 peaks[i] = max(peaks[i], len(history[i]))
                 if n:
-                    assert_equal(y[i : i + 1, :n], whole(attn, history[i][None])[:, len(history[i]) - n :])
+                    assert_equal(
+                        y[i : i + 1, :n], whole(attn, history[i][None])[:, len(history[i]) - n :]
+                    )
         elif action == "crop":
             to = dice.randint(max(0, min(len(history[b]), peaks[b] - 9)), len(history[b]))
             history[b] = history[b][:to]

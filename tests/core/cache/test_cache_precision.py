@@ -1,6 +1,8 @@
-"""Steps in fp32, bf16 and fp16: what lies in the cache, and what every slot makes of it, in units of rounding noise.
+"""Steps in fp32, bf16 and fp16: what lies in the cache, and what every slot makes of it, in units
+of rounding noise.
 
-A slot is judged on bit for bit the tensors it received, the stores read back as the whole sequences that they hold.
+A slot is judged on bit for bit the tensors it received, the stores read back as the whole sequences
+that they hold.
 """
 
 from __future__ import annotations
@@ -35,17 +37,23 @@ class Recorded:
 
 def recorded(plan):
     rows = {slot: [] for slot in ("cmp", "select", "sel", "win", "combine")}
-    return rows, dataclasses.replace(plan, **{slot: Recorded(getattr(plan, slot), rows[slot]) for slot in rows})
+    return rows, dataclasses.replace(
+        plan, **{slot: Recorded(getattr(plan, slot), rows[slot]) for slot in rows}
+    )
 
 
 def contents(cache, first):
-    """Keys and values of the whole sequences, by the contract's names; of the rings, tokens from ``first`` on."""
+    """Keys and values of the whole sequences, by the contract's names; of the rings, tokens from
+    ``first`` on.
+    """
     geometry, table = cache.config.geometry, cache.table.entries.long()
     n_c, found = geometry.num_compressed(LENGTH), {}
     for name, pair, count in (("sel", cache.stores.sel, LENGTH), ("cmp", cache.stores.cmp, n_c)):
         found[name] = [store[table].flatten(1, 2)[:, :count] for store in (pair.k, pair.v)]
     for name, pair in (("win", cache.stores.win), ("raw", cache.stores.raw)):
-        found[name] = [store[:, torch.arange(first, LENGTH) % pair.rows] for store in (pair.k, pair.v)]
+        found[name] = [
+            store[:, torch.arange(first, LENGTH) % pair.rows] for store in (pair.k, pair.v)
+        ]
     return found
 
 
@@ -54,7 +62,8 @@ def contents(cache, first):
 def test_steps_in_low_precision(option, dtype):
     attn = layer_of(dtype, **OPTIONS.get(option, {}))
     x = tokens(attn, 2, LENGTH)
-    cache = poisoned_cache(attn, 2, LENGTH, page_size=16, max_rollback=40)  # rings that hold all but a few tokens
+    # rings that hold all but a few tokens
+    cache = poisoned_cache(attn, 2, LENGTH, page_size=16, max_rollback=40)
     rows, plan = recorded(cache.plan)
     parts = x.split(PIECES, 1)
     attn(parts[0], cache=cache)
@@ -72,14 +81,25 @@ def judge_projections(attn, x, held, first, dtype):
         exact = copy.deepcopy(attn).double().project_with_raw(x.double())
         plain = attn.project_with_raw(x)
     wanted = {
-        name: [((p.k_cmp, p.v_cmp), (p.k[1], p.v[1]), (p.k[2][:, first:], p.v[2][:, first:]),
-                tuple(part[:, first:] for part in raw))[i] for p, raw in (plain, exact)]
+        name: [
+            (
+                (p.k_cmp, p.v_cmp),
+                (p.k[1], p.v[1]),
+                (p.k[2][:, first:], p.v[2][:, first:]),
+                tuple(part[:, first:] for part in raw),
+            )[i]
+            for p, raw in (plain, exact)
+        ]
         for i, name in enumerate(("cmp", "sel", "win", "raw"))
-    }  # fmt: skip
+    }
     for name, (rounded, golden) in wanted.items():
         for got, r, g in zip(held[name], rounded, golden):
             got, r, g = (t.transpose(1, 2) for t in (got, r, g))
-            if name == "cmp":  # a step's one block is one product, and 8 elements rounded apart are a matter of luck
+            if (
+                name == "cmp"
+                # a step's one block is one product, and 8 elements rounded apart are a matter of
+                # luck
+            ):
                 got, r, g = (t.flatten(2).unsqueeze(2) for t in (got, r, g))
             verdict = judge(got, g, r, g.abs(), dtype)
             assert verdict, (name, verdict.why)
@@ -94,11 +114,18 @@ def judge_slots(config, rows, held, first):
         "sel": {"q": q, "k": held["sel"][0], "v": held["sel"][1]},
         "win": {"q": q, "k": padded(held["win"][0], first), "v": padded(held["win"][1], first)},
     }
-    given["sel"]["blocks"] = padded(torch.cat([results[0] for _, results in rows["select"]], 1), start, -1)
+    given["sel"]["blocks"] = padded(
+        torch.cat([results[0] for _, results in rows["select"]], 1), start, -1
+    )
     for slot, inputs in given.items():
         o, lse = (torch.cat([results[i] for _, results in rows[slot]], 1 + i) for i in range(2))
-        got = {"o": padded(o, start), "lse": padded(lse.transpose(1, 2), start).transpose(1, 2).contiguous()}
-        judged = taken if slot != "win" else [t for t in taken if t - config.window_size + 1 >= first]
+        got = {
+            "o": padded(o, start),
+            "lse": padded(lse.transpose(1, 2), start).transpose(1, 2).contiguous(),
+        }
+        judged = (
+            taken if slot != "win" else [t for t in taken if t - config.window_size + 1 >= first]
+        )
         for name, verdict in judge_slot(slot, inputs, got, geometry, scale, rows=judged).items():
             assert verdict, (slot, name, verdict.why)
         if slot == "cmp":
@@ -137,7 +164,9 @@ def test_the_same_blocks_from_the_same_tensors(dtype):
 
 
 def test_autocast():
-    """Projections in bf16 over parameters in fp32: the cache takes autocast's dtype, and is refused outside."""
+    """Projections in bf16 over parameters in fp32: the cache takes autocast's dtype, and is refused
+    outside.
+    """
     attn = layer_of(torch.float32)
     x = tokens(attn, 2, LENGTH)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -148,5 +177,7 @@ def test_autocast():
             y = attn(x[:, t : t + 1], cache=cache)
             assert y.dtype == torch.bfloat16
             assert torch.isfinite(y).all()
-    with pytest.raises(InvalidInput, match=r"computes torch\.float32 on cpu, the cache is torch\.bfloat16"):
+    with pytest.raises(
+        InvalidInput, match=r"computes torch\.float32 on cpu, the cache is torch\.bfloat16"
+    ):
         attn(x[:, -1:], cache=cache)

@@ -9,7 +9,16 @@ import pickle
 import pytest
 import torch
 
-from caches import assert_equal, assert_unchanged, content, layer_of, one_by_one, poisoned_cache, tokens, whole
+from caches import (
+    assert_equal,
+    assert_unchanged,
+    content,
+    layer_of,
+    one_by_one,
+    poisoned_cache,
+    tokens,
+    whole,
+)
 from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, resolve
 
 ROOM = 40
@@ -31,7 +40,14 @@ def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
     for rows, new, said in (
         (11, None, "sequence 0 has 30 tokens, 11 more do not fit: max_len is 40"),
         (21, [10, 21], "sequence 1 has 20 tokens, 21 more do not fit: max_len is 40"),
-        (45, None, "sequence 0 has 30 tokens, 45 more do not fit; sequence 1 has 20 tokens, 45 more do not fit"),
+        (
+            45,
+            None,
+            (
+                "sequence 0 has 30 tokens, 45 more do not fit; sequence 1 has 20 tokens, 45 more do"
+                " not fit"
+            ),
+        ),
     ):
         with pytest.raises(InvalidInput, match=said):
             attn(x[:, :rows], cache=cache, new=new)
@@ -69,14 +85,29 @@ def test_wrong_x_and_layers(attn):
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     for call, said in (
         (lambda: attn(x[:1], cache=cache), "x has 1 sequences, the cache 2"),
-        (lambda: attn(x.float(), cache=cache), "x is torch.float32, the layer's parameters are torch.float64"),
-        (lambda: attn(x[0], cu_seqlens=bounds, cache=cache), "a cache takes x .B, m, dim. and new=, not cu_seqlens"),
+        (
+            lambda: attn(x.float(), cache=cache),
+            "x is torch.float32, the layer's parameters are torch.float64",
+        ),
+        (
+            lambda: attn(x[0], cu_seqlens=bounds, cache=cache),
+            "a cache takes x .B, m, dim. and new=, not cu_seqlens",
+        ),
         (lambda: attn(x, attention_mask=bounds, cache=cache), "attention_mask is not supported"),
         (lambda: attn(x, new=[1, 1]), "new goes with cache="),
         (lambda: other(x, cache=cache), "the cache is another layer's"),
-        (lambda: attn(x, cache=[cache]), "cache must be what new_cache.. of this layer gave, got list"),
-        (lambda: attn(x.clone().requires_grad_(), cache=cache), "no gradient flows through a cache"),
-        (lambda: attn(x, cache=attn.new_cache(2, 9, dtype=torch.float32)), "the cache is torch.float32 on cpu"),
+        (
+            lambda: attn(x, cache=[cache]),
+            "cache must be what new_cache.. of this layer gave, got list",
+        ),
+        (
+            lambda: attn(x.clone().requires_grad_(), cache=cache),
+            "no gradient flows through a cache",
+        ),
+        (
+            lambda: attn(x, cache=attn.new_cache(2, 9, dtype=torch.float32)),
+            "the cache is torch.float32 on cpu",
+        ),
     ):
         with pytest.raises(InvalidInput, match=said):
             call()
@@ -93,7 +124,10 @@ def test_wrong_x_and_layers(attn):
         ({"page_size": 24}, "page_size must be a multiple of select_block_size 16, got 24"),
         ({"num_pages": 3}, "num_pages 3 goes with page_size, which is None"),
         ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1, got 0"),
-        ({"max_rollback": -1, "max_step": True}, "max_rollback must be an integer >= 0, got -1; max_step must be an"),
+        (
+            {"max_rollback": -1, "max_step": True},
+            "max_rollback must be an integer >= 0, got -1; max_step must be an",
+        ),
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
     ],
@@ -105,10 +139,18 @@ def test_wrong_sizes(attn, sizes, said):
 
 def test_wrong_indices(attn):
     cache = attn.new_cache(2, ROOM)
-    for call in (lambda: cache.reset(2), lambda: cache.snapshot(-1), lambda: cache.reorder([0, True])):
+    for call in (
+        lambda: cache.reset(2),
+        lambda: cache.snapshot(-1),
+        lambda: cache.reorder([0, True]),
+    ):
         with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
             call()
-    for call in (lambda: cache.reset(1.5), lambda: cache.reorder(None), lambda: cache.load(cache.snapshot(0), "a")):
+    for call in (
+        lambda: cache.reset(1.5),
+        lambda: cache.reorder(None),
+        lambda: cache.load(cache.snapshot(0), "a"),
+    ):
         with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
             call()
     with pytest.raises(InvalidInput, match="2 indices are needed, got 1"):
@@ -125,12 +167,18 @@ def test_wrong_indices(attn):
 
 
 def test_plans(attn):
-    """A plan may be given, to the cache or to one step; it is for decode, or in the first step for prefill."""
+    """A plan may be given, to the cache or to one step; it is for decode, or in the first step for
+    prefill.
+    """
     x = tokens(attn, 2, ROOM)
-    decode, prefill = (resolve(attn.config, dtype=torch.float64, phase=phase) for phase in ("decode", "prefill"))
+    decode, prefill = (
+        resolve(attn.config, dtype=torch.float64, phase=phase) for phase in ("decode", "prefill")
+    )
     cache = attn.new_cache(2, ROOM, plan=decode)
     assert cache.plan is decode
-    y = torch.cat([attn(x[:, :9], cache=cache, plan=prefill), attn(x[:, 9:12], cache=cache, plan=decode)], 1)
+    y = torch.cat(
+        [attn(x[:, :9], cache=cache, plan=prefill), attn(x[:, 9:12], cache=cache, plan=decode)], 1
+    )
     assert_equal(y, whole(attn, x)[:, :12])
     decode.warmup()  # beside the cache
     assert cache.host_lengths() == [12, 12]
@@ -159,7 +207,9 @@ def test_compile_breaks_the_graph_and_says_so(attn):
     compiled = torch.compile(lambda x, cache: 2 * attn(x, cache=cache), backend="eager")
     for part in x[:, :12].split([9, 1, 2], 1):
         assert torch.equal(compiled(part, caches[0]), 2 * attn(part, cache=caches[1]))
-    whole_graph = torch.compile(lambda x, cache: attn(x, cache=cache), backend="eager", fullgraph=True)
+    whole_graph = torch.compile(
+        lambda x, cache: attn(x, cache=cache), backend="eager", fullgraph=True
+    )
     with pytest.raises(Exception, match="capture it in a CUDA graph"):
         whole_graph(x[:, 12:13], caches[0])
     assert caches[0].host_lengths() == [12, 12]

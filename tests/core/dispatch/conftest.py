@@ -39,7 +39,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def tamed(zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Registry, pathlib.Path]:
+def tamed(
+    zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Registry, pathlib.Path]:
     """The zoo discovered once, with the cache directory in which the verdicts are remembered."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -48,8 +50,11 @@ def tamed(zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         patch.delenv("NSA_DISABLE_PLUGINS", raising=False)
         patch.syspath_prepend(str(zoo))
         foreign = [plugin for plugin in installed() if not plugin.first_party]
-        # Before anything is loaded here: a deadly toy that slips through would end the test run, some with status 0.
-        assert {plugin.distribution for plugin in trial.crashed(foreign, LIMIT_S)} == set(toys.DEADLY)
+        # Before anything is loaded here: a deadly toy that slips through would end the test run,
+        # some with status 0.
+        assert {plugin.distribution for plugin in trial.crashed(foreign, LIMIT_S)} == set(
+            toys.DEADLY
+        )
         return discover(isolate=True, limit_s=LIMIT_S), cache
 
 
@@ -60,7 +65,9 @@ def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     target.mkdir()
     monkeypatch.syspath_prepend(str(target))
 
-    def put(distribution: str, source: str, point: str | None = None, version: str = "1.2") -> pathlib.Path:
+    def put(
+        distribution: str, source: str, point: str | None = None, version: str = "1.2"
+    ) -> pathlib.Path:
         toys.install(target, distribution, point or distribution, source, version)
         monkeypatch.delitem(sys.modules, distribution.replace("-", "_"), raising=False)
         return target
@@ -75,9 +82,18 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *arguments: str, path: pathlib.Path | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        given = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {}), **(env or {})}
+        given = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **({"PYTHONPATH": str(path)} if path else {}),
+            **(env or {}),
+        }
         return subprocess.run(
-            [sys.executable, "-m", "nsa_cli", *arguments], capture_output=True, text=True, env=given, timeout=300
+            [sys.executable, "-m", "nsa_cli", *arguments],
+            capture_output=True,
+            text=True,
+            env=given,
+            timeout=300,
         )
 
     return run

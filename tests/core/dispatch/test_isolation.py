@@ -1,4 +1,6 @@
-"""Third-party plugins tried in child processes: what is remembered, and what is left behind (row 57)."""
+"""Third-party plugins tried in child processes: what is remembered, and what is left behind (row
+57).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeyp
 
 
 def test_hang_under_a_shorter_limit_is_tried_again(install):
-    install("toy-slow", "import time\ntime.sleep(1.5)\n" + textwrap.dedent(toys.good("toy-slow", "toy_slow")))
+    install(
+        "toy-slow",
+        "import time\ntime.sleep(1.5)\n" + textwrap.dedent(toys.good("toy-slow", "toy_slow")),
+    )
     assert "within 0.2 s" in discover(isolate=True, limit_s=0.2).get("toy-slow").reason.message
     assert discover(isolate=True, limit_s=0.1).get("toy-slow").status == "broken"  # remembered
     assert discover(isolate=True, limit_s=60).get("toy-slow").status == "ready"
@@ -101,7 +106,9 @@ def test_cache_that_cannot_be_written_costs_nothing(install, monkeypatch, tmp_pa
 
 
 def test_children_run_at_the_same_time_and_leave_nobody_behind(install, tmp_path):
-    source = "import os, pathlib, subprocess, sys, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+    source = (
+        "import os, pathlib, subprocess, sys, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+    )
     source += "pathlib.Path({!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
     for i in range(4):
         install(f"toy-sleeper-{i}", source.format(str(tmp_path / f"pids{i}")))

@@ -20,7 +20,11 @@ from planning import CONFIG, backends, registry_of, spec
 
 
 def test_auto_takes_the_highest_priority_and_ties_go_by_name(toy):
-    low, b, a = spec("low"), spec("b-toy", priority=3), spec("a-toy", priority=3, slot_priority={"win": 2})
+    low, b, a = (
+        spec("low"),
+        spec("b-toy", priority=3),
+        spec("a-toy", priority=3, slot_priority={"win": 2}),
+    )
     plan = resolve(CONFIG, registry=registry_of(low, b, a))
     assert backends(plan) == {**dict.fromkeys(SLOTS, "a-toy"), "win": "b-toy"}
     assert not any(choice.explicit for choice in plan.choices.values())
@@ -33,7 +37,9 @@ def test_a_rank_answers_for_the_request_and_a_failing_one_is_a_reason(toy):
     toy.broken = lambda request: 1 / 0
     toy.text = lambda request: "high"
     ranked, fixed = spec("ranked", priority=3, rank="planned:rank"), spec("fixed", priority=1)
-    registry = registry_of(ranked, fixed, spec("bad", rank="planned:broken"), spec("odd", rank="planned:text"))
+    registry = registry_of(
+        ranked, fixed, spec("bad", rank="planned:broken"), spec("odd", rank="planned:text")
+    )
     plan = resolve(CONFIG, registry=registry)
     assert backends(plan) == {**dict.fromkeys(SLOTS, "fixed"), "win": "ranked"}
     said = {c.backend: [str(r) for r in c.reasons] for c in plan.choices["win"].candidates}
@@ -46,16 +52,27 @@ def test_mapping_chooses_slots_and_leaves_the_others_to_auto(toy):
     plan = resolve(CONFIG, backends={"win": "weak", "cmp": "auto", "sel": None}, registry=registry)
     assert backends(plan) == {**dict.fromkeys(SLOTS, "strong"), "win": "weak"}
     assert [slot for slot, choice in plan.choices.items() if choice.explicit] == ["win"]
-    assert backends(resolve(CONFIG, backends="auto", registry=registry)) == dict.fromkeys(SLOTS, "strong")
+    assert backends(resolve(CONFIG, backends="auto", registry=registry)) == dict.fromkeys(
+        SLOTS, "strong"
+    )
     with pytest.raises(InvalidInput, match="must be a name, got 3"):
         resolve(CONFIG, backends={"win": 3}, registry=registry)
 
 
 def test_explicit_refusal_lists_every_reason_of_every_slot_and_every_backend(toy):
-    toy.refuse = lambda r: [Reason("a", f"no {r.slot}", "try harder"), Reason("b", f"not {r.dtype}")]
+    toy.refuse = lambda r: [
+        Reason("a", f"no {r.slot}", "try harder"),
+        Reason("b", f"not {r.dtype}"),
+    ]
     registry = registry_of(spec("picky", "refuse"), spec("easy"))
     with pytest.raises(Unsupported) as caught:
-        resolve(CONFIG, backends={"win": "picky", "cmp": "picky"}, dtype="bfloat16", registry=registry, seq_len=77)
+        resolve(
+            CONFIG,
+            backends={"win": "picky", "cmp": "picky"},
+            dtype="bfloat16",
+            registry=registry,
+            seq_len=77,
+        )
     text = str(caught.value)
     for said in (
         "no win (try harder)",
@@ -67,7 +84,8 @@ def test_explicit_refusal_lists_every_reason_of_every_slot_and_every_backend(toy
         assert said in text
     for said in ("B=? S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
         assert said in text
-    assert "sel" not in text.split("request:")[0]  # slots that found somebody are not complained about
+    # slots that found somebody are not complained about
+    assert "sel" not in text.split("request:")[0]
 
 
 def test_auto_without_an_acceptor_says_why_not_each(toy):
@@ -116,15 +134,33 @@ def test_request_tells_everything_that_was_said(toy):
     seen = []
     config = NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=6, v_head_dim=10, window_size=17)
     resolve(
-        config, dtype=torch.bfloat16, device=torch.device("cpu"), needs_grad=True, deterministic=True, varlen=True,
-        batch=3, seq_len=5, registry=registry_of(spec("toy")),
-    )  # fmt: skip
+        config,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        needs_grad=True,
+        deterministic=True,
+        varlen=True,
+        batch=3,
+        seq_len=5,
+        registry=registry_of(spec("toy")),
+    )
     assert [request.slot for request in seen] == list(SLOTS)
     expected = {
-        "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "v_head_dim": 10, "dtype": "bfloat16", "device": "cpu",
-        "capability": None, "phase": "prefill", "needs_grad": True, "deterministic": True, "varlen": True, "batch": 3,
-        "seq_len": 5, "geometry": config.geometry,
-    }  # fmt: skip
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 6,
+        "v_head_dim": 10,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "capability": None,
+        "phase": "prefill",
+        "needs_grad": True,
+        "deterministic": True,
+        "varlen": True,
+        "batch": 3,
+        "seq_len": 5,
+        "geometry": config.geometry,
+    }
     assert {name: getattr(seen[0], name) for name in expected} == expected
     assert hash(seen[0]) == hash(dataclasses.replace(seen[0]))
 
@@ -166,11 +202,15 @@ def test_plan_cannot_be_changed_and_copies_are_itself(toy):
 
 
 def test_pickled_plan_is_resolved_anew():
-    plan = resolve(CONFIG, backends={"win": "sdpa"}, dtype=torch.float64, needs_grad=True, varlen=True)
+    plan = resolve(
+        CONFIG, backends={"win": "sdpa"}, dtype=torch.float64, needs_grad=True, varlen=True
+    )
     again = pickle.loads(pickle.dumps(plan))
     assert dict(again.requests) == dict(plan.requests)
     assert backends(again) == backends(plan)
-    assert [c.explicit for c in again.choices.values()] == [c.explicit for c in plan.choices.values()]
+    assert [c.explicit for c in again.choices.values()] == [
+        c.explicit for c in plan.choices.values()
+    ]
 
 
 def test_explain_names_chosen_and_others(toy):
@@ -185,11 +225,16 @@ def test_explain_names_chosen_and_others(toy):
 
 def test_workspace_bytes_asks_the_backend_of_the_slot(toy):
     toy.size = lambda request: request.batch * request.seq_len
-    sized, bare = spec("sized", slots=("win",), workspace="planned:size"), spec("bare", slots=set(SLOTS) - {"win"})
+    sized, bare = (
+        spec("sized", slots=("win",), workspace="planned:size"),
+        spec("bare", slots=set(SLOTS) - {"win"}),
+    )
     plan = resolve(CONFIG, registry=registry_of(sized, bare))
     ask = dataclasses.replace(plan.requests["win"], batch=3, seq_len=7)
     assert plan.workspace_bytes(ask) == 21
-    with pytest.raises(InvalidInput, match=r"batch must be >= 0, got None; seq_len must be >= 0, got None"):
+    with pytest.raises(
+        InvalidInput, match=r"batch must be >= 0, got None; seq_len must be >= 0, got None"
+    ):
         plan.workspace_bytes(plan.requests["win"])
     with pytest.raises(InvalidInput, match="batch must be an integer >= 0 or None, got -1"):
         plan.workspace_bytes(dataclasses.replace(ask, batch=-1))

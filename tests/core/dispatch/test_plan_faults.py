@@ -1,4 +1,6 @@
-"""Planning under fire: probes gone wrong, devices that are not there, many threads (rows 21, 49, 52, 53, 57)."""
+"""Planning under fire: probes gone wrong, devices that are not there, many threads (rows 21, 49,
+52, 53, 57).
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,39 @@ def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
     toy.bad = probe
     plan = resolve(CONFIG, registry=registry_of(spec("bad", "bad", priority=9), spec("good")))
     assert backends(plan) == dict.fromkeys(SLOTS, "good")
-    assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [code]
+    assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [
+        code
+    ]
 
 
 @pytest.mark.parametrize(
     ("distribution", "ours"),
-    [("nsa-backend-sdpa", True), ("nsa_backend_triton", True), ("nsa-backend-fa2", True), ("nsa-backend-mine", False)],
+    [
+        ("nsa-backend-sdpa", True),
+        ("nsa_backend_triton", True),
+        ("nsa-backend-fa2", True),
+        ("nsa-backend-mine", False),
+    ],
 )
-def test_a_fault_of_our_own_backend_is_reported_to_this_project(distribution, ours, toy, monkeypatch):
+def test_a_fault_of_our_own_backend_is_reported_to_this_project(
+    distribution, ours, toy, monkeypatch
+):
     monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.2)
-    toy.raises, toy.nonsense, toy.slow = (lambda r: 1 // 0), (lambda r: 3), (lambda r: time.sleep(1))
+    toy.raises, toy.nonsense, toy.slow = (
+        (lambda r: 1 // 0),
+        (lambda r: 3),
+        (lambda r: time.sleep(1)),
+    )
     specs = [spec(probe, probe) for probe in ("raises", "nonsense", "slow")]
-    specs += [dataclasses.replace(spec(f"rank-{rank}"), rank=f"planned:{rank}") for rank in ("raises", "slow")]
+    specs += [
+        dataclasses.replace(spec(f"rank-{rank}"), rank=f"planned:{rank}")
+        for rank in ("raises", "slow")
+    ]
     toy.words = lambda r: "first"
-    specs += [dataclasses.replace(spec("rank-words"), rank="planned:words"), dataclasses.replace(spec("bad"), slots={})]
+    specs += [
+        dataclasses.replace(spec("rank-words"), rank="planned:words"),
+        dataclasses.replace(spec("bad"), slots={}),
+    ]
     registry = Registry()
     for one in specs:
         registry = registry.with_backend(one, distribution=distribution)
@@ -82,7 +103,9 @@ def test_probe_that_does_not_import_is_a_reason(toy):
 
 @pytest.mark.parametrize("dtype", ["int8", torch.complex64, "float", torch.int8])
 def test_row_21_dtype_that_nobody_computes_in(dtype):
-    with pytest.raises(InvalidInput, match="dtype must be one of bfloat16, float16, float32, float64"):
+    with pytest.raises(
+        InvalidInput, match="dtype must be one of bfloat16, float16, float32, float64"
+    ):
         resolve(CONFIG, dtype=dtype)
 
 
@@ -103,7 +126,9 @@ def test_row_49_capability_out_of_range_gives_both_numbers(toy, monkeypatch, cap
     def probe(request):
         major, minor = request.capability
         fits = (8, 0) <= request.capability <= (9, 0)
-        return [] if fits else [Reason("sm", f"needs sm_80 to sm_90, this GPU is sm_{major}{minor}")]
+        return (
+            [] if fits else [Reason("sm", f"needs sm_80 to sm_90, this GPU is sm_{major}{minor}")]
+        )
 
     toy.gpu = probe
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -139,7 +164,9 @@ def test_row_52_first_calls_together_find_one_registry(monkeypatch):
     registry_module, made = sys.modules["nsa_core.dispatch.registry"], []
     monkeypatch.setattr(registry_module, "_default", None)
     real = registry_module.discover
-    monkeypatch.setattr(registry_module, "discover", lambda: made.append(1) or time.sleep(0.05) or real())
+    monkeypatch.setattr(
+        registry_module, "discover", lambda: made.append(1) or time.sleep(0.05) or real()
+    )
     found = together(default_registry)
     assert len(made) == 1
     assert len(found) == 8
@@ -148,7 +175,8 @@ def test_row_52_first_calls_together_find_one_registry(monkeypatch):
 
 def test_row_52_first_plans_and_calls_together_give_the_same_bits():
     sdpa = default_registry().get("sdpa").spec
-    registry = Registry().with_backend(dataclasses.replace(sdpa, name="sdpa-threads"))  # operators not made yet
+    # operators not made yet
+    registry = Registry().with_backend(dataclasses.replace(sdpa, name="sdpa-threads"))
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 70, 4, 8), torch.randn(1, 70, 2, 8), torch.randn(1, 70, 2, 8)
 
@@ -171,7 +199,8 @@ def test_row_53_import_and_cpu_plan_touch_no_cuda():
     code = """
 import torch
 def trap(*args, **options): raise AssertionError("CUDA was touched")
-for name in ("_lazy_init", "is_available", "device_count", "get_device_capability", "get_device_properties"):
+properties = ("get_device_capability", "get_device_properties")
+for name in ("_lazy_init", "is_available", "device_count", *properties):
     setattr(torch.cuda, name, trap)
 from nsa_core import NSAConfig, NSAttention, nsa_attention, resolve
 plan = resolve(NSAConfig(dim=32, n_heads=4, n_kv_heads=2), device="cpu")

@@ -1,4 +1,6 @@
-"""Installed toy distributions: the good ones keep working, each bad one is listed with its reason (rows 57, 58)."""
+"""Installed toy distributions: the good ones keep working, each bad one is listed with its reason
+(rows 57, 58).
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,28 @@ def by_distribution(registry):
 def test_row_57_good_plugin_is_ready_and_runs_beside_every_bad_one(tamed):
     registry, _ = tamed
     entry = by_distribution(registry)["toy-good"]
-    assert (entry.status, entry.version, entry.reason, entry.first_party) == ("ready", "3.1", None, False)
+    assert (entry.status, entry.version, entry.reason, entry.first_party) == (
+        "ready",
+        "3.1",
+        None,
+        False,
+    )
     assert by_distribution(registry)["nsa-backend-sdpa"].status == "ready"
     plan = resolve(CONFIG, needs_grad=True, registry=registry)
     assert plan.choices["combine"].backend == "toy-good"  # priority 5 beats 0
     assert plan.choices["win"].backend == "sdpa"
-    gates, o = torch.rand(1, 3, 4, 3, requires_grad=True), [torch.randn(1, 3, 4, 8) for _ in range(3)]
+    gates, o = (
+        torch.rand(1, 3, 4, 3, requires_grad=True),
+        [torch.randn(1, 3, 4, 8) for _ in range(3)],
+    )
     out = plan.combine(gates, *o)
     torch.testing.assert_close(out, sum(gates[..., i : i + 1] * o[i] for i in range(3)))
     out.sum().backward()
     assert gates.grad is not None
-    assert plan.workspace_bytes(dataclasses.replace(plan.requests["combine"], batch=2, seq_len=5)) == 10
+    assert (
+        plan.workspace_bytes(dataclasses.replace(plan.requests["combine"], batch=2, seq_len=5))
+        == 10
+    )
 
 
 @pytest.mark.parametrize("name", toys.REFUSED)
@@ -55,7 +68,13 @@ def test_row_57_bad_plugin_is_listed_with_its_reason(tamed, name):
 
 def test_row_57_every_fault_of_a_spec_is_named(tamed):
     said = by_distribution(tamed[0])["toy-bad-spec"].reason.message
-    for fault in ("slot rope", "priority must be", "backward must be", "forward must be", "int is not a SlotSpec"):
+    for fault in (
+        "slot rope",
+        "priority must be",
+        "backward must be",
+        "forward must be",
+        "int is not a SlotSpec",
+    ):
         assert fault in said
     assert "deterministic must be" in said
     assert "reads_boundaries must be" in said
@@ -104,13 +123,20 @@ def test_row_57_probe_that_raises_is_a_reason_of_its_slot(tamed):
 
 def test_row_57_kernel_that_does_not_import(tamed):
     registry, _ = tamed
-    with pytest.raises(BackendUnavailable, match=r"toy-no-kernel 1\.2: refused: its kernel does not load"):
+    with pytest.raises(
+        BackendUnavailable, match=r"toy-no-kernel 1\.2: refused: its kernel does not load"
+    ):
         resolve(CONFIG, backends={"combine": "toy-no-kernel"}, registry=registry)
-    preferred = dataclasses.replace(registry.get("toy-no-kernel").spec, name="toy-first", priority=99)
+    preferred = dataclasses.replace(
+        registry.get("toy-no-kernel").spec, name="toy-first", priority=99
+    )
     plan = resolve(CONFIG, registry=registry.with_backend(preferred))
     assert plan.choices["combine"].backend == "toy-good"  # auto goes on to the next one
     first = plan.choices["combine"].candidates[0]
-    assert (first.backend, [r.code for r in first.reasons]) == ("toy-first", ["kernel_import_failed"])
+    assert (first.backend, [r.code for r in first.reasons]) == (
+        "toy-first",
+        ["kernel_import_failed"],
+    )
 
 
 def test_row_58_name_claimed_twice_names_both_distributions(tamed):
@@ -158,13 +184,17 @@ def test_hidden_duplicate_of_a_distribution_counts_once(install, tmp_path, monke
     with open(hidden / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
         points.write("toy-gone-since = toy_twice\n")
     monkeypatch.setattr("sys.path", [*sys.path, str(hidden)])
-    assert [(p.name, p.version) for p in installed() if p.distribution == "toy-twice"] == [("toy-twice", "2.0")]
+    assert [(p.name, p.version) for p in installed() if p.distribution == "toy-twice"] == [
+        ("toy-twice", "2.0")
+    ]
     assert discover().get("toy-twice").status == "ready"
 
 
 def test_unreadable_entry_points_are_one_broken_row(install):
     target = install("toy-garbled", "x = 1")
-    (target / "toy_garbled-1.2.dist-info" / "entry_points.txt").write_text("[nsa.backends]\nno equals sign\n")
+    (target / "toy_garbled-1.2.dist-info" / "entry_points.txt").write_text(
+        "[nsa.backends]\nno equals sign\n"
+    )
     registry = discover()
     assert registry.get("toy-garbled").status == "broken"
     assert registry.get("sdpa").status == "ready"
@@ -186,14 +216,21 @@ def test_unreadable_entry_points_are_one_broken_row(install):
         (None, "", {"toy-a", "toy-b", "sdpa"}),
     ],
 )
-def test_environment_switches_plugins_off_by_name_or_distribution(install, monkeypatch, plugins, disabled, ready):
+def test_environment_switches_plugins_off_by_name_or_distribution(
+    install, monkeypatch, plugins, disabled, ready
+):
     for letter in "ab":
-        install(f"dist-{letter}", toys.good(f"toy-{letter}", f"dist_{letter}"), point=f"toy-{letter}")
+        install(
+            f"dist-{letter}", toys.good(f"toy-{letter}", f"dist_{letter}"), point=f"toy-{letter}"
+        )
     for variable, value in (("NSA_PLUGINS", plugins), ("NSA_DISABLE_PLUGINS", disabled)):
         if value is not None:
             monkeypatch.setenv(variable, value)
     registry = discover()
-    assert {e.name for e in registry.ready()} - {"fa2", "triton"} == ready  # they load wherever they are installed
+    assert {e.name for e in registry.ready()} - {
+        "fa2",
+        "triton",
+    } == ready  # they load wherever they are installed
     for entry in registry.entries:
         if entry.name in {"toy-a", "toy-b", "sdpa"} - ready:
             assert entry.status == "disabled"

@@ -16,9 +16,17 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = NSAConfig(
-    dim=32, n_heads=4, n_kv_heads=2, head_dim=8, v_head_dim=4, compress_block_size=8, compress_stride=4,
-    select_block_size=16, num_selected_blocks=4, window_size=24,
-)  # fmt: skip
+    dim=32,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    v_head_dim=4,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=24,
+)
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
@@ -28,7 +36,12 @@ def test_every_slot_runs_as_planned(varlen: bool, needs_grad: bool) -> None:
     state = torch.get_rng_state()
     with record_dispatch() as trace:
         plan.warmup()
-    expected = [(slot, way) for slot in SLOTS for way in ("forward", "backward") if needs_grad or way == "forward"]
+    expected = [
+        (slot, way)
+        for slot in SLOTS
+        for way in ("forward", "backward")
+        if needs_grad or way == "forward"
+    ]
     expected = [pair for pair in expected if pair != ("select", "backward")]
     assert [(r.slot, r.direction) for r in trace] == expected
     assert torch.equal(torch.get_rng_state(), state)
@@ -51,19 +64,28 @@ def test_a_plan_for_decode_runs_its_decode_forms(page: int | None) -> None:
 def test_a_plan_for_decode_runs_its_fused_forms() -> None:
     seen: list[tuple[str, bool]] = []
 
-    def step(q: torch.Tensor, gates: torch.Tensor, *stores: torch.Tensor, call: DecodeCall) -> object:
+    def step(
+        q: torch.Tensor, gates: torch.Tensor, *stores: torch.Tensor, call: DecodeCall
+    ) -> object:
         seen.append(("step", len(stores) == 6))
         return q.new_zeros(*q.shape[:-1], 4), torch.zeros(*q.shape[:2], 2, 4, dtype=torch.int32)
 
-    def gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, call: DecodeCall) -> torch.Tensor:
+    def gates(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, call: DecodeCall
+    ) -> torch.Tensor:
         seen.append(("gates", weight.shape == (len(bias), x.shape[-1])))
         return x.new_zeros(*x.shape[:2], len(bias) // 3, 3)
 
-    def append(q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object) -> torch.Tensor:
+    def append(
+        q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object
+    ) -> torch.Tensor:
         seen.append(("append", rope is None))
         return q
 
-    plan, made = resolve(CONFIG, backends="sdpa", phase="decode"), {"step": step, "append": append, "gates": gates}
+    plan, made = (
+        resolve(CONFIG, backends="sdpa", phase="decode"),
+        {"step": step, "append": append, "gates": gates},
+    )
     forms = {name: DecodeKernel("toy", name, f) for name, f in made.items()}
     dataclasses.replace(plan, fused=forms).warmup()
     assert seen == [("step", True), ("append", True), ("append", False), ("gates", True)]
@@ -72,9 +94,14 @@ def test_a_plan_for_decode_runs_its_fused_forms() -> None:
 def test_the_workspace_of_a_decode_form_is_stated_by_itself_or_not_at_all() -> None:
     plan = resolve(CONFIG, backends="sdpa", phase="decode")
     asked = {slot: dataclasses.replace(plan.requests[slot], batch=1, seq_len=64) for slot in SLOTS}
-    with pytest.raises(Unsupported, match="backend 'sdpa' does not state the workspace of the decode form of 'win'"):
+    with pytest.raises(
+        Unsupported, match="backend 'sdpa' does not state the workspace of the decode form of 'win'"
+    ):
         plan.workspace_bytes(asked["win"])
-    slots = {s: dataclasses.replace(x, decode_workspace=f"{__name__}:workspace") for s, x in sdpa().slots.items()}
+    slots = {
+        s: dataclasses.replace(x, decode_workspace=f"{__name__}:workspace")
+        for s, x in sdpa().slots.items()
+    }
     stated = Registry(()).with_backend(dataclasses.replace(sdpa(), name="stated", slots=slots))
     assert resolve(CONFIG, phase="decode", registry=stated).workspace_bytes(asked["win"]) == 64
 

@@ -41,11 +41,17 @@ class Inputs(NamedTuple):
     gates: torch.Tensor
 
 
-def inputs(config: NSAConfig, *lead: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> Inputs:
-    """Random q, three keys and values, and gates for tokens of shape ``lead``: (B, S), or (T,) packed."""
+def inputs(
+    config: NSAConfig, *lead: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False
+) -> Inputs:
+    """Random q, three keys and values, and gates for tokens of shape ``lead``: (B, S), or (T,)
+    packed.
+    """
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+        return (
+            torch.randn(*lead, *shape, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+        )
 
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     return Inputs(

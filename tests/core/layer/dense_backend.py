@@ -1,4 +1,5 @@
-"""A backend of dense masks in plain PyTorch, for tests: every slot in a few lines, backward by torch.func.vjp.
+"""A backend of dense masks in plain PyTorch, for tests: every slot in a few lines, backward by
+torch.func.vjp.
 
 Dense inputs become packed ones whose documents are the batch entries, so there is one code path.
 """
@@ -17,7 +18,9 @@ from nsa_core.packing import compressed_cu_seqlens, token_places
 from nsa_core.torch_ops.slot_op import Kernel, slot_op, stats_dtype
 
 
-def _rows(tensors: tuple[torch.Tensor, ...], call: SlotCall) -> tuple[list[torch.Tensor], Any, Any, torch.Tensor]:
+def _rows(
+    tensors: tuple[torch.Tensor, ...], call: SlotCall
+) -> tuple[list[torch.Tensor], Any, Any, torch.Tensor]:
     """Tensors as rows, places of tokens, places of compressed tokens, which of those exist."""
     q = tensors[0]
     if call.cu_seqlens is not None:
@@ -33,8 +36,12 @@ def _rows(tensors: tuple[torch.Tensor, ...], call: SlotCall) -> tuple[list[torch
     return flat, token_places(cu, flat[0].shape[0]), token_places(ccu, rows), exists
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
-    """mask [T, G, keys]; the keys no query sees may hold NaN. Returns o [T, Hq, Dv], lse [Hq, T]."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> Any:
+    """mask [T, G, keys]; the keys no query sees may hold NaN. Returns o [T, Hq, Dv], lse [Hq,
+    T].
+    """
     high, group = stats_dtype(q.dtype), q.shape[1] // k.shape[1]
     q, k, v = (t.to(high) for t in (q, k, v))
     seen = mask.any((0, 1))[:, None, None]
@@ -50,7 +57,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     return torch.einsum("htk,khd->thd", p, v), lse
 
 
-def _restore(o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _restore(
+    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dim() == 4:
         o, lse = o.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return o.to(q.dtype).contiguous(), lse.contiguous()
@@ -90,22 +99,34 @@ def select_forward(q, k, lse, *, call):
     group = q.shape[-2] // k.shape[-2]
     last = blocks.position * g.compress_stride + g.compress_block_size - 1
     mask = _same(tokens, blocks) & exists & (last[None, :] <= tokens.position[:, None])
-    logits = torch.einsum("thd,khd->htk", fq.to(high), fk.to(high).repeat_interleave(group, 1)) * call.scale
+    logits = (
+        torch.einsum("thd,khd->htk", fq.to(high), fk.to(high).repeat_interleave(group, 1))
+        * call.scale
+    )
     p = torch.where(mask, (logits - torch.where(flat_lse.isinf(), 0, flat_lse)[..., None]).exp(), 0)
     count = g.num_select_blocks(int(tokens.position.max()) + 1)
     j = torch.arange(count, device=q.device)
     weight = torch.zeros(len(blocks.position), count, dtype=high, device=q.device)
     for i, value in g.overlap_taps():
-        weight += value * (blocks.position[:, None] == j * (g.select_block_size // g.compress_stride) + i)
-    scores = torch.einsum("htk,kj->htj", p, weight).unflatten(0, (-1, group)).sum(1).transpose(0, 1)  # [T, G, NB]
+        weight += value * (
+            blocks.position[:, None] == j * (g.select_block_size // g.compress_stride) + i
+        )
+    # [T, G, NB]
+    scores = torch.einsum("htk,kj->htj", p, weight).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
     current = tokens.position[:, None, None] // g.select_block_size
     scores = torch.where((j < g.init_blocks) | (j > current - g.local_blocks), torch.inf, scores)
     scores = torch.where(j <= current, scores, -torch.inf)
     best = scores.sort(dim=-1, descending=True, stable=True)
     picked = torch.where(
-        best.values[..., : g.num_selected_blocks] == -torch.inf, count, best.indices[..., : g.num_selected_blocks]
+        best.values[..., : g.num_selected_blocks] == -torch.inf,
+        count,
+        best.indices[..., : g.num_selected_blocks],
     )
-    picked = torch.nn.functional.pad(picked, (0, g.num_selected_blocks - picked.shape[-1]), value=count).sort(-1).values
+    picked = (
+        torch.nn.functional.pad(picked, (0, g.num_selected_blocks - picked.shape[-1]), value=count)
+        .sort(-1)
+        .values
+    )
     out = torch.where(picked == count, -1, picked).to(torch.int32)
     return out if q.dim() == 3 else out.unflatten(0, q.shape[:2])
 
@@ -142,7 +163,9 @@ def combine_backward(do, gates, o_cmp, o_sel, o_win, *, call):
 
 def _spec(slot: str) -> SlotSpec:
     here = __name__
-    return SlotSpec(f"{here}:{slot}_forward", None if slot == "select" else f"{here}:{slot}_backward")
+    return SlotSpec(
+        f"{here}:{slot}_forward", None if slot == "select" else f"{here}:{slot}_backward"
+    )
 
 
 def dense_plan(
@@ -155,7 +178,9 @@ def dense_plan(
 ) -> Plan:
     """A plan in which this file's functions fill every slot."""
     requests = {
-        slot: request_of(config, slot, dtype=dtype, device=device, needs_grad=needs_grad, varlen=varlen)
+        slot: request_of(
+            config, slot, dtype=dtype, device=device, needs_grad=needs_grad, varlen=varlen
+        )
         for slot in SLOTS
     }
     kernels = {

@@ -76,7 +76,10 @@ def test_selection_gets_no_gradient_and_keys_of_cmp_do():
     with record_dispatch() as calls:
         o.square().sum().backward()
     assert sorted(c.slot for c in calls) == ["cmp", "combine", "sel", "win"]
-    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in (given.q, given.gates, *given.k, *given.v))
+    assert all(
+        x.grad is not None and x.grad.abs().sum() > 0
+        for x in (given.q, given.gates, *given.k, *given.v)
+    )
 
 
 @pytest.mark.parametrize("lengths", [(30, 11, 1), (0, 9, 0, 26, 0), (3, 3, 3), (50,)])
@@ -88,7 +91,10 @@ def test_row_18_packed_equals_separate(lengths, max_seqlen):
     packed, blocks = attend(given, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
     for a, b in zip(cu.tolist(), cu.tolist()[1:]):
         alone = type(given)(
-            *(x[a:b][None] if isinstance(x, torch.Tensor) else [y[a:b][None] for y in x] for x in given)
+            *(
+                x[a:b][None] if isinstance(x, torch.Tensor) else [y[a:b][None] for y in x]
+                for x in given
+            )
         )
         o, of_alone = attend(alone, return_blocks=True)
         torch.testing.assert_close(packed[a:b], o[0], rtol=1e-13, atol=1e-13)
@@ -113,12 +119,24 @@ def test_rows_01_02_03_empty_and_single(lead):
 REFUSED = {
     "row11-heads": (lambda g: {"q": g.q[:, :, :3]}, ["q has Hq = 3, expected 4"]),
     "row15-rank": (lambda g: {"q": g.q[0]}, ["q must have 4 axes"]),
-    "row15-k": (lambda g: {"k": (g.k[0], g.k[1][:, :-1], g.k[2])}, ["k[sel] has S = 11, expected 12"]),
-    "row15-v": (lambda g: {"v": (g.v[0], g.v[1], g.v[2][..., :5])}, ["v[win] has Dv = 5, expected 6"]),
+    "row15-k": (
+        lambda g: {"k": (g.k[0], g.k[1][:, :-1], g.k[2])},
+        ["k[sel] has S = 11, expected 12"],
+    ),
+    "row15-v": (
+        lambda g: {"v": (g.v[0], g.v[1], g.v[2][..., :5])},
+        ["v[win] has Dv = 5, expected 6"],
+    ),
     "row15-gates": (lambda g: {"gates": g.gates[..., :2]}, ["gates has 3 = 2"]),
-    "row15-blocks": (lambda g: {"blocks": torch.zeros(1, 12, 1, 4).int()}, ["blocks has G = 1, expected 2"]),
+    "row15-blocks": (
+        lambda g: {"blocks": torch.zeros(1, 12, 1, 4).int()},
+        ["blocks has G = 1, expected 2"],
+    ),
     "row15-k_cmp": (
-        lambda g: {"k_cmp": torch.randn(1, 3, 2, 8).double(), "v_cmp": torch.randn(1, 2, 2, 6).double()},
+        lambda g: {
+            "k_cmp": torch.randn(1, 3, 2, 8).double(),
+            "v_cmp": torch.randn(1, 2, 2, 6).double(),
+        },
         ["k_cmp has C = 3, expected 2"],
     ),
     "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["give both or neither"]),
@@ -134,17 +152,32 @@ REFUSED = {
         ["must share one dtype", "k[cmp] [1, 12, 2, 8] float32"],
     ),
     "row21-int8": (lambda g: {n: _map(getattr(g, n), torch.int8) for n in "qkv"}, ["got int8"]),
-    "row21-complex": (lambda g: {n: _map(getattr(g, n), torch.complex64) for n in "qkv"}, ["got complex64"]),
+    "row21-complex": (
+        lambda g: {n: _map(getattr(g, n), torch.complex64) for n in "qkv"},
+        ["got complex64"],
+    ),
     "row22-gates": (lambda g: {"gates": g.gates.float()}, ["gates must be float64 beside float64"]),
     "row22-gates-bf16": (
         lambda g: {n: _map(getattr(g, n), torch.bfloat16) for n in ("q", "k", "v", "gates")},
         ["gates must be float32 beside bfloat16"],
     ),
-    "row26-devices": (lambda g: {"gates": g.gates.to("meta")}, ["all tensors must be on one device", "meta"]),
+    "row26-devices": (
+        lambda g: {"gates": g.gates.to("meta")},
+        ["all tensors must be on one device", "meta"],
+    ),
     "row30-floats": (lambda g: {"blocks": torch.zeros(1, 12, 2, 4)}, ["blocks must be integers"]),
-    "row30-bool": (lambda g: {"blocks": torch.zeros(1, 12, 2, 4).bool()}, ["blocks must be integers"]),
-    "row17-int64": (lambda g: {"cu_seqlens": torch.tensor([0, 12])}, ["cu_seqlens must be an int32 tensor"]),
-    "row17-list": (lambda g: {"cu_seqlens": [0, 12]}, ["cu_seqlens must be an int32 tensor", "list"]),
+    "row30-bool": (
+        lambda g: {"blocks": torch.zeros(1, 12, 2, 4).bool()},
+        ["blocks must be integers"],
+    ),
+    "row17-int64": (
+        lambda g: {"cu_seqlens": torch.tensor([0, 12])},
+        ["cu_seqlens must be an int32 tensor"],
+    ),
+    "row17-list": (
+        lambda g: {"cu_seqlens": [0, 12]},
+        ["cu_seqlens must be an int32 tensor", "list"],
+    ),
     "max_seqlen-alone": (lambda g: {"max_seqlen": 12}, ["max_seqlen goes with cu_seqlens"]),
     "max_seqlen-tensor": (
         lambda g: {"cu_seqlens": boundaries(12), "max_seqlen": torch.tensor(12)},
@@ -164,7 +197,9 @@ def test_refused_before_any_launch(name, plan, planned):
     given = inputs(CONFIG, 1, 12)
     arguments = {**given._asdict(), **change(given)}
     with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
-        nsa_attention(**arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "given" else None)
+        nsa_attention(
+            **arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "given" else None
+        )
     for text in expected:
         assert text in str(caught.value)
     assert not calls
@@ -193,7 +228,9 @@ def test_max_seqlen_below_the_longest_document_is_refused():
     given, cu = inputs(CONFIG, 30), boundaries(20, 10)
     with pytest.raises(InvalidInput, match="longest document's 20 tokens, got 19"):
         attend(given, cu_seqlens=cu, max_seqlen=19)
-    assert torch.equal(attend(given, cu_seqlens=cu, max_seqlen=20), attend(given, cu_seqlens=cu, max_seqlen=500))
+    assert torch.equal(
+        attend(given, cu_seqlens=cu, max_seqlen=20), attend(given, cu_seqlens=cu, max_seqlen=500)
+    )
 
 
 def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
@@ -229,7 +266,10 @@ def test_plan_for_something_else_is_refused():
     given = inputs(CONFIG, 1, 12)
     for plan, text in (
         (dense_plan(small(window_size=3)), "plan is for NSAConfig"),
-        (dense_plan(CONFIG, torch.float32), "plan is for float32 on cpu, the tensors are float64 on cpu"),
+        (
+            dense_plan(CONFIG, torch.float32),
+            "plan is for float32 on cpu, the tensors are float64 on cpu",
+        ),
         (dense_plan(CONFIG, device="cuda"), "plan is for float64 on cuda"),
     ):
         with pytest.raises(InvalidInput, match=text):
@@ -252,7 +292,9 @@ def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with mode():
             nsa_attention(*given, config=CONFIG)
-    assert [(a["dtype"], a["varlen"], a["needs_grad"]) for a in planned] == [(torch.float64, False, True)]
+    assert [(a["dtype"], a["varlen"], a["needs_grad"]) for a in planned] == [
+        (torch.float64, False, True)
+    ]
     nsa_attention(*inputs(CONFIG, 12), config=CONFIG, cu_seqlens=boundaries(12))
     assert [(a["varlen"], a["needs_grad"]) for a in planned[1:]] == [(True, True)]
 

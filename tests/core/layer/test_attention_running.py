@@ -27,7 +27,8 @@ def test_row_33_42_the_same_bits_in_every_grad_mode():
     expected, blocks = attend(given, return_blocks=True)
     for wanted in range(8):  # some inputs need no gradient
         leaves = [
-            x.clone().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate((given.q, given.k[1], given.gates))
+            x.clone().requires_grad_(bool(wanted >> i & 1))
+            for i, x in enumerate((given.q, given.k[1], given.gates))
         ]
         some = given._replace(q=leaves[0], k=(given.k[0], leaves[1], given.k[2]), gates=leaves[2])
         for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
@@ -37,12 +38,16 @@ def test_row_33_42_the_same_bits_in_every_grad_mode():
             assert torch.equal(chosen, blocks)
         if wanted:
             attend(some).sum().backward()
-            assert [leaf.grad is not None for leaf in leaves] == [bool(wanted >> i & 1) for i in range(3)]
+            assert [leaf.grad is not None for leaf in leaves] == [
+                bool(wanted >> i & 1) for i in range(3)
+            ]
 
 
 def _observing_select(q, k_cmp, lse, *, call):
     _observed.append((q * 2).requires_grad)
-    return q.new_zeros((*q.shape[:2], k_cmp.shape[2], call.geometry.num_selected_blocks), dtype=torch.int32)
+    return q.new_zeros(
+        (*q.shape[:2], k_cmp.shape[2], call.geometry.num_selected_blocks), dtype=torch.int32
+    )
 
 
 _observed: list[bool] = []
@@ -64,7 +69,9 @@ class Looking(TorchDispatchMode):
 def test_operators_are_called_where_somebody_looks_on_and_change_no_bit(monkeypatch):
     stock, called, results = torch._ops.OpOverload.__call__, [], []
     monkeypatch.setattr(
-        torch._ops.OpOverload, "__call__", lambda op, *args, **kwargs: called.append(op) or stock(op, *args, **kwargs)
+        torch._ops.OpOverload,
+        "__call__",
+        lambda op, *args, **kwargs: called.append(op) or stock(op, *args, **kwargs),
     )
     given = inputs(CONFIG, 1, 37, dtype=torch.float32, requires_grad=True)
     alone, profiled = contextlib.nullcontext, torch.profiler.profile
@@ -79,7 +86,9 @@ def test_operators_are_called_where_somebody_looks_on_and_change_no_bit(monkeypa
         with forward():
             o = attend(given)
         with backward():
-            grads = torch.autograd.grad(o, [given.q, *given.k, *given.v, given.gates], torch.ones_like(o))
+            grads = torch.autograd.grad(
+                o, [given.q, *given.k, *given.v, given.gates], torch.ones_like(o)
+            )
         assert len({op.name() for op in called if op.name().startswith("nsa_dense::")}) == expected
         results.append([o, *grads])
     for got in zip(*results):
@@ -91,7 +100,8 @@ class Special(torch.Tensor):
 
 
 def traced(function):
-    return lambda x: torch.jit.trace(function, x, check_trace=False)  # which calls it outside of the trace, too
+    # which calls it outside of the trace, too
+    return lambda x: torch.jit.trace(function, x, check_trace=False)
 
 
 @pytest.mark.parametrize("over", [torch.func.vmap, torch.func.grad, traced])
@@ -147,14 +157,17 @@ def test_rows_16_23_strided_and_expanded_inputs():
     assert torch.equal(o, twin)
     do = torch.randn_like(o)
     torch.testing.assert_close(
-        torch.autograd.grad(o, one, do)[0], torch.autograd.grad(twin, whole, do)[0].sum(2, keepdim=True)
+        torch.autograd.grad(o, one, do)[0],
+        torch.autograd.grad(twin, whole, do)[0].sum(2, keepdim=True),
     )
 
 
 def test_an_undefined_gradient_stays_undefined():
     given = inputs(CONFIG, 1, 12, requires_grad=True)
     o, _ = dense_plan(CONFIG, given.q.dtype).win(given.q, given.k[2], given.v[2])
-    (nothing,) = torch.autograd.grad(torch._C._functions.UndefinedGrad()(o).sum(), given.q, allow_unused=True)
+    (nothing,) = torch.autograd.grad(
+        torch._C._functions.UndefinedGrad()(o).sum(), given.q, allow_unused=True
+    )
     assert nothing is None
 
 
@@ -171,7 +184,9 @@ def test_row_31_vmap_is_right_and_its_gradient_an_error():
     def one(x):
         return attend(given._replace(q=x))
 
-    torch.testing.assert_close(torch.func.vmap(one)(q), torch.stack([one(x) for x in q]), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        torch.func.vmap(one)(q), torch.stack([one(x) for x in q]), rtol=1e-14, atol=1e-14
+    )
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.vmap(torch.func.grad(lambda x: one(x).sum()))(q)
 
@@ -207,7 +222,9 @@ def test_row_32_in_place_change_of_a_saved_tensor():
 
 def test_row_29_meta_tensors_give_shapes(planned):
     given = inputs(CONFIG, 2, 37)
-    meta = type(given)(*(x.to("meta") if isinstance(x, torch.Tensor) else [y.to("meta") for y in x] for x in given))
+    meta = type(given)(
+        *(x.to("meta") if isinstance(x, torch.Tensor) else [y.to("meta") for y in x] for x in given)
+    )
     o, lse, blocks = nsa_attention(*meta, config=CONFIG, return_lse=True, return_blocks=True)
     assert (o.shape, o.dtype, o.device.type) == ((2, 37, 4, 6), torch.float64, "meta")
     assert lse[1].shape == (2, 4, 37)
@@ -241,7 +258,9 @@ def test_row_29_compiles_whole_with_dynamic_length(planned, packed):
         assert torch.equal(got, expected)
         wrt = [given.q, *given.k, *given.v, given.gates]
         grads = torch.autograd.grad(got.sum(), wrt)
-        torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), wrt), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            grads, torch.autograd.grad(expected.sum(), wrt), rtol=1e-12, atol=1e-12
+        )
     assert counter.frame_count <= 2
 
 

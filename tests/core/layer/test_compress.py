@@ -28,7 +28,10 @@ def of_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torc
     if kind == "mean":
         return block.mean(0)
     if kind == "conv":
-        return torch.stack([(block[:, c] * p["weight"][c, 0]).sum() for c in range(block.shape[1])]) + p["bias"]
+        return (
+            torch.stack([(block[:, c] * p["weight"][c, 0]).sum() for c in range(block.shape[1])])
+            + p["bias"]
+        )
     block = block + p["position"]
     if kind == "linear":
         return p["proj.weight"] @ block.flatten() + p["proj.bias"]
@@ -39,14 +42,18 @@ def of_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torc
     return weights @ block
 
 
-def reference(kind: str, p: dict[str, torch.Tensor], x: torch.Tensor, g: BlockGeometry) -> torch.Tensor:
+def reference(
+    kind: str, p: dict[str, torch.Tensor], x: torch.Tensor, g: BlockGeometry
+) -> torch.Tensor:
     """x [B, S, G, D] -> [B, n_c, G, D], in loops."""
     starts = range(0, x.shape[1] - g.compress_block_size + 1, g.compress_stride)
     out = x.new_zeros(x.shape[0], len(starts), *x.shape[2:])
     for b in range(x.shape[0]):
         for i, start in enumerate(starts):
             for head in range(x.shape[2]):
-                out[b, i, head] = of_block(kind, p, x[b, start : start + g.compress_block_size, head])
+                out[b, i, head] = of_block(
+                    kind, p, x[b, start : start + g.compress_block_size, head]
+                )
     return out
 
 
@@ -70,9 +77,13 @@ def test_dense_is_the_formula_forward_and_backward(kind, name):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         do = torch.randn_like(got)
         wrt = [x, *parameters.values()]
-        grads = torch.autograd.grad(got, wrt, do, allow_unused=length < geometry.compress_block_size)
+        grads = torch.autograd.grad(
+            got, wrt, do, allow_unused=length < geometry.compress_block_size
+        )
         if got.numel():
-            torch.testing.assert_close(grads, torch.autograd.grad(expected, wrt, do), rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(
+                grads, torch.autograd.grad(expected, wrt, do), rtol=1e-11, atol=1e-11
+            )
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
@@ -80,7 +91,9 @@ def test_dense_is_the_formula_forward_and_backward(kind, name):
 def test_a_call_without_blocks_is_empty_forward_and_backward(kind, batch, length):
     """No sequences, no tokens, or fewer than l: for phi on one tensor, on two, and in a layer."""
     phis = [phi_of(kind, GEOMETRIES["l8d4"]) for _ in range(2)]
-    xs = [torch.randn(batch, length, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    xs = [
+        torch.randn(batch, length, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    ]
     outs = [phis[0](xs[0]), *compress_pair(*phis, *xs, None)]
     blocks = GEOMETRIES["l8d4"].num_compressed(length)
     assert [tuple(y.shape) for y in outs] == [(batch, blocks, 2, 5)] * 3
@@ -97,7 +110,8 @@ def test_a_call_without_blocks_is_empty_forward_and_backward(kind, batch, length
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize(
-    "lengths", [(21,), (8, 3, 0, 17, 12, 1), (0, 0), (0, 9, 0), (2, 2, 2), (7, 9, 8, 13, 3), (7, 7, 7, 7, 11)]
+    "lengths",
+    [(21,), (8, 3, 0, 17, 12, 1), (0, 0), (0, 9, 0), (2, 2, 2), (7, 9, 8, 13, 3), (7, 7, 7, 7, 11)],
 )
 def test_row_18_packed_equals_separate_and_the_tail_is_finite_and_without_gradient(kind, lengths):
     geometry = GEOMETRIES["l8d4"]
@@ -113,7 +127,9 @@ def test_row_18_packed_equals_separate_and_the_tail_is_finite_and_without_gradie
     do = torch.randn_like(separate)
     expected = torch.autograd.grad(separate, wrt, do)
     full = torch.cat([do, do.new_zeros(len(got) - len(do), 2, 5)])
-    torch.testing.assert_close(torch.autograd.grad(got, wrt, full), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, wrt, full), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_packed_starts_are_positions_inside_the_document():
@@ -122,7 +138,9 @@ def test_packed_starts_are_positions_inside_the_document():
     assert places.starts[:5].tolist() == [0, 4, 8, 0, 4]
 
 
-@pytest.mark.parametrize("cu", [[0, 40, 10, 20], [5, 9, 20], [0, 1000], [-7, 3, 20], [0, 2**31 - 1]])
+@pytest.mark.parametrize(
+    "cu", [[0, 40, 10, 20], [5, 9, 20], [0, 1000], [-7, 3, 20], [0, 2**31 - 1]]
+)
 def test_row_17_malformed_boundaries_stay_in_bounds(cu):
     places = packed_blocks(torch.tensor(cu, dtype=torch.int32), 20, GEOMETRIES["l8d4"])
     assert ((places.tokens >= 0) & (places.tokens < 20)).all()
@@ -174,7 +192,8 @@ def test_backward_keeps_one_copy_of_the_tokens(kind):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         phi(x)
     held = sum(size for pointer, size in kept.items() if pointer not in parameters)
-    # One copy of x, and S/d rows of hidden units or weights, not the l/d copies of overlapping blocks.
+    # One copy of x, and S/d rows of hidden units or weights, not the l/d copies of overlapping
+    # blocks.
     assert held <= 1.7 * x.numel() * x.element_size()
 
 
@@ -182,14 +201,17 @@ def test_backward_keeps_one_copy_of_the_tokens(kind):
 def test_output_has_the_spread_of_its_input_at_the_start(kind):
     phi = make_phi(kind, BlockGeometry(), 64)
     out = phi(torch.randn(1, 1024, 2, 64))
-    least = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)  # averages of 32 tokens: 1 / sqrt(32)
+    # averages of 32 tokens: 1 / sqrt(32)
+    least = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)
     assert least < out.std().item() < 1.4
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("length", [33, 64, 71])
 def test_mean_as_one_node_is_the_mean_op_by_op(name, length):
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
+    ours.
+    """
     geometry = GEOMETRIES[name]
     x = torch.randn(2, length, 3, 4, dtype=torch.float64, requires_grad=True)
     mean = mean_compress(x, geometry)
@@ -225,7 +247,9 @@ def test_keys_and_values_together_are_each_alone(kind):
 
 @pytest.mark.parametrize("kind", PAIRED)
 def test_as_one_node_phi_is_itself_op_by_op(kind):
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
+    ours.
+    """
     (phi, _), (x, _) = pair_of(kind)
     parameters = dict(phi.named_parameters())
     by_ops, pull = torch.func.vjp(lambda p, y: torch.func.functional_call(phi, p, y), parameters, x)

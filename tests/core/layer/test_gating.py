@@ -24,7 +24,9 @@ def test_gate_is_its_formula_head_major(kind):
             parameter.add_(torch.randn_like(parameter) * 0.3)
     got = gate(x)
     assert got.shape == (2, 7, 4, 3)
-    torch.testing.assert_close(got, formula(kind, dict(gate.named_parameters()), x), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        got, formula(kind, dict(gate.named_parameters()), x), rtol=1e-13, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("kind", GATE_KINDS)

@@ -10,8 +10,8 @@ from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
 pytestmark = pytest.mark.usefixtures("planned")
 LENGTH = 44  # >= 4*l = 32, and more than n*l' = 32: some block is left out
 
-# Without a rotation of k_cmp after phi, a vector added to all compressed keys moves every score of a query alike, and
-# no softmax. These parameters do nothing else:
+# Without a rotation of k_cmp after phi, a vector added to all compressed keys moves every score of
+# a query alike, and no softmax. These parameters do nothing else:
 ONLY_SHIFT = {
     "mlp": {"phi_k.down.bias"},
     "linear": {"phi_k.proj.bias", "phi_k.position"},
@@ -42,7 +42,9 @@ def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, s
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
-@pytest.mark.parametrize("options", [{"rope": False}, {"rope_before_compress": True}], ids=["rope-off", "rope-first"])
+@pytest.mark.parametrize(
+    "options", [{"rope": False}, {"rope_before_compress": True}], ids=["rope-off", "rope-first"]
+)
 def test_gradients_that_are_zero_by_construction(kind, options):
     found, _ = gradients(compress=kind, **options)
     assert {n for n, g in found.items() if g < 1e-12} == ONLY_SHIFT[kind]

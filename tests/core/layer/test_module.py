@@ -34,7 +34,9 @@ def by_hand(attn, x):
     flat = x @ state["qkv.weight"].T
 
     def part(start, heads, width):
-        return flat[..., start : start + heads * width].unflatten(-1, (heads, width)), start + heads * width
+        return flat[..., start : start + heads * width].unflatten(
+            -1, (heads, width)
+        ), start + heads * width
 
     q, at = part(0, c.n_heads, c.qk_dim)
     k, v = [], []
@@ -55,9 +57,15 @@ def by_hand(attn, x):
     def turn(y, step=1):
         if not c.rope:
             return y
-        return rotate(y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype))
+        return rotate(
+            y, rope_table(torch.arange(y.shape[1]) * step, c.qk_dim, c.rope_base, y.dtype)
+        )
 
-    k_cmp = attn.phi_k(turn(k[0])) if c.rope_before_compress else turn(attn.phi_k(k[0]), c.compress_stride)
+    k_cmp = (
+        attn.phi_k(turn(k[0]))
+        if c.rope_before_compress
+        else turn(attn.phi_k(k[0]), c.compress_stride)
+    )
     o = nsa_attention(
         turn(q),
         (None, turn(k[1]), turn(k[2])),
@@ -102,7 +110,9 @@ def test_a_step_takes_its_heads_from_the_columns_of_the_projection(options, v_he
     assert (pairs, len(v)) == ((1, 1) if config.shared_kv else (3, 3))
     for found, part, norm in zip([q, *k, *v], columns, norms, strict=True):
         heads = 4 if found is q else 2
-        torch.testing.assert_close(found, norm(part.unflatten(-1, (heads, -1))), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            found, norm(part.unflatten(-1, (heads, -1))), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
@@ -116,7 +126,9 @@ def test_state_dict_has_the_documented_names_and_shapes(kind, gate, shared_kv):
         if gate == "linear"
         else {f"gate.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")}
     )
-    assert set(state) == {"qkv.weight", "out.weight", "q_norm.weight", "k_norm.weight"} | phi | gates
+    assert (
+        set(state) == {"qkv.weight", "out.weight", "q_norm.weight", "k_norm.weight"} | phi | gates
+    )
     pairs = 1 if shared_kv else 3
     assert state["qkv.weight"].shape == (4 * 8 + pairs * (2 * 8 + 2 * 6), 24)
     assert state["out.weight"].shape == (24, 4 * 6)
@@ -137,7 +149,10 @@ def test_state_dict_round_trip(name):
 
 
 def test_copies_and_pickles_carry_no_plan():
-    attn, x = NSAttention(small(), backends={"win": "a", "sel": "b"}, layer=3).double(), torch.randn(1, 30, 24).double()
+    attn, x = (
+        NSAttention(small(), backends={"win": "a", "sel": "b"}, layer=3).double(),
+        torch.randn(1, 30, 24).double(),
+    )
     before = attn(x)
     assert "plan" not in str(pickle.dumps(attn))
     for twin in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
@@ -184,9 +199,15 @@ def test_unpad_and_pad_refuse_what_does_not_fit():
 
 
 REFUSED = {
-    "mask": ({"attention_mask": torch.ones(2, 9)}, ["attention_mask", "cu_seqlens", "nsa_core.unpad", "nsa_core.pad"]),
+    "mask": (
+        {"attention_mask": torch.ones(2, 9)},
+        ["attention_mask", "cu_seqlens", "nsa_core.unpad", "nsa_core.pad"],
+    ),
     "context": ({"context": torch.randn(2, 9, 24)}, ["context: NSA is self-attention only"]),
-    "key_value_states": ({"key_value_states": torch.randn(2, 9, 24)}, ["key_value_states: NSA is self-attention"]),
+    "key_value_states": (
+        {"key_value_states": torch.randn(2, 9, 24)},
+        ["key_value_states: NSA is self-attention"],
+    ),
     "two": ({"attention_mask": torch.ones(2, 9), "context": 1}, ["attention_mask", "context"]),
     "row15-width": ({"x": torch.randn(2, 9, 23).double()}, ["dim = 24", "[2, 9, 23]"]),
     "row15-rank": ({"x": torch.randn(9, 24).double()}, ["[T, dim] with cu_seqlens", "[9, 24]"]),
@@ -194,11 +215,23 @@ REFUSED = {
         {"x": torch.randn(2, 9, 24).double(), "cu_seqlens": boundaries(9)},
         ["[T, dim] beside cu_seqlens"],
     ),
-    "row20-dtype": ({"x": torch.randn(2, 9, 24)}, ["x is torch.float32", "torch.float64", "autocast"]),
+    "row20-dtype": (
+        {"x": torch.randn(2, 9, 24)},
+        ["x is torch.float32", "torch.float64", "autocast"],
+    ),
     "row21-int": ({"x": torch.ones(2, 9, 24).long()}, ["x is torch.int64"]),
-    "row26-device": ({"x": torch.randn(2, 9, 24, device="meta").double()}, ["x is on meta, the layer on cpu"]),
-    "row17": ({"x": torch.randn(9, 24).double(), "cu_seqlens": torch.tensor([0, 9])}, ["cu_seqlens", "int32"]),
-    "row17-values": ({"x": torch.randn(9, 24).double(), "cu_seqlens": boundaries(8)}, ["must end at the 9 tokens"]),
+    "row26-device": (
+        {"x": torch.randn(2, 9, 24, device="meta").double()},
+        ["x is on meta, the layer on cpu"],
+    ),
+    "row17": (
+        {"x": torch.randn(9, 24).double(), "cu_seqlens": torch.tensor([0, 9])},
+        ["cu_seqlens", "int32"],
+    ),
+    "row17-values": (
+        {"x": torch.randn(9, 24).double(), "cu_seqlens": boundaries(8)},
+        ["must end at the 9 tokens"],
+    ),
 }
 
 
@@ -227,7 +260,9 @@ def test_a_replaced_config_keeps_its_head_widths_unless_told():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(dtype, planned, monkeypatch):
+def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(
+    dtype, planned, monkeypatch
+):
     attn, x = layer_of(torch.float32, qk_norm=True), torch.randn(2, 37, 24, requires_grad=True)
     seen = {}
 

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.usefixtures("planned")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_dtype_forward_and_backward(dtype):
-    attn, x = layer_of(dtype, gate="mlp", qk_norm=True), torch.randn(2, 37, 24).to(dtype).requires_grad_()
+    attn, x = (
+        layer_of(dtype, gate="mlp", qk_norm=True),
+        torch.randn(2, 37, 24).to(dtype).requires_grad_(),
+    )
     y = attn(x)
     assert y.dtype == dtype
     y.sum().backward()

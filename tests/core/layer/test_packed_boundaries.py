@@ -8,9 +8,15 @@ import torch
 from nsa_core import NSAConfig, NSAttention, Unsupported, packing
 
 CONFIG = NSAConfig(
-    dim=16, n_heads=4, n_kv_heads=2, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=3, window_size=21,
-)  # fmt: skip
+    dim=16,
+    n_heads=4,
+    n_kv_heads=2,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=3,
+    window_size=21,
+)
 
 
 @pytest.fixture
@@ -75,5 +81,7 @@ def test_what_inference_mode_made_is_not_remembered(reads):
 def test_capture_is_refused(reads, monkeypatch):
     attn = layers()[0].requires_grad_(False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(Unsupported, match="cannot be captured in a CUDA graph: take a backend that leaves them"):
+    with pytest.raises(
+        Unsupported, match="cannot be captured in a CUDA graph: take a backend that leaves them"
+    ):
         attn(torch.randn(60, 16), torch.tensor([0, 25, 60], dtype=torch.int32))

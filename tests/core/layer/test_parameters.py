@@ -1,4 +1,6 @@
-"""The whole layer against the oracle: output and every gradient in float64, and the replay for other dtypes."""
+"""The whole layer against the oracle: output and every gradient in float64, and the replay for
+other dtypes.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,11 @@ OPTIONS = {
     **{kind: {"compress": kind} for kind in COMPRESS_KINDS},
     "mlp gate, qk_norm": {"gate": "mlp", "qk_norm": True},
     "shared": {"shared_kv": True},
-    "shared, qk_norm, rope first": {"shared_kv": True, "qk_norm": True, "rope_before_compress": True},
+    "shared, qk_norm, rope first": {
+        "shared_kv": True,
+        "qk_norm": True,
+        "rope_before_compress": True,
+    },
     "rope first": {"rope_before_compress": True, "compress": "attn_pool"},
     "rope off": {"rope": False, "qk_norm": True},
     "h=1": {"n_kv_heads": 4},
@@ -43,7 +49,11 @@ def layer_of(**options):
 
 def problem(packed):
     lead, cu = ((37,), boundaries(3, 0, 27, 7)) if packed else ((2, 27), None)
-    return torch.randn(*lead, 12, dtype=torch.float64), torch.randn(*lead, 12, dtype=torch.float64), cu
+    return (
+        torch.randn(*lead, 12, dtype=torch.float64),
+        torch.randn(*lead, 12, dtype=torch.float64),
+        cu,
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -96,14 +106,18 @@ def _swapped_branches(attn, monkeypatch):
     monkeypatch.setattr(attn, "project", swapped)
 
 
-@pytest.mark.parametrize("fault", [_unrotated, _late_blocks, _untrained_key, _swapped_gates, _swapped_branches])
+@pytest.mark.parametrize(
+    "fault", [_unrotated, _late_blocks, _untrained_key, _swapped_gates, _swapped_branches]
+)
 def test_planted_faults_are_found(fault, monkeypatch):
     attn, (x, do, cu) = layer_of(), problem(packed=True)
     fault(attn, monkeypatch)
     assert not all(judge_layer(attn, x, do, cu).values())
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "packed"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mlp", "attn_pool", "shared", "mlp gate, qk_norm"])
 def test_replaying_the_shared_graph_gives_the_same_bits(name, dtype, packed, request):

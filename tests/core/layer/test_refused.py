@@ -1,4 +1,6 @@
-"""What the layer and nsa_attention refuse by name, and no raw error, whichever way they are called."""
+"""What the layer and nsa_attention refuse by name, and no raw error, whichever way they are
+called.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +19,9 @@ def test_max_seqlen_below_a_document_is_refused_compiled_too(compiled):
     torch._dynamo.reset()
     attn, x = layer_of(), torch.randn(30, 24, dtype=torch.float64)
     run = torch.compile(attn, backend="aot_eager", fullgraph=True) if compiled else attn
-    with pytest.raises(InvalidInput, match="max_seqlen must be at least the longest document's 20 tokens, got 16"):
+    with pytest.raises(
+        InvalidInput, match="max_seqlen must be at least the longest document's 20 tokens, got 16"
+    ):
         run(x, boundaries(20, 10), 16)
     assert run(x, boundaries(20, 10), 20).shape == x.shape
 
@@ -33,8 +37,13 @@ def test_max_seqlen_on_a_device_is_read_only_when_asked(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_unpad_takes_no_mask_of_floats(dtype):
-    x, additive = torch.randn(1, 4, 2), torch.tensor([[0.0, 0.0, 0.0, torch.finfo(dtype).min]], dtype=dtype)
-    with pytest.raises(InvalidInput, match=f"got {str(dtype)[6:]}: pass mask == 0 for one that is added"):
+    x, additive = (
+        torch.randn(1, 4, 2),
+        torch.tensor([[0.0, 0.0, 0.0, torch.finfo(dtype).min]], dtype=dtype),
+    )
+    with pytest.raises(
+        InvalidInput, match=f"got {str(dtype)[6:]}: pass mask == 0 for one that is added"
+    ):
         unpad(x, additive)
     assert torch.equal(unpad(x, additive == 0)[0], x[0, :3])
 
@@ -47,25 +56,48 @@ def test_unpad_takes_bool_and_integers(dtype):
 
 @pytest.mark.parametrize("wrong", [None, [[1, 1, 1, 0]]])
 def test_unpad_names_what_is_no_tensor(wrong):
-    with pytest.raises(InvalidInput, match=f"attention_mask must be a tensor, got {type(wrong).__name__}"):
+    with pytest.raises(
+        InvalidInput, match=f"attention_mask must be a tensor, got {type(wrong).__name__}"
+    ):
         unpad(torch.randn(1, 4, 2), wrong)
     with pytest.raises(InvalidInput, match="x must be a tensor, got list"):
         unpad([[1.0]], torch.ones(1, 1).bool())
 
 
 PACKING = {
-    "list": ({"cu_seqlens": [0, 9]}, r"cu_seqlens must be an int32 tensor \[documents \+ 1\], got list"),
+    "list": (
+        {"cu_seqlens": [0, 9]},
+        r"cu_seqlens must be an int32 tensor \[documents \+ 1\], got list",
+    ),
     "int64": (
         {"cu_seqlens": torch.tensor([0, 9])},
         r"cu_seqlens must be an int32 .* cu_seqlens \[2\] int64",
     ),
-    "matrix": ({"cu_seqlens": torch.tensor([[0, 9]]).int()}, r"cu_seqlens must be an int32 .* got cu_seqlens \[1, 2\]"),
-    "empty": ({"cu_seqlens": torch.tensor([]).int()}, r"cu_seqlens must hold at least one document, .* got \[0\]"),
-    "one": ({"cu_seqlens": torch.tensor([0]).int()}, r"cu_seqlens must hold at least one document, .* got \[1\]"),
+    "matrix": (
+        {"cu_seqlens": torch.tensor([[0, 9]]).int()},
+        r"cu_seqlens must be an int32 .* got cu_seqlens \[1, 2\]",
+    ),
+    "empty": (
+        {"cu_seqlens": torch.tensor([]).int()},
+        r"cu_seqlens must hold at least one document, .* got \[0\]",
+    ),
+    "one": (
+        {"cu_seqlens": torch.tensor([0]).int()},
+        r"cu_seqlens must hold at least one document, .* got \[1\]",
+    ),
     "device": ({"cu_seqlens": boundaries(9).to("meta")}, "cu_seqlens must be on cpu, got meta"),
-    "text": ({"cu_seqlens": boundaries(9), "max_seqlen": "20"}, "max_seqlen must be a host integer >= 0, got '20'"),
-    "float": ({"cu_seqlens": boundaries(9), "max_seqlen": 9.0}, "max_seqlen must be a host integer >= 0, got 9.0"),
-    "less": ({"cu_seqlens": boundaries(9), "max_seqlen": -1}, "max_seqlen must be a host integer >= 0, got -1"),
+    "text": (
+        {"cu_seqlens": boundaries(9), "max_seqlen": "20"},
+        "max_seqlen must be a host integer >= 0, got '20'",
+    ),
+    "float": (
+        {"cu_seqlens": boundaries(9), "max_seqlen": 9.0},
+        "max_seqlen must be a host integer >= 0, got 9.0",
+    ),
+    "less": (
+        {"cu_seqlens": boundaries(9), "max_seqlen": -1},
+        "max_seqlen must be a host integer >= 0, got -1",
+    ),
 }
 
 
@@ -82,12 +114,16 @@ def test_max_seqlen_may_be_any_integer_of_the_host():
     torch._dynamo.reset()
     attn, x, cu = layer_of(), torch.randn(30, 24, dtype=torch.float64), boundaries(20, 10)
     expected, compiled = attn(x, cu), torch.compile(attn, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(attn(x, cu, torch.tensor(20).numpy()[()]), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        attn(x, cu, torch.tensor(20).numpy()[()]), expected, rtol=1e-12, atol=1e-12
+    )
     for bound in (20, 21, 29):  # a symbol, from the second on
         torch.testing.assert_close(compiled(x, cu, bound), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("x", [None, torch.zeros(2, 9, 24).numpy(), [[[1.0]]]], ids=["None", "numpy", "list"])
+@pytest.mark.parametrize(
+    "x", [None, torch.zeros(2, 9, 24).numpy(), [[[1.0]]]], ids=["None", "numpy", "list"]
+)
 def test_what_is_no_tensor_is_refused_in_both_entries(x):
     for cache in ({}, {"cache": layer_of().new_cache(2, 16)}):
         with pytest.raises(InvalidInput, match=f"x must be a tensor, got {type(x).__name__}"):
@@ -112,7 +148,10 @@ def test_a_plan_for_decode_is_no_plan_for_prefill():
 @pytest.mark.parametrize("plan", ["sdpa", 3])
 def test_what_is_no_plan_is_refused(plan, check):
     attn, x = NSAttention(CONFIG, check=check).double(), torch.randn(2, 9, 24).double()
-    cache, said = attn.new_cache(2, 16), rf"plan must be what nsa_core.resolve\(\) returns, got {type(plan).__name__}"
+    cache, said = (
+        attn.new_cache(2, 16),
+        rf"plan must be what nsa_core.resolve\(\) returns, got {type(plan).__name__}",
+    )
     for run in (
         lambda: attn(x, plan=plan),
         lambda: attn(x, cache=cache, plan=plan),
@@ -125,7 +164,9 @@ def test_what_is_no_plan_is_refused(plan, check):
     assert cache.host_lengths() == [0, 0]
 
 
-@pytest.mark.parametrize("field", ["rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"])
+@pytest.mark.parametrize(
+    "field", ["rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"]
+)
 @pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True)])
 def test_a_switch_of_the_config_is_a_bool(field, value):
     with pytest.raises(InvalidInput, match=rf"^{field} must be True or False, got "):
@@ -139,7 +180,9 @@ def test_a_number_of_the_config_is_a_finite_number(field, value):
         "scale": "scale must be finite, a number or None",
         "rope_base": "rope_base must be finite and > 0, a number",
     }
-    with pytest.raises(InvalidInput, match=f"^{said.get(field, 'dropout is not part of NSA')}, got "):
+    with pytest.raises(
+        InvalidInput, match=f"^{said.get(field, 'dropout is not part of NSA')}, got "
+    ):
         small(**{field: value})
 
 
@@ -151,7 +194,10 @@ def test_a_number_of_the_config_may_be_numpys():
 @pytest.mark.parametrize(
     ("backends", "said"),
     [
-        (["sdpa"], r"backends must be None, a name, or a mapping of slots to names, got \['sdpa'\]"),
+        (
+            ["sdpa"],
+            r"backends must be None, a name, or a mapping of slots to names, got \['sdpa'\]",
+        ),
         (3, "backends must be None, a name, or a mapping of slots to names, got 3"),
         ({"window": "sdpa"}, "unknown slot 'window'; did you mean 'win'"),
         ({"win": 3}, "the backend of slot 'win' must be a name, got 3"),
@@ -168,7 +214,9 @@ def test_backends_are_refused_when_a_layer_is_made(backends, said):
 def test_what_is_no_config_is_refused(config):
     given = inputs(CONFIG, 2, 9)
     for made in (NSAttention, resolve, lambda config: nsa_attention(*given, config=config)):
-        with pytest.raises(InvalidInput, match=f"config must be an NSAConfig, got {type(config).__name__}"):
+        with pytest.raises(
+            InvalidInput, match=f"config must be an NSAConfig, got {type(config).__name__}"
+        ):
             made(config)
 
 

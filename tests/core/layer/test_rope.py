@@ -13,7 +13,9 @@ def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch
     x = x.double()
     half = x.shape[-1] // 2
     turns = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * positions.double()[:, None, None] * turns)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(
+        1j * positions.double()[:, None, None] * turns
+    )
     return torch.cat((turned.real, turned.imag), -1)
 
 
@@ -45,13 +47,17 @@ def test_gradient_is_rounded_once():
     do = torch.randn(50, 1, 16).bfloat16()
     rotate(x, rope_table(positions, 16, 1e4, x.dtype)).backward(do)
     exact = complex_rope(do, -positions, 1e4)  # the transpose of a rotation
-    assert ((x.grad.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 2e-5).all()
+    assert (
+        (x.grad.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 2e-5
+    ).all()
 
 
 def test_backward_keeps_nothing_of_x():
     x, kept = torch.randn(50, 4, 16, requires_grad=True), []
     table = rope_table(torch.arange(50), 16, 1e4, x.dtype)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         rotate(x, table)
     assert max(kept) <= table.cos.numel()
 
@@ -62,7 +68,9 @@ def test_angles_are_fp32_beside_low_precision_and_fp64_beside_fp64():
 
 
 def test_as_one_node_it_is_the_rotation_op_by_op():
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of ours."""
+    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
+    ours.
+    """
     x = torch.randn(2, 7, 3, 6, dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), 6, 1e4, x.dtype)
     turned = rotate(x, table)
@@ -86,7 +94,9 @@ def test_the_table_stays_one_operator_of_a_compiled_graph():
         return rotate(x, rope_table(positions, 8, 1e4, x.dtype))
 
     x, positions = torch.randn(5, 3, 8), torch.arange(5)
-    assert torch.equal(torch.compile(turn, backend=backend, fullgraph=True)(x, positions), turn(x, positions))
+    assert torch.equal(
+        torch.compile(turn, backend=backend, fullgraph=True)(x, positions), turn(x, positions)
+    )
     assert "nsa_core.rope_table.default" in targets
     assert not [t for t in targets if "cos" in t or "pow" in t]
     torch.library.opcheck(torch.ops.nsa_core.rope_table.default, (positions, 8, 1e4, torch.float32))
@@ -98,8 +108,13 @@ def test_parts_are_what_each_would_be_alone_forward_and_backward(with_table):
     table = rope_table(torch.arange(7), 6, 1e4, joint.dtype) if with_table else None
     parts, do = apart(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
     alone = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
-    assert all(torch.equal(one, other) and one.is_contiguous() for one, other in zip(parts, alone, strict=True))
-    found, expected = (torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, alone))
+    assert all(
+        torch.equal(one, other) and one.is_contiguous()
+        for one, other in zip(parts, alone, strict=True)
+    )
+    found, expected = (
+        torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, alone)
+    )
     assert torch.equal(found, expected)
     assert torch.autograd.gradgradcheck(lambda x: apart(x, table), joint[:1, :, :2, :1])
     by_ops = torch.func.vmap(lambda x: torch.stack(apart(x, table)), out_dims=1)(joint.detach())
@@ -127,8 +142,12 @@ def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch
     """Blocks begin at tokens: their angles are rows of the tokens' table."""
     made = []
     stock = rope.rope_table
-    monkeypatch.setattr(rope, "rope_table", lambda at, *rest: made.append(at.shape[0]) or stock(at, *rest))
-    config = NSAConfig(32, 2, 1, compress_block_size=8, compress_stride=4, select_block_size=8, window_size=9)
+    monkeypatch.setattr(
+        rope, "rope_table", lambda at, *rest: made.append(at.shape[0]) or stock(at, *rest)
+    )
+    config = NSAConfig(
+        32, 2, 1, compress_block_size=8, compress_stride=4, select_block_size=8, window_size=9
+    )
     attn, x = NSAttention(config), torch.randn(1, 41, 32)
     with torch.no_grad():
         golden = attn(x)
@@ -165,11 +184,16 @@ def test_heads_as_one_node_are_cut_and_rotated_one_by_one(lead, wide):
     product = torch.randn(*lead, sum(widths), dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), dk, 1e4, product.dtype)
     together = rotated_heads(product, table.wide() if wide else table, heads, groups, dk)
-    cut = [p.unflatten(-1, (heads if not i else groups, -1)) for i, p in enumerate(product.split(widths, -1))]
+    cut = [
+        p.unflatten(-1, (heads if not i else groups, -1))
+        for i, p in enumerate(product.split(widths, -1))
+    ]
     alone = [rotate(p, table) if i in (0, 2, 3) else p for i, p in enumerate(cut)]
     grads = [torch.randn_like(p) for p in alone]
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
     assert all(together[i].is_contiguous() for i in (0, 2, 3, 5, 6))
-    (found,), (expected,) = (torch.autograd.grad(list(y), product, grads) for y in (together, alone))
+    (found,), (expected,) = (
+        torch.autograd.grad(list(y), product, grads) for y in (together, alone)
+    )
     assert torch.equal(found, expected)

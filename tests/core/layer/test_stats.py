@@ -57,7 +57,10 @@ def test_stats_of_a_layer(planned):
 def test_stats_leave_no_trace(planned):
     from nsa_core.torch_ops.slot_op import record_dispatch
 
-    attn, x = NSAttention(small()).double(), torch.randn(1, 60, 24, dtype=torch.float64, requires_grad=True)
+    attn, x = (
+        NSAttention(small()).double(),
+        torch.randn(1, 60, 24, dtype=torch.float64, requires_grad=True),
+    )
     with record_dispatch() as calls:
         attn.stats(x)
     assert [c.slot for c in calls] == ["cmp", "select"]

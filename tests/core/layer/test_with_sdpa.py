@@ -28,7 +28,9 @@ def test_autocast_does_not_reach_into_a_backend(backend, dtype):
     wrt = [given.q, *given.k, *given.v, given.gates]
 
     def run():
-        o, lse = nsa_attention(*given, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp, return_lse=True)
+        o, lse = nsa_attention(
+            *given, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp, return_lse=True
+        )
         return [o, *lse, *torch.autograd.grad(o.float().sum(), wrt, retain_graph=True)]
 
     plain = run()
@@ -56,7 +58,9 @@ def test_plan_of_a_layer_is_what_ran():
     assert not attn.plan.choices["sel"].explicit
     with nsa_core.torch_ops.slot_op.record_dispatch() as calls:
         attn(torch.randn(1, 20, 24))
-    assert {c.slot: c.backend for c in calls} == {slot: choice.backend for slot, choice in attn.plan.choices.items()}
+    assert {c.slot: c.backend for c in calls} == {
+        slot: choice.backend for slot, choice in attn.plan.choices.items()
+    }
 
 
 def test_row_29_meta_tensors_need_no_backend_for_meta():
@@ -96,17 +100,24 @@ def test_compiles_under_autocast_and_checkpoint():
     eager, traced = run(attn), run(compiled)
     assert traced[0].dtype == torch.bfloat16
     for one, two in zip(eager, traced):
-        torch.testing.assert_close(two.float(), one.float(), rtol=0.05, atol=0.05 * one.detach().abs().max().item())
+        torch.testing.assert_close(
+            two.float(), one.float(), rtol=0.05, atol=0.05 * one.detach().abs().max().item()
+        )
 
 
 def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
-    config = small(n_heads=2, n_kv_heads=1, head_dim=2, v_head_dim=2, compress_block_size=4, compress_stride=2)
+    config = small(
+        n_heads=2, n_kv_heads=1, head_dim=2, v_head_dim=2, compress_block_size=4, compress_stride=2
+    )
     cu = boundaries(9, 0, 3, 13)
     given = inputs(config, 25, requires_grad=True)
-    blocks = nsa_attention(*given, config=config, cu_seqlens=cu, return_blocks=True)[1]  # fixed: the choice jumps
+    # fixed: the choice jumps
+    blocks = nsa_attention(*given, config=config, cu_seqlens=cu, return_blocks=True)[1]
 
     def run(q, k0, k1, k2, v0, v1, v2, gates):
-        return nsa_attention(q, (k0, k1, k2), (v0, v1, v2), gates, config=config, cu_seqlens=cu, blocks=blocks)
+        return nsa_attention(
+            q, (k0, k1, k2), (v0, v1, v2), gates, config=config, cu_seqlens=cu, blocks=blocks
+        )
 
     assert torch.autograd.gradcheck(run, (given.q, *given.k, *given.v, given.gates), fast_mode=True)
 
@@ -118,7 +129,9 @@ def test_row_29_module_compiles_whole_with_dynamic_length(packed):
     attn = NSAttention(small(qk_norm=True)).double()
     compiled = torch.compile(attn, backend=counter, fullgraph=True)
     for length in (40, 64, 33):
-        x = torch.randn(*((length,) if packed else (2, length)), 24, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(
+            *((length,) if packed else (2, length)), 24, dtype=torch.float64, requires_grad=True
+        )
         cu = boundaries(length - 5, 5) if packed else None
         got, expected = compiled(x, cu), attn(x, cu)
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)

@@ -1,4 +1,6 @@
-"""Linear layers that are wrapped, hooked or parametrised give one result on every path, that of equal plain weights."""
+"""Linear layers that are wrapped, hooked or parametrised give one result on every path, that of
+equal plain weights.
+"""
 
 import contextlib
 import copy
@@ -19,11 +21,16 @@ MEAN, MLP_GATE = {"compress": "mean"}, {"compress": "mean", "gate": "mlp"}
 
 
 class LoRA(nn.Module):
-    """base(x) + B A x, as adapter libraries wrap a linear layer; without an attribute ``weight``."""
+    """base(x) + B A x, as adapter libraries wrap a linear layer; without an attribute
+    ``weight``.
+    """
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
         self.base = base.requires_grad_(False)
         self.to(base.weight.dtype)
 
@@ -58,12 +65,22 @@ def pruned(layer):
 
 
 OFTEN = (LoRA, hooked, old_weight_norm, weight_norm, pruned)
-CHANGES = (*OFTEN, pre_hooked, overridden, parametrizations.spectral_norm, parametrizations.orthogonal)
+CHANGES = (
+    *OFTEN,
+    pre_hooked,
+    overridden,
+    parametrizations.spectral_norm,
+    parametrizations.orthogonal,
+)
 CASES = [("phi_k.up", {}, change) for change in CHANGES]
 CASES += [("phi_v.down", {}, change) for change in OFTEN]
 CASES += [("phi_k.proj", {"compress": "linear"}, change) for change in OFTEN]
 CASES += [("gate.0", MLP_GATE, change) for change in OFTEN]
-CASES += [("gate.2", MLP_GATE, LoRA), ("phi_v.up", {}, LoRA), ("phi_v.proj", {"compress": "linear"}, LoRA)]
+CASES += [
+    ("gate.2", MLP_GATE, LoRA),
+    ("phi_v.up", {}, LoRA),
+    ("phi_v.proj", {"compress": "linear"}, LoRA),
+]
 CASES += [("gate", MEAN, change) for change in (*OFTEN[1:], overridden)]  # an adapter is refused
 CASES += [(name, MEAN, change) for name in ("qkv", "out") for change in (LoRA, hooked, pruned)]
 
@@ -78,11 +95,15 @@ def changed_copy(attn, name, change):
 
 
 def merged(plain, attn, name):
-    """``plain`` with the weights that the linear layer ``name`` of ``attn`` has in effect, found by calling it."""
+    """``plain`` with the weights that the linear layer ``name`` of ``attn`` has in effect, found by
+    calling it.
+    """
     layer, result = attn.get_submodule(name), copy.deepcopy(plain)
     target = result.get_submodule(name)
     with torch.no_grad():
-        probes = torch.cat([torch.zeros(1, target.in_features), torch.eye(target.in_features)]).to(target.weight)
+        probes = torch.cat([torch.zeros(1, target.in_features), torch.eye(target.in_features)]).to(
+            target.weight
+        )
         out = layer(probes)
         if isinstance(layer, LinearGate):
             out = out.flatten(-2).logit()
@@ -93,10 +114,16 @@ def merged(plain, attn, name):
 
 
 def along_every_path(attn, x):
-    """The layer over x [1, S, dim]: packed, a token at a time, as prefill then single tokens, and in chunks."""
+    """The layer over x [1, S, dim]: packed, a token at a time, as prefill then single tokens, and
+    in chunks.
+    """
     results = {"packed": attn(x[0], boundaries(LENGTH))[None]}
     with torch.no_grad():
-        for name, steps in {"tokens": [1] * LENGTH, "prefill": [9, 1, 1, 1, 1], "chunks": [2, 6, 5]}.items():
+        for name, steps in {
+            "tokens": [1] * LENGTH,
+            "prefill": [9, 1, 1, 1, 1],
+            "chunks": [2, 6, 5],
+        }.items():
             cache = attn.new_cache(1, LENGTH)
             results[name] = torch.cat([attn(part, cache=cache) for part in x.split(steps, 1)], 1)
     return results
@@ -108,19 +135,28 @@ def check(plain, attn, name, x, affine, paths=True):
     expected = merged(plain, attn, name)(x) if affine else y
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     for path, other in along_every_path(attn, x).items() if paths else ():
-        torch.testing.assert_close(other, y, rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}")
+        torch.testing.assert_close(
+            other, y, rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
+        )
     if affine:
-        torch.testing.assert_close(*(torch.autograd.grad(z.sin().sum(), x)[0] for z in (y, expected)))
+        torch.testing.assert_close(
+            *(torch.autograd.grad(z.sin().sum(), x)[0] for z in (y, expected))
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(("name", "options", "change"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(
+    ("name", "options", "change"), CASES, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_a_changed_linear_layer_is_its_merged_weights_on_every_path(name, options, change):
     """Before and after two steps of an optimiser, which leave stale what a call alone renews."""
-    plain = layer_of(**options).eval()  # in training spectral_norm changes the weights with each call
+    plain = layer_of(
+        **options
+    ).eval()  # in training spectral_norm changes the weights with each call
     attn = changed_copy(plain, name, change).eval()
     x = torch.randn(1, LENGTH, 24, dtype=torch.float64, requires_grad=True)
-    affine = not (name == "gate" and change in (hooked, overridden))  # these scale the gates, not their logits
+    # these scale the gates, not their logits
+    affine = not (name == "gate" and change in (hooked, overridden))
     check(plain, attn, name, x, affine, paths=False)
     trained = {n: p for n, p in attn.get_submodule(name).named_parameters() if p.requires_grad}
     optimiser = torch.optim.SGD(trained.values(), lr=0.05)
@@ -135,7 +171,10 @@ def test_a_changed_linear_layer_is_its_merged_weights_on_every_path(name, option
 @pytest.mark.parametrize("change", [LoRA, weight_norm], ids=lambda change: change.__name__)
 def test_compiled_layers_call_what_is_wrapped(change):
     torch._dynamo.reset()
-    attn, x = changed_copy(layer_of(), "phi_k.up", change), torch.randn(2, LENGTH, 24, dtype=torch.float64)
+    attn, x = (
+        changed_copy(layer_of(), "phi_k.up", change),
+        torch.randn(2, LENGTH, 24, dtype=torch.float64),
+    )
     compiled = torch.compile(attn, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), attn(x), rtol=1e-12, atol=1e-12)
 
@@ -145,9 +184,12 @@ def test_an_adapter_around_a_linear_gate_is_refused_by_name():
     expected = attn(x)
     wrapped = changed_copy(attn, "gate", LoRA)
     for call in (wrapped, wrapped.stats, lambda x: wrapped(x, cache=wrapped.new_cache(1, LENGTH))):
-        with pytest.raises(InvalidInput, match=r"gate: LoRA adds a\.weight, b\.weight to a LinearGate"):
+        with pytest.raises(
+            InvalidInput, match=r"gate: LoRA adds a\.weight, b\.weight to a LinearGate"
+        ):
             call(x.detach())
-    attn.gate = nn.Sequential(attn.gate)  # as the wrappers of DDP and torch.compile, without parameters of its own
+    # as the wrappers of DDP and torch.compile, without parameters of its own
+    attn.gate = nn.Sequential(attn.gate)
     assert torch.equal(attn(x), expected)
 
 
@@ -176,10 +218,15 @@ def test_a_gate_cast_for_its_call_keeps_the_buffers_that_the_call_changes():
 
 @pytest.mark.parametrize("which", ["q_norm", "k_norm"])
 def test_a_hook_on_the_place_of_a_norm_is_called_on_every_path(which):
-    plain, x = layer_of(head_dim=8, v_head_dim=8, compress="mean"), torch.randn(1, LENGTH, 24, dtype=torch.float64)
+    plain, x = (
+        layer_of(head_dim=8, v_head_dim=8, compress="mean"),
+        torch.randn(1, LENGTH, 24, dtype=torch.float64),
+    )
     attn = changed_copy(plain, which, hooked)
     for path, other in along_every_path(attn, x).items():
-        torch.testing.assert_close(other, attn(x), rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}")
+        torch.testing.assert_close(
+            other, attn(x), rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
+        )
     assert not torch.allclose(attn(x), plain(x), rtol=1e-4)
 
 

@@ -16,9 +16,16 @@ from nsa_verify.checks import invariants
 from nsa_verify.subject import Subject
 
 CONFIG = NSAConfig(
-    dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=4, compress_stride=2, select_block_size=8,
-    num_selected_blocks=3, window_size=6,
-)  # fmt: skip
+    dim=32,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=6,
+)
 
 
 def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:
@@ -27,7 +34,9 @@ def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:
     return [q, k, v, torch.rand(*lead, 4, 3, requires_grad=grad)]
 
 
-@pytest.mark.parametrize("lead", [(2, 0), (0, 5), (0, 0)], ids=["row01-S=0", "row02-B=0", "row02-both"])
+@pytest.mark.parametrize(
+    "lead", [(2, 0), (0, 5), (0, 0)], ids=["row01-S=0", "row02-B=0", "row02-both"]
+)
 def test_rows_01_02_nothing_to_do_launches_nothing(lead: tuple[int, int]) -> None:
     given = tensors(*lead)
     with record_dispatch() as trace:
@@ -51,12 +60,18 @@ def test_row_01_no_token_packed() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"num_selected_blocks": 2}, "num_selected_blocks must be >= init_blocks + local_blocks, got 2 < 1 + 2"),
+        (
+            {"num_selected_blocks": 2},
+            "num_selected_blocks must be >= init_blocks + local_blocks, got 2 < 1 + 2",
+        ),
         ({"num_selected_blocks": 0}, "num_selected_blocks must be an integer >= 1, got 0"),
         ({"compress_block_size": 0}, "compress_block_size must be an integer >= 1, got 0"),
         ({"select_block_size": 0}, "select_block_size must be an integer >= 1, got 0"),
         ({"window_size": 0}, "window_size must be an integer >= 1, got 0"),
-        ({"window_size": -3, "init_blocks": -1}, "init_blocks must be an integer >= 0, got -1; window_size"),
+        (
+            {"window_size": -3, "init_blocks": -1},
+            "init_blocks must be an integer >= 0, got -1; window_size",
+        ),
     ],
 )
 def test_row_08_sizes_out_of_range(fields: dict[str, int], said: str) -> None:
@@ -67,9 +82,18 @@ def test_row_08_sizes_out_of_range(fields: dict[str, int], said: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"compress_block_size": 32, "compress_stride": 12}, "must divide compress_block_size, got 12 and 32"),
-        ({"compress_block_size": 24, "compress_stride": 24}, "must divide select_block_size, got 24 and 64"),
-        ({"compress_block_size": 128}, "compress_block_size must be <= select_block_size, got 128 and 64"),
+        (
+            {"compress_block_size": 32, "compress_stride": 12},
+            "must divide compress_block_size, got 12 and 32",
+        ),
+        (
+            {"compress_block_size": 24, "compress_stride": 24},
+            "must divide select_block_size, got 24 and 64",
+        ),
+        (
+            {"compress_block_size": 128},
+            "compress_block_size must be <= select_block_size, got 128 and 64",
+        ),
     ],
 )
 def test_row_09_stride_divides_both_blocks(fields: dict[str, int], said: str) -> None:
@@ -148,7 +172,10 @@ def test_row_47_out_of_memory_is_passed_on_unchanged() -> None:
 
 
 def test_row_56_a_kernel_raises_midway() -> None:
-    with record_dispatch() as trace, pytest.raises(NSAError, match="'toy-raises', slot 'win', forward: IndexError"):
+    with (
+        record_dispatch() as trace,
+        pytest.raises(NSAError, match="'toy-raises', slot 'win', forward: IndexError"),
+    ):
         call_win("raises")
     assert {r.backend for r in trace if r.slot == "win"} == {"toy-raises"}  # nobody else was tried
 
@@ -159,7 +186,9 @@ def test_row_59_wrong_results_are_caught_at_each_call(fault: str) -> None:
         call_win(fault)
 
 
-@pytest.mark.parametrize(("fault", "check"), [("mutates", "inputs_untouched"), ("leaves_nan", "nan_storage")])
+@pytest.mark.parametrize(
+    ("fault", "check"), [("mutates", "inputs_untouched"), ("leaves_nan", "nan_storage")]
+)
 def test_row_59_verify_finds_mutated_inputs_and_nan(fault: str, check: str) -> None:
     case = Case("row 59", CONFIG, (20,))
     findings = list(getattr(invariants, check)(with_toy(fault), case, torch.float32))

@@ -1,4 +1,6 @@
-"""Decode steps whose launches tell mutants from kernels: tiny, between NaNs, with splits and without, every form."""
+"""Decode steps whose launches tell mutants from kernels: tiny, between NaNs, with splits and
+without, every form.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,66 @@ WIDE = (6, 2, 8, 11, 9)  # more blocks than a choice ranks at once
 TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
 
 
-def _step(name: str, geometry: tuple[int, ...], lengths: tuple[int, ...], new: tuple[int, ...], heads: int = 2,
-          groups: int = 1, page: int | None = 16, dk: int = 4, **forced: int) -> Step:  # fmt: skip
+def _step(
+    name: str,
+    geometry: tuple[int, ...],
+    lengths: tuple[int, ...],
+    new: tuple[int, ...],
+    heads: int = 2,
+    groups: int = 1,
+    page: int | None = 16,
+    dk: int = 4,
+    **forced: int,
+) -> Step:
     config = dataclasses.replace(config_of(heads, groups, dk, 3, geometry), **forced)
     return Step(Case(name, config, ()), lengths, new, max(new), page)
 
 
 STEPS = {
-    "ragged": _step("ragged", SMALL, (67, 1, 0, 20), (1, 1, 0, 0), heads=6, groups=2, init_blocks=0, local_blocks=1),
+    "ragged": _step(
+        "ragged",
+        SMALL,
+        (67, 1, 0, 20),
+        (1, 1, 0, 0),
+        heads=6,
+        groups=2,
+        init_blocks=0,
+        local_blocks=1,
+    ),
     "odd": _step("odd", ODD, (190, 9), (1, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
-    "many blocks": _step("many blocks", MANY, (150, 134, 133), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0),
-    "six initial": _step("six initial", WIDE, (150, 101), (1, 1), page=8, init_blocks=6, local_blocks=1),
-    "nine initial": _step("nine initial", WIDE, (150, 133), (1, 1), page=8, init_blocks=9, local_blocks=0),
-    "two of many": _step("two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0),
+    "many blocks": _step(
+        "many blocks", MANY, (150, 134, 133), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0
+    ),
+    "six initial": _step(
+        "six initial", WIDE, (150, 101), (1, 1), page=8, init_blocks=6, local_blocks=1
+    ),
+    "nine initial": _step(
+        "nine initial", WIDE, (150, 133), (1, 1), page=8, init_blocks=9, local_blocks=0
+    ),
+    "two of many": _step(
+        "two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0
+    ),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
-    "two tokens": _step("two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0),
+    "two tokens": _step(
+        "two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0
+    ),
     "one key": _step(
-        "one key", (4, 4, 4, 3, 5), (6,), (1,), page=4, num_selected_blocks=1, init_blocks=0, local_blocks=0
+        "one key",
+        (4, 4, 4, 3, 5),
+        (6,),
+        (1,),
+        page=4,
+        num_selected_blocks=1,
+        init_blocks=0,
+        local_blocks=0,
     ),
     "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
-    "odd heads": _step("odd heads", SMALL, (40, 3), (2, 3), heads=3, groups=3, page=None, dk=6, window_size=1),
-    "three tokens": _step("three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32),
+    "odd heads": _step(
+        "odd heads", SMALL, (40, 3), (2, 3), heads=3, groups=3, page=None, dk=6, window_size=1
+    ),
+    "three tokens": _step(
+        "three tokens", SMALL, (39, 3, 21), (3, 3, 2), heads=4, groups=2, page=32
+    ),
 }
 
 
@@ -53,7 +94,9 @@ def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: 
     """The step, all branches and gates; ``merge`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
     span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
-    o, blocks = forms.step(apart(data.q), data.gates, *stores, call=data.call, settings=(span, None))
+    o, blocks = forms.step(
+        apart(data.q), data.gates, *stores, call=data.call, settings=(span, None)
+    )
     return {"o": o, "blocks": blocks}
 
 
@@ -85,7 +128,9 @@ def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor
 
 
 def choice_with_own_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice where NaN belongs to one block: a compressed key that reaches just to the end of its block."""
+    """The choice where NaN belongs to one block: a compressed key that reaches just to the end of
+    its block.
+    """
     data.stores["k_cmp"][::2, 1] = torch.nan
     return choice(data, apart)
 
@@ -95,27 +140,57 @@ def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
     batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
     blocks = torch.tensor([[2, 0, 2], [-1, 0, 1], [1, 99, -7]], dtype=torch.int64)
     blocks = blocks[(torch.arange(batch * rows * groups) % 3)].view(batch, rows, groups, 3)
-    o, lse = forms.sel(apart(data.q), apart(data.stores["k_sel"]), apart(data.stores["v_sel"]), blocks, call=data.call)
+    o, lse = forms.sel(
+        apart(data.q),
+        apart(data.stores["k_sel"]),
+        apart(data.stores["v_sel"]),
+        blocks,
+        call=data.call,
+    )
     return {"o": o, "lse": lse}
 
 
-def append(data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw: bool = True) -> Outputs:
-    """Rows out of one buffer into stores of NaN; ``rotate_raw`` False: nothing is rotated at all."""
+def append(
+    data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw: bool = True
+) -> Outputs:
+    """Rows out of one buffer into stores of NaN; ``rotate_raw`` False: nothing is rotated at
+    all.
+    """
     (batch, m, heads, dk), groups, dv = data.q.shape, *data.stores["v_sel"].shape[2:]
-    buffer = torch.linspace(-1, 1, batch * m * (heads * dk + 3 * groups * (dk + dv)), dtype=data.q.dtype)
-    parts = buffer.view(batch, m, -1).split([heads * dk, *[groups * dk] * 3, *[groups * dv] * 3], -1)
+    buffer = torch.linspace(
+        -1, 1, batch * m * (heads * dk + 3 * groups * (dk + dv)), dtype=data.q.dtype
+    )
+    parts = buffer.view(batch, m, -1).split(
+        [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3], -1
+    )
     q, *rest = (part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts))
-    sizes = {"raw": (batch, 2), "sel": data.stores["k_sel"].shape[:2], "win": data.stores["k_win"].shape[:2]}
-    stores = {n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv)) for n, size in sizes.items()}
+    sizes = {
+        "raw": (batch, 2),
+        "sel": data.stores["k_sel"].shape[:2],
+        "win": data.stores["k_win"].shape[:2],
+    }
+    stores = {
+        n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv))
+        for n, size in sizes.items()
+    }
     table = rope_table(torch.arange(data.call.max_len), dk, 100.0, q.dtype)
     rope = (table.cos[:, 0], table.sin[:, 0]) if rotate_raw else None
     q = decode_append.append(
-        q, tuple(rest[:3]), tuple(rest[3:]), stores["raw"], stores["sel"], stores["win"], rope=rope,
-        rotate_raw=rotate_raw, call=data.call,
-    )  # fmt: skip
+        q,
+        tuple(rest[:3]),
+        tuple(rest[3:]),
+        stores["raw"],
+        stores["sel"],
+        stores["win"],
+        rope=rope,
+        rotate_raw=rotate_raw,
+        call=data.call,
+    )
     for b, new in enumerate(data.call.lengths - data.call.starts):
         q[b, int(new) :] = 0  # of padding: anything
-    return {"q": q} | {f"{kind}_{n}": x for n, pair in stores.items() for kind, x in zip("kv", pair)}
+    return {"q": q} | {
+        f"{kind}_{n}": x for n, pair in stores.items() for kind, x in zip("kv", pair)
+    }
 
 
 def append_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -133,15 +208,23 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
 def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Of rows with gaps between them, of a width that no tile divides."""
     (batch, m), heads, dim = data.q.shape[:2], data.q.shape[2], 21
-    x = torch.linspace(-2, 3, batch * m * (dim + 3), dtype=data.q.dtype).sin().view(batch, m, -1)[..., :dim]
+    x = (
+        torch.linspace(-2, 3, batch * m * (dim + 3), dtype=data.q.dtype)
+        .sin()
+        .view(batch, m, -1)[..., :dim]
+    )
     weight = torch.linspace(1, 9, 3 * heads * dim, dtype=data.q.dtype).cos().view(-1, dim)
     bias = torch.linspace(-1, 1, 3 * heads, dtype=data.q.dtype)
-    return {"gates": decode_gates.gates(apart(x), apart(weight), apart(bias[None])[0], call=data.call)}
+    return {
+        "gates": decode_gates.gates(apart(x), apart(weight), apart(bias[None])[0], call=data.call)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class TinyStep:
-    """One form on one step, between NaNs; 1000 ``multiprocessors`` make every tile a split of its own."""
+    """One form on one step, between NaNs; 1000 ``multiprocessors`` make every tile a split of its
+    own.
+    """
 
     form: Form
     step: str

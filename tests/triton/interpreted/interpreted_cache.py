@@ -1,4 +1,6 @@
-"""Steps of a layer over its cache on the triton backend, whose fused forms also fill it, in the strict interpreter."""
+"""Steps of a layer over its cache on the triton backend, whose fused forms also fill it, in the
+strict interpreter.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,24 @@ CHOSEN = (
 )
 
 
-@pytest.mark.skipif(SPEC is None or not SPEC.fused, reason="the triton backend has no fused decode forms yet")
+@pytest.mark.skipif(
+    SPEC is None or not SPEC.fused, reason="the triton backend has no fused decode forms yet"
+)
 @pytest.mark.parametrize(
-    ("option", "page_size"), [pytest.param(*c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(CHOSEN)]
+    ("option", "page_size"),
+    [pytest.param(*c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(CHOSEN)],
 )
 def test_steps_equal_whole_sequences(option, page_size):
-    """One token, several, and fewer than x has rows, over an edge of a block and of a page; stores full of NaN."""
+    """One token, several, and fewer than x has rows, over an edge of a block and of a page; stores
+    full of NaN.
+    """
     attn = layer_of(**OPTIONS.get(option, {}))
     attn.backends = "sdpa"
     x = tokens(attn, 2, LENGTH + 8)
     golden = whole(attn, x)
     attn.backends = "triton"
-    cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4 if page_size else 2)  # 2: long steps
+    # 2: long steps
+    cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4 if page_size else 2)
     assert set(cache.plan.fused) == {"append", "gates", "step"}
     attn.backends = "sdpa"
     attn(x[:, :LENGTH], cache=cache)

@@ -1,4 +1,6 @@
-"""The decode kernels in the strict interpreter: slots and fused forms against the oracle, splits, strays, replays."""
+"""The decode kernels in the strict interpreter: slots and fused forms against the oracle, splits,
+strays, replays.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,20 @@ STEPS = {
     for step in (
         Step(Case("one token", TINY_STEP, ()), RAGGED, (1,) * len(RAGGED)),
         Step(Case("one token, pages", TINY_STEP, ()), RAGGED, (1,) * len(RAGGED), page_size=16),
-        Step(Case("five tokens, some absent", TINY_STEP, ()), (5, 8, 31, 0, 66), (5, 0, 3, 0, 1), 5, page_size=32),
+        Step(
+            Case("five tokens, some absent", TINY_STEP, ()),
+            (5, 8, 31, 0, 66),
+            (5, 0, 3, 0, 1),
+            5,
+            page_size=32,
+        ),
         Step(Case("a chunk", TINY_STEP, ()), (21, 10), (10, 10), rows=10, page_size=16),
-        Step(Case("reports 12/2/64", config_of(12, 2, 64, 64, SMALL), ()), (150, 33), (1, 1), page_size=64),
+        Step(
+            Case("reports 12/2/64", config_of(12, 2, 64, 64, SMALL), ()),
+            (150, 33),
+            (1, 1),
+            page_size=64,
+        ),
         Step(Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()), (70, 20), (2, 2), rows=2),
         Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (90,), (1,)),
         Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (100, 48), (1, 1), page_size=48),
@@ -47,10 +60,18 @@ FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 PAGES = dataclasses.replace(STEPS["one token, pages"], lengths=(1, 8, 17, 24, 77), new=(1,) * 5)
 STEPS |= {PAGES.case.name: PAGES}
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-QUICK = [(name, FP64) for name in STEPS if name not in ("one token", "a chunk")] + [("h=1", FP32), ("h=20", BF16)]
-REST = [(name, dtype) for name in STEPS for dtype in (FP64, FP32, BF16) if (name, dtype) not in QUICK]
+QUICK = [(name, FP64) for name in STEPS if name not in ("one token", "a chunk")] + [
+    ("h=1", FP32),
+    ("h=20", BF16),
+]
+REST = [
+    (name, dtype) for name in STEPS for dtype in (FP64, FP32, BF16) if (name, dtype) not in QUICK
+]
 PROBLEMS = [pytest.param(*problem, id=f"{problem[0]}-{problem[1]}") for problem in QUICK]
-PROBLEMS += [pytest.param(*problem, id=f"{problem[0]}-{problem[1]}", marks=pytest.mark.slow) for problem in REST]
+PROBLEMS += [
+    pytest.param(*problem, id=f"{problem[0]}-{problem[1]}", marks=pytest.mark.slow)
+    for problem in REST
+]
 ONE, SOME, CHUNK = STEPS["h=1"], STEPS["five tokens, some absent"], STEPS["a chunk"]
 SHORT = dataclasses.replace(ONE, lengths=(75, 0, 21), new=(1, 0, 1), page_size=16)
 
@@ -60,7 +81,9 @@ def many_splits() -> mock._patch:
     return mock.patch.object(launch, "multiprocessors", return_value=1000)
 
 
-def run_step(data: StepData, call: DecodeCall | None = None, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+def run_step(
+    data: StepData, call: DecodeCall | None = None, **settings
+) -> tuple[torch.Tensor, torch.Tensor]:
     stores = (data.stores[name] for name in STORES)
     return forms.step(data.q, data.gates, *stores, call=call or data.call, **settings)
 
@@ -72,7 +95,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("name", "dtype"), PROBLEMS)
 def test_slots_and_the_fused_step_equal_the_oracle(name, dtype):
     with strict():
-        findings = [*decode_parity(SUBJECT, STEPS[name], dtype), *step_parity(SUBJECT, STEPS[name], dtype)]
+        findings = [
+            *decode_parity(SUBJECT, STEPS[name], dtype),
+            *step_parity(SUBJECT, STEPS[name], dtype),
+        ]
     assert len(findings) >= 9
     assert not [f for f in findings if not f.ok]
 
@@ -86,10 +112,15 @@ def test_a_row_of_few_keys_leans_to_no_side():
     assert not [f for f in findings if not f.ok]
 
 
-@pytest.mark.parametrize("name", ["h=20", pytest.param("five tokens, some absent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["h=20", pytest.param("five tokens, some absent", marks=pytest.mark.slow)]
+)
 def test_every_tile_a_split_of_its_own(name):
     with strict(), many_splits():
-        findings = [*decode_parity(SUBJECT, STEPS[name], FP64), *step_parity(SUBJECT, STEPS[name], FP64)]
+        findings = [
+            *decode_parity(SUBJECT, STEPS[name], FP64),
+            *step_parity(SUBJECT, STEPS[name], FP64),
+        ]
     assert not [f for f in findings if not f.ok]
 
 
@@ -120,7 +151,9 @@ def _count(FLAG):
 
 @pytest.mark.parametrize("name", ["one token, pages", "h=1"])
 def test_every_program_waits_for_its_own_token(name, monkeypatch):
-    """Where programs run one after the other every flag is set: so flags count who told them and who asked."""
+    """Where programs run one after the other every flag is set: so flags count who told them and
+    who asked.
+    """
     made = []
 
     def kept(*asked):
@@ -133,7 +166,9 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
     monkeypatch.setattr(forms, "allocate", kept)
     with strict(), many_splits():
         run_step(data)
-        splits = launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16).splits
+        splits = launch.Sel(
+            data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16
+        ).splits
     ((_, (_, flags, ticket)),) = made
     units = data.q.shape[0] * data.stores["k_sel"].shape[2]
     assert splits > 1
@@ -144,7 +179,15 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
 def test_splits_are_used_where_they_are_counted_on():
     data = step_data(SHORT, FP32)
     with many_splits():
-        span = launch.Span(data.q, 1, (data.stores["k_cmp"],) * 2, (data.stores["k_win"],) * 2, data.call, True, True)
+        span = launch.Span(
+            data.q,
+            1,
+            (data.stores["k_cmp"],) * 2,
+            (data.stores["k_win"],) * 2,
+            data.call,
+            True,
+            True,
+        )
         sel = launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call)
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
@@ -159,8 +202,12 @@ def test_a_step_in_three_launches_is_the_same():
 
 
 def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
-    """Blocks of equal keys in front of and behind one with larger logits: the same score, bit for bit."""
-    config = dataclasses.replace(config_of(4, 1, 16, 16, (6, 2, 8, 8, 9)), init_blocks=0, local_blocks=0)
+    """Blocks of equal keys in front of and behind one with larger logits: the same score, bit for
+    bit.
+    """
+    config = dataclasses.replace(
+        config_of(4, 1, 16, 16, (6, 2, 8, 8, 9)), init_blocks=0, local_blocks=0
+    )
     data = step_data(Step(Case("ties", config, ()), (400,), (1,), page_size=8), FP32)
     equal, generator = [*range(8, 25, 2), *range(32, 49, 2)], torch.Generator().manual_seed(6)
     for _ in range(3):
@@ -170,10 +217,13 @@ def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
         data.stores["k_cmp"][data.call.block_table[0].long()] = page
         with strict():
             lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-            blocks = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
+            blocks = (
+                forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
+            )
             together = run_step(data)[1].flatten().tolist()
         same_kind = [b for b in blocks if b not in (27, 28)]
-        first = 8 + blocks[0] % 2  # of the equal ones, or of those behind them, which have a part of their weight
+        # of the equal ones, or of those behind them, which have a part of their weight
+        first = 8 + blocks[0] % 2
         assert blocks == together
         assert same_kind == [*range(first, 26, 2)][: len(same_kind)]
         assert len(same_kind) >= 6
@@ -197,9 +247,12 @@ def test_blocks_in_any_order_with_duplicates_and_strays():
     step = STEPS["one token"]
     data = step_data(dataclasses.replace(step, lengths=(75, 40), new=(1, 1)), FP64)
     k, v = data.stores["k_sel"], data.stores["v_sel"]
-    clean = torch.tensor([[0, 2, 4, -1], [0, 1, 2, -1]], dtype=torch.int32)[:, None, None].expand(2, 1, 2, 4)
+    clean = torch.tensor([[0, 2, 4, -1], [0, 1, 2, -1]], dtype=torch.int32)[:, None, None].expand(
+        2, 1, 2, 4
+    )
     wild = torch.tensor([[4, 2, 2, 0], [2, -7, 0, 1]])[:, None, None].expand(2, 1, 2, 4).clone()
-    wild[1, 0, 1] = torch.tensor([1, 2**40, 0, 2])  # and one of the future: block 3 of 40 tokens does not begin
+    # and one of the future: block 3 of 40 tokens does not begin
+    wild[1, 0, 1] = torch.tensor([1, 2**40, 0, 2])
     with strict():
         o, lse = forms.sel(data.q, k, v, clean, call=data.call)
         got, got_lse = forms.sel(data.q, k, v, wild, call=data.call)
@@ -220,18 +273,24 @@ def test_nan_in_a_query_stays_in_its_row_and_group():
     kept = torch.ones(o.shape[:3], dtype=torch.bool)
     kept[0, 1, 1] = False
     assert same(got[kept], o[kept])
-    assert same(chosen[0, 1, 1], torch.tensor([0, 1, 2, -1], dtype=torch.int32))  # as few as there are
+    # as few as there are
+    assert same(chosen[0, 1, 1], torch.tensor([0, 1, 2, -1], dtype=torch.int32))
     assert same(chosen[0, 0], blocks[0, 0])
 
 
 def test_lengths_past_what_the_host_allows_are_padding():
-    """Of a replayed graph: nothing past max_len or the block table is read, and the last rows come back empty."""
+    """Of a replayed graph: nothing past max_len or the block table is read, and the last rows come
+    back empty.
+    """
     step = dataclasses.replace(SHORT, lengths=(40, 30), new=(1, 1))
     data = step_data(step, FP32)
     with strict():
         expected, _ = run_step(data)
         data.call.starts[0], data.call.lengths[0] = 60, 61
-        for call in (dataclasses.replace(data.call, max_len=60), dataclasses.replace(data.call, max_len=61)):
+        for call in (
+            dataclasses.replace(data.call, max_len=60),
+            dataclasses.replace(data.call, max_len=61),
+        ):
             o, blocks = run_step(data, call)
             assert (o[0] == 0).all()
             assert (blocks[0] == -1).all()
@@ -244,7 +303,9 @@ def test_a_step_that_replays_with_other_numbers_in_its_tensors():
     whole.call.starts[:2], whole.call.lengths[:2] = torch.tensor([73, 0]), torch.tensor([74, 0])
     with strict():
         o, blocks = run_step(whole)
-        lone, lone_blocks = forms.sel(whole.q, whole.stores["k_sel"], whole.stores["v_sel"], blocks, call=whole.call)
+        lone, lone_blocks = forms.sel(
+            whole.q, whole.stores["k_sel"], whole.stores["v_sel"], blocks, call=whole.call
+        )
     assert fewer.lengths[0] == int(whole.call.lengths[0])
     assert torch.isfinite(o).all()
     assert (o[1] == 0).all()
@@ -261,10 +322,15 @@ def test_the_dry_run_counts_what_a_run_makes(slot):
     q, s = data.q, data.stores
     lse, blocks = q.new_zeros(1, 2, 1), torch.zeros((1, 1, 2, 4), dtype=torch.int32)
     given = {
-        "cmp": (q, s["k_cmp"], s["v_cmp"]), "select": (q, s["k_cmp"], lse), "sel": (q, s["k_sel"], s["v_sel"], blocks),
+        "cmp": (q, s["k_cmp"], s["v_cmp"]),
+        "select": (q, s["k_cmp"], lse),
+        "sel": (q, s["k_sel"], s["v_sel"], blocks),
         "win": (q, s["k_win"], s["v_win"]),
-    }[slot]  # fmt: skip
-    with strict(), PeakBytes(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted:
+    }[slot]
+    with (
+        strict(),
+        PeakBytes(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted,
+    ):
         out = getattr(forms, slot)(*given, call=data.call)
         del out
     assert 0.9 * counted.peak <= plan.workspace_bytes(request) <= counted.peak
@@ -283,7 +349,9 @@ APPENDS = {
 def test_append_writes_what_plain_code_does(name, dtype):
     step, rope, rotate_raw, ring = APPENDS[name]
     with strict():
-        findings = [*append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)]
+        findings = [
+            *append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)
+        ]
     assert len(findings) == 7  # q, and k and v of three stores
     assert not [f for f in findings if not f.ok]
 
@@ -310,7 +378,9 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
             monkeypatch.setattr(bench, name, value)
         monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        found = bench.measure(shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32)
+        found = bench.measure(
+            shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32
+        )
     said = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
     assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}
@@ -322,14 +392,20 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
 
 
 def test_a_layer_decodes_as_on_plain_pytorch():
-    """Through a paged cache: a prompt, steps of one token, a step of several, each by the fused forms."""
+    """Through a paged cache: a prompt, steps of one token, a step of several, each by the fused
+    forms.
+    """
     torch.manual_seed(0)
     config = dataclasses.replace(ONE.case.config, dim=16, rope=True)
     layer, x = NSAttention(config).double(), torch.randn(2, 22, 16, dtype=FP64)
     outputs = {}
     for name in ("sdpa", "triton"):
         layer.backends = name
-        with torch.no_grad(), strict() if name == "triton" else contextlib.nullcontext(), record_dispatch() as seen:
+        with (
+            torch.no_grad(),
+            strict() if name == "triton" else contextlib.nullcontext(),
+            record_dispatch() as seen,
+        ):
             cache = layer.new_cache(2, 32, page_size=16)
             pieces = x.split([17, 1, 4], 1)
             outputs[name] = torch.cat([layer(piece, cache=cache) for piece in pieces], 1)

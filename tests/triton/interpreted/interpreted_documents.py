@@ -10,7 +10,11 @@ from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
 
-MANY = torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(3)).sort().values.tolist()
+MANY = (
+    torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(3))
+    .sort()
+    .values.tolist()
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +22,9 @@ MANY = torch.randint(0, 10**6, (2500,), generator=torch.Generator().manual_seed(
     [[0, 0], [0, 31], [0, 32, 63, 111, 111, 1000], [0, *MANY], [0, 40, 10, 20], [5, 9, 20]],
     ids=["empty", "too short", "several", "more than a block", "falling", "not from 0"],
 )
-@pytest.mark.parametrize("geometry", [BlockGeometry(), BlockGeometry(8, 8, 16), BlockGeometry(12, 4, 12)], ids=str)
+@pytest.mark.parametrize(
+    "geometry", [BlockGeometry(), BlockGeometry(8, 8, 16), BlockGeometry(12, 4, 12)], ids=str
+)
 def test_starts_are_the_cores(bounds: list[int], geometry: BlockGeometry) -> None:
     cu = torch.tensor(bounds, dtype=torch.int32)
     with strict():

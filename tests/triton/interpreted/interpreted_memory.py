@@ -1,4 +1,6 @@
-"""What plan.workspace_bytes tells (fault row 47), held against what a run in the interpreter makes."""
+"""What plan.workspace_bytes tells (fault row 47), held against what a run in the interpreter
+makes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_the_dry_run_counts_what_a_run_makes(slot: str, case: Case) -> None:
     with strict(), PeakBytes(*given) as counted:
         out = module.forward(*inputs.values(), call=call)
         if subject.differentiable:
-            kept = module.backward(data.do, *inputs.values(), *(out if slot != "combine" else ()), call=call)
+            kept = module.backward(
+                data.do, *inputs.values(), *(out if slot != "combine" else ()), call=call
+            )
             assert all(isinstance(x, torch.Tensor) for x in kept)
             del kept
     # The interpreter lets go of a launch's arguments a little later than a GPU's launcher does.

@@ -18,7 +18,13 @@ class TestTheRest(Mutants):
     @pytest.mark.parametrize(
         ("key", "by"),
         [
-            ("tile.num_compressed: (length - SIZE) // STRIDE + 1 -> (length - SIZE) // STRIDE - 1", ("result",)),
+            (
+                (
+                    "tile.num_compressed: (length - SIZE) // STRIDE + 1 -> (length - SIZE) //"
+                    " STRIDE - 1"
+                ),
+                ("result",),
+            ),
             ("tile.owner: high - low > 1 -> high - low >= 1", mutation.ANY),  # a search without end
             ("span_forward.span_forward: high - low -> high + low", ("work",)),
             ("tile.finish: 1.0 -> 2.0", ()),
@@ -34,7 +40,9 @@ class TestTheRest(Mutants):
 
 
 def test_every_function_is_in_a_group() -> None:
-    assert [name for name in FUNCTIONS if not name.startswith((*OF_THE_REST, *OF_SEL, *OF_DECODE))] == []
+    assert [
+        name for name in FUNCTIONS if not name.startswith((*OF_THE_REST, *OF_SEL, *OF_DECODE))
+    ] == []
 
 
 def test_the_list_of_equivalent_mutants_is_of_this_code() -> None:

@@ -1,4 +1,6 @@
-"""Mutants of the decode kernels: in the ordinary run of what walks keys in a cache and merges splits."""
+"""Mutants of the decode kernels: in the ordinary run of what walks keys in a cache and merges
+splits.
+"""
 
 from __future__ import annotations
 
@@ -17,5 +19,7 @@ class TestWalk(Mutants):
 
 @pytest.mark.slow
 class TestDecode(Mutants):
-    names = tuple(name for name in FUNCTIONS if name.startswith(OF_DECODE) and not name.startswith(WALK))
+    names = tuple(
+        name for name in FUNCTIONS if name.startswith(OF_DECODE) and not name.startswith(WALK)
+    )
     cases = decode_problems.CASES

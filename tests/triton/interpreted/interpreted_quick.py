@@ -1,4 +1,6 @@
-"""The quicker interpreter leaves the bits that triton's own leaves: kernels of what it does in another way."""
+"""The quicker interpreter leaves the bits that triton's own leaves: kernels of what it does in
+another way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def strictly() -> None:
 
 @triton.jit
 def pair(a, n, b, m):
-    """Neither commutative nor associative, and wider than its arguments: each step is rounded to theirs."""
+    """Neither commutative nor associative, and wider than its arguments: each step is rounded to
+    theirs.
+    """
     return a * 0.3 - b.to(tl.float64), n * 2 + m % 3
 
 
@@ -28,12 +32,16 @@ def later(a, b):
 
 
 @triton.jit
-def folds(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+def folds(
+    X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr
+):
     at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x, n = tl.load(X + at), tl.load(N + at)
     total, count = tl.reduce((x, n), AXIS, pair, keep_dims=KEEP)
     tl.store(OUT + at, tl.broadcast_to(total if KEEP else tl.expand_dims(total, AXIS), ROWS, SIZE))
-    tl.store(COUNT + at, tl.broadcast_to(count if KEEP else tl.expand_dims(count, AXIS), ROWS, SIZE))
+    tl.store(
+        COUNT + at, tl.broadcast_to(count if KEEP else tl.expand_dims(count, AXIS), ROWS, SIZE)
+    )
 
 
 @triton.jit
@@ -45,9 +53,20 @@ def folds_all(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, KEEP: tl
 
 
 @triton.jit
-def scans(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexpr):
+def scans(
+    X,
+    N,
+    OUT,
+    COUNT,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    AXIS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    total, count = tl.associative_scan((tl.load(X + at), tl.load(N + at)), AXIS, pair, reverse=REVERSE)
+    total, count = tl.associative_scan(
+        (tl.load(X + at), tl.load(N + at)), AXIS, pair, reverse=REVERSE
+    )
     tl.store(OUT + at, total)
     tl.store(COUNT + at, count)
 
@@ -58,9 +77,23 @@ def numbers(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, shift, fac
     at = row[:, None] * SIZE + column
     x, n = tl.load(X + at), tl.load(N + at)
     zeros = tl.where(n > 0, x * 0.0, x * -0.0)  # of both signs
-    x = (n + x) * 0.3 + x / (x * x + 1) * 0.7 + x + 4 + tl.sum(x, 1)[:, None] - tl.max(x, 0)[None, :] * factor
+    x = (
+        (n + x) * 0.3
+        + x / (x * x + 1) * 0.7
+        + x
+        + 4
+        + tl.sum(x, 1)[:, None]
+        - tl.max(x, 0)[None, :] * factor
+    )
     x = tl.where((column == 1)[None, :], x * 2, x * 2.0) + (row * 1.5)[:, None]
-    n = (n + 4 >> 1) + (n.to(tl.uint32) >> 1).to(tl.int32) - n * 4 + (n == 4).to(tl.int32) + shift * 2 + 1
+    n = (
+        (n + 4 >> 1)
+        + (n.to(tl.uint32) >> 1).to(tl.int32)
+        - n * 4
+        + (n == 4).to(tl.int32)
+        + shift * 2
+        + 1
+    )
     n = tl.where(n % 4 != n // 4, n, -n) | (n & 4) ^ 1
     tl.store(OUT + at, tl.where((column == 0)[None, :], zeros, x))
     tl.store(COUNT + at, n)
@@ -127,7 +160,9 @@ def no_number(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
     tl.store(OUT * 1, 0.0)
 
 
-@pytest.mark.parametrize(("kernel", "said"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")])
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")]
+)
 def test_what_stock_refuses_is_refused(kernel, said) -> None:
     with quickly(interpreter), pytest.raises(Exception, match=said):
         left(kernel, (4, 8), torch.float32)
@@ -141,7 +176,9 @@ def test_a_size_is_an_integer_even_where_an_equal_number_is_known() -> None:
 
 
 def test_types_older_than_the_block_share_its_descriptions() -> None:
-    """Constants are remembered by the identity of a shape: one that dies would leave its place to another."""
+    """Constants are remembered by the identity of a shape: one that dies would leave its place to
+    another.
+    """
     old = tl.block_type(tl.float32, [4])
     with quickly(interpreter):
         handle = interpreter.TensorHandle(torch.zeros(4).numpy(), tl.float32)

@@ -1,4 +1,6 @@
-"""Report row 1 on our kernels: the cases of tests/verify/report_rows/row_01.py, blocks of 16 tokens, select and sel."""
+"""Report row 1 on our kernels: the cases of tests/verify/report_rows/row_01.py, blocks of 16
+tokens, select and sel.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from row_01 import CASES, Row01, case_id, check
 
 pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
 
-QUICK = {"random-cpu", "duplicates-cpu", "empty", "clamped", "shape-1x32x2"}  # the others take seconds each
+# the others take seconds each
+QUICK = {
+    "random-cpu",
+    "duplicates-cpu",
+    "empty",
+    "clamped",
+    "shape-1x32x2",
+}
 
 
 def parameters(case: Row01) -> object:

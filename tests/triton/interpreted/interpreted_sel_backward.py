@@ -39,8 +39,14 @@ class Problem:
         make = torch.Generator().manual_seed(0)
         total, n = sum(self.lengths), self.geometry.num_selected_blocks
         lead = (total,) if self.batch is None else (self.batch, total)
-        shapes = {"q": (self.heads * self.groups, self.Dk), "k": (self.groups, self.Dk), "v": (self.groups, self.Dv)}
-        inputs = {name: torch.randn((*lead, *s), generator=make).double() for name, s in shapes.items()}
+        shapes = {
+            "q": (self.heads * self.groups, self.Dk),
+            "k": (self.groups, self.Dk),
+            "v": (self.groups, self.Dv),
+        }
+        inputs = {
+            name: torch.randn((*lead, *s), generator=make).double() for name, s in shapes.items()
+        }
         do = torch.randn((*lead, self.heads * self.groups, self.Dv), generator=make).double()
         most = self.geometry.num_select_blocks(max(self.lengths))
         blocks = torch.randint(-1, most + 2, (*lead, self.groups, n), generator=make).int()
@@ -69,14 +75,18 @@ PROBLEMS = {
     "four-tokens": Problem((4,), batch=2, heads=1, groups=1),
     "narrow-v": Problem((21,), Dk=24, Dv=16, groups=1),
     "wide-v": Problem((21,), Dk=5, Dv=19, groups=1),
-    "three-segments": Problem((140,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 2, 1, 1, 5)),
+    "three-segments": Problem(
+        (140,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 2, 1, 1, 5)
+    ),
     "two-parts": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
     "zero-scale": Problem((21,), groups=1, scale=0.0),
     "negative-scale": Problem((21,), groups=1, scale=-0.3),
     "documents": Problem((0, 18, 1, 0, 5), batch=None, heads=2, groups=1),
     "packed": Problem(PACKED, batch=None),
-    "packed-odd-block": Problem((26, 37), batch=None, groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
+    "packed-odd-block": Problem(
+        (26, 37), batch=None, groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)
+    ),
 }
 
 
@@ -86,7 +96,9 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 
 @pytest.fixture(autouse=True)
 def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy 2.4 no longer takes an array of one element for an integer, which triton 3.6 makes of a loop's bound."""
+    """numpy 2.4 no longer takes an array of one element for an integer, which triton 3.6 makes of a
+    loop's bound.
+    """
     stock = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -116,15 +128,23 @@ def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
     truth = problem.truth(inputs, call, do)
     found = gradients(inputs, call, do, truth, deterministic=deterministic)
     for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
-        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 FORMS = {"turned": ({"TURN": 1}, {}), "turned, described": ({"TURN": 1}, {"TMA": 1})}
 FORMED = [
-    ("turned", "h7"), ("turned, described", "h20"), ("turned, described", "documents"),
-    *(pytest.param("turned, described", name, marks=pytest.mark.slow) for name in ("wide", *PROBLEMS)),
-]  # fmt: skip
-WIDE = Problem((36,), batch=2, heads=2, groups=2)  # descriptors fit, rows fill a tile, tokens behind the first SIZE
+    ("turned", "h7"),
+    ("turned, described", "h20"),
+    ("turned, described", "documents"),
+    *(
+        pytest.param("turned, described", name, marks=pytest.mark.slow)
+        for name in ("wide", *PROBLEMS)
+    ),
+]
+# descriptors fit, rows fill a tile, tokens behind the first SIZE
+WIDE = Problem((36,), batch=2, heads=2, groups=2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
@@ -141,11 +161,15 @@ def test_every_form_equals_the_oracle(
     truth = problem.truth(inputs, call, do)
     found = gradients(inputs, call, do, truth, deterministic=deterministic)
     for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
-        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other form."""
+    """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other
+    form.
+    """
     problem = PROBLEMS["h7"]
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
@@ -159,8 +183,12 @@ def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(x, y) for x, y in zip(asked, fixed))
 
 
-def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments and chunks get shorter with the sequence, to their least, and depend on nothing but the shape."""
+def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Segments and chunks get shorter with the sequence, to their least, and depend on nothing but
+    the shape.
+    """
     from nsa_backend_triton.host import sequences
     from nsa_backend_triton.host.sequences import Sequences
     from nsa_backend_triton.sel import backward as sel_backward
@@ -169,11 +197,15 @@ def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypat
     settings = {"SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
 
     def shares(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
-        q, k = (torch.empty(1, heads, 1, device="meta").expand(length, heads, 1) for heads in (12, 2))
+        q, k = (
+            torch.empty(1, heads, 1, device="meta").expand(length, heads, 1) for heads in (12, 2)
+        )
         call = SlotCall(BlockGeometry(), 1.0, None, length // 4 if packed else length)
         seqs = Sequences(q, q, 4 if packed else 1, length, packed)
         problem = sel_backward.Problem(q, q, k, k, q, q, seqs, call)
-        return tuple(sel_backward._shares(problem, length * 2 * 16, 2 * length // 64, settings, ordered))
+        return tuple(
+            sel_backward._shares(problem, length * 2 * 16, 2 * length // 64, settings, ordered)
+        )
 
     assert shares(2048) == (64 * 16, 128, 16, 256)  # the least of both
     assert shares(16384) == (512 * 32, 512, 32, 256)  # the most segments
@@ -186,7 +218,9 @@ def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(monkeypat
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
-def test_wide_offsets_equal_the_oracle(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_offsets_equal_the_oracle(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nsa_backend_triton.sel import backward as sel_backward
 
     monkeypatch.setattr(sel_backward, "_wide", lambda _: True)
@@ -195,8 +229,11 @@ def test_wide_offsets_equal_the_oracle(deterministic: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["q", "do"])
 def test_offsets_past_32_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens so far apart that the last begins at 2^31: in a file without contents but for the rows."""
-    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # copies memory onto itself
+    """Tokens so far apart that the last begins at 2^31: in a file without contents but for the
+    rows.
+    """
+    # copies memory onto itself
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
     problem = Problem((4,))
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
@@ -207,9 +244,13 @@ def test_offsets_past_32_bits(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     store = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=near.dtype)
     far = {name: store.as_strided(near.shape, steps).copy_(near)}
     with strict():  # which sees an int32 that overflows
-        found = gradients({key: far.get(key, x) for key, x in inputs.items()}, call, far.get("do", do), truth)
+        found = gradients(
+            {key: far.get(key, x) for key, x in inputs.items()}, call, far.get("do", do), truth
+        )
     for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
-        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("step", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
@@ -221,21 +262,34 @@ def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) 
         assert sequences.strides(x, packed=False) == (0, 8, step)
 
 
-@pytest.mark.parametrize(("tokens", "step", "refused"), [
-    (300, 2**31 // 255, False), (300, 2**31 // 255 + 1, True), (2, 2**31 - 1, False), (2, 2**31, True),
-    (1, 2**31, False),
-])  # fmt: skip
-def test_tokens_of_a_tile_further_apart_than_32_bits_are_refused(tokens: int, step: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "step", "refused"),
+    [
+        (300, 2**31 // 255, False),
+        (300, 2**31 // 255 + 1, True),
+        (2, 2**31 - 1, False),
+        (2, 2**31, True),
+        (1, 2**31, False),
+    ],
+)
+def test_tokens_of_a_tile_further_apart_than_32_bits_are_refused(
+    tokens: int, step: int, refused: bool
+) -> None:
     from nsa_backend_triton.host import sequences
 
     x = torch.empty_strided((1, tokens, 4, 8), (1, step, 8, 1), device="meta")
     assert sequences.strides(x, packed=False, far=True) == (0, step, 8)
-    with pytest.raises(ValueError, match="neighbouring tokens") if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="neighbouring tokens")
+        if refused
+        else contextlib.nullcontext()
+    ):
         assert sequences.strides(x, packed=False) == (0, step, 8)
 
 
 NEAR = (12, 1)
-EDGES = [  # tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 14], two heads a group
+# tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 14], two heads a group
+EDGES = [
     (3, (2**30 - 7, 2), NEAR, True),  # its last number is the 2^31st
     (3, (2**30 - 7, 1), NEAR, False),
     (3, NEAR, (2**30 - 8, 2), True),

@@ -18,7 +18,8 @@ from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 
 GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half a step of 16 keys
-WHOLE = BlockGeometry(4, 2, 16, 4, 1, 2, 8)  # l' = 16: one step, nothing masked in a block of the past
+# l' = 16: one step, nothing masked in a block of the past
+WHOLE = BlockGeometry(4, 2, 16, 4, 1, 2, 8)
 ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two steps of 16 keys
 
 
@@ -42,20 +43,36 @@ def tuned(least: int, rows: int = 16, tiles: int = 2) -> sel_forward.Settings:
 
 
 def problem(
-    lengths: list[int], packed: bool, groups: int, heads: int, dk: int, dv: int, geometry: BlockGeometry = GEOMETRY
+    lengths: list[int],
+    packed: bool,
+    groups: int,
+    heads: int,
+    dk: int,
+    dv: int,
+    geometry: BlockGeometry = GEOMETRY,
 ) -> tuple[dict[str, Tensor], SlotCall]:
-    """Inputs of the slot in float64, the blocks unsorted, repeated, negative, in the future and out of range."""
+    """Inputs of the slot in float64, the blocks unsorted, repeated, negative, in the future and out
+    of range.
+    """
     torch.manual_seed(sum(lengths) + heads)
     draw = random.Random(sum(lengths))
-    total, n, last = sum(lengths), geometry.num_selected_blocks, max(lengths) // geometry.select_block_size + 1
+    total, n, last = (
+        sum(lengths),
+        geometry.num_selected_blocks,
+        max(lengths) // geometry.select_block_size + 1,
+    )
     x = {
         name: torch.randn(total, count, width, dtype=torch.float64)
         for name, count, width in (("q", groups * heads, dk), ("k", groups, dk), ("v", groups, dv))
     }
-    values = [draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * groups * n)]
+    values = [
+        draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * groups * n)
+    ]
     x["blocks"] = torch.tensor(values, dtype=torch.int32).view(total, groups, n)
     if not packed:
-        return {name: t.unflatten(0, (len(lengths), -1)) for name, t in x.items()}, SlotCall(geometry, dk**-0.5)
+        return {name: t.unflatten(0, (len(lengths), -1)) for name, t in x.items()}, SlotCall(
+            geometry, dk**-0.5
+        )
     cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
     return x, SlotCall(geometry, dk**-0.5, cu, max(lengths))
 
@@ -84,7 +101,9 @@ PROBLEMS = [
 @pytest.mark.parametrize(
     (*SHAPE, "least"),
     [
-        pytest.param(*shape, least, marks=[pytest.mark.slow] if i >= 4 or (least == 1 and i < 2) else [])
+        pytest.param(
+            *shape, least, marks=[pytest.mark.slow] if i >= 4 or (least == 1 and i < 2) else []
+        )
         for i, shape in enumerate(PROBLEMS)
         for least in (1, 2)
     ],
@@ -110,10 +129,10 @@ def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "packed", "width", "made"), [(WHOLE, False, 16, 2), (WHOLE, True, 16, 0), (ODD, False, 16, 0),
-                                              (WHOLE, False, 8, 0)],
+    ("geometry", "packed", "width", "made"),
+    [(WHOLE, False, 16, 2), (WHOLE, True, 16, 0), (ODD, False, 16, 0), (WHOLE, False, 8, 0)],
     ids=["whole steps", "packed", "steps that do not divide a block", "8 wide"],
-)  # fmt: skip
+)
 def test_descriptors_read_whole_steps_of_dense_rows(
     geometry: BlockGeometry, packed: bool, width: int, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +140,9 @@ def test_descriptors_read_whole_steps_of_dense_rows(
     settings = tuned(2)
     found: list[object] = []
     describe = sel_forward.key_descriptor
-    monkeypatch.setattr(sel_forward, "key_descriptor", lambda *a: found.append(describe(*a)) or found[-1])
+    monkeypatch.setattr(
+        sel_forward, "key_descriptor", lambda *a: found.append(describe(*a)) or found[-1]
+    )
     agrees(x, call, {**settings, "sel_forward": {**settings["sel_forward"], "TMA": 1}})
     assert len(found) == made
 
@@ -141,7 +162,9 @@ def test_scale_may_be_zero_or_negative(scale: float) -> None:
 
 def test_strided_inputs() -> None:
     x, call = problem([18, 18], False, 2, 2, 8, 8)
-    spread = {name: torch.stack([t, t], 3)[:, :, :, 1] if t.dim() == 4 else t for name, t in x.items()}
+    spread = {
+        name: torch.stack([t, t], 3)[:, :, :, 1] if t.dim() == 4 else t for name, t in x.items()
+    }
     o, lse = sel_forward.forward(**x, call=call, tuned=tuned(7))
     o2, lse2 = sel_forward.forward(**spread, call=call, tuned=tuned(7))
     assert torch.equal(o, o2)
@@ -154,7 +177,9 @@ def test_packed_of_one_document_has_the_bits_of_dense() -> None:
     packed = {name: t[0] for name, t in x.items()}
     for least in (1, 2):
         o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
-        o2, lse2 = sel_forward.forward(**packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(least))
+        o2, lse2 = sel_forward.forward(
+            **packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(least)
+        )
         assert torch.equal(o[0], o2)
         assert torch.equal(lse[0], lse2)
 
@@ -162,7 +187,8 @@ def test_packed_of_one_document_has_the_bits_of_dense() -> None:
 @pytest.mark.parametrize("least", [1, 2])
 def test_the_future_changes_no_bit(least: int) -> None:
     x, call = problem([29], False, 1, 4, 8, 8)
-    x["blocks"][0, 20, 0, 0] = 2  # keys 16..23, of row 20 alone in its tile: with ``least`` 2 a bucket's
+    # keys 16..23, of row 20 alone in its tile: with ``least`` 2 a bucket's
+    x["blocks"][0, 20, 0, 0] = 2
     x["blocks"][0, 21:24] = 0
     o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
     x["k"][:, 21:], x["v"][:, 21:] = 1e30, -1e30
@@ -198,11 +224,16 @@ def test_unions_hold_what_enough_tokens_chose() -> None:
         shared = sorted((j for j, tokens in choosers.items() if len(tokens) >= 2), reverse=True)
         count, cut = unions.counts[tile].tolist()
         assert unions.entries[tile, 0, :count].tolist() == shared
-        assert unions.entries[tile, 1, :count].tolist() == [sum(1 << i for i in choosers[j]) for j in shared]
+        assert unions.entries[tile, 1, :count].tolist() == [
+            sum(1 << i for i in choosers[j]) for j in shared
+        ]
         assert cut == sum((j + 1) * 8 > tile * 6 + 1 for j in shared)
         for t in range(tile * 6, min(tile * 6 + 6, 29)):
             first = [j not in chosen[t][:i] for i, j in enumerate(chosen[t])]
-            left = [int(new and 0 <= j <= t // 8 and len(choosers[j]) == 1) for new, j in zip(first, chosen[t])]
+            left = [
+                int(new and 0 <= j <= t // 8 and len(choosers[j]) == 1)
+                for new, j in zip(first, chosen[t])
+            ]
             assert unions.left[0, t, 0].tolist() == left
 
 

@@ -1,4 +1,6 @@
-"""The pairs sorted by block against a plain loop: dense and packed, whatever blocks a caller hands in."""
+"""The pairs sorted by block against a plain loop: dense and packed, whatever blocks a caller hands
+in.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ def _any_blocks(rows: int, groups: int, n: int, seed: int, dtype: torch.dtype) -
     return blocks
 
 
-def _by_loop(blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool) -> list[list[tuple[int, int]]]:
+def _by_loop(
+    blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool
+) -> list[list[tuple[int, int]]]:
     size = GEOMETRY.select_block_size
     total, per_head = sum(lengths), 0
     bases = []  # first bucket of (sequence, head)
     if packed:
         per_head = total // size + len(lengths)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        bases = [[g * per_head + a // size + i for g in range(groups)] for i, a in enumerate(starts)]
+        bases = [
+            [g * per_head + a // size + i for g in range(groups)] for i, a in enumerate(starts)
+        ]
         count = groups * per_head
     else:
         per_head = -(-lengths[0] // size)
@@ -52,7 +58,9 @@ def _by_loop(blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("packed", "lengths"), [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])])
+@pytest.mark.parametrize(
+    ("packed", "lengths"), [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])]
+)
 def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torch.dtype) -> None:
     groups, n = 3, GEOMETRY.num_selected_blocks
     rows = _any_blocks(sum(lengths), groups, n, seed=1, dtype=dtype)
@@ -65,7 +73,9 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     assert {x.dtype for x in (tokens, slots, offsets)} == {torch.int32}
     assert len(tokens) == len(slots) == rows.numel()
     edges = offsets.tolist()
-    found = [list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in itertools.pairwise(edges)]
+    found = [
+        list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in itertools.pairwise(edges)
+    ]
     assert found == expected
 
 

@@ -1,4 +1,6 @@
-"""select in the strict interpreter where the common cases do not reach: ties, windows, odd geometries, NaN, tiles."""
+"""select in the strict interpreter where the common cases do not reach: ties, windows, odd
+geometries, NaN, tiles.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,20 @@ from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
 
 # A window of 32 scores, 16 of them new: rows of more blocks take several.
-SMALL = {"COLUMNS": 32, "KEYS": 32, "Q_BYTES": 8192, "ROWS": 16, "CHUNKS": 4, "LANES": 8, "PROGRAMS": 2}
+SMALL = {
+    "COLUMNS": 32,
+    "KEYS": 32,
+    "Q_BYTES": 8192,
+    "ROWS": 16,
+    "CHUNKS": 4,
+    "LANES": 8,
+    "PROGRAMS": 2,
+}
 SMALL |= {"num_warps": 1, "num_stages": 1}
 TILES = {
     "the widest": SMALL | {"COLUMNS": 128, "KEYS": 128, "Q_BYTES": 65536, "num_warps": 4},
-    "wide windows": SMALL | {"COLUMNS": 64, "KEYS": 64, "Q_BYTES": 65536, "CHUNKS": 16, "LANES": 32, "num_warps": 4},
+    "wide windows": SMALL
+    | {"COLUMNS": 64, "KEYS": 64, "Q_BYTES": 65536, "CHUNKS": 16, "LANES": 32, "num_warps": 4},
     "heads in pieces": SMALL | {"COLUMNS": 16, "Q_BYTES": 8192, "ROWS": 2},
     "a head a piece": SMALL | {"COLUMNS": 16, "Q_BYTES": 65536},
     "eight warps": SMALL | {"KEYS": 256, "num_warps": 8},
@@ -48,7 +59,9 @@ class Problem:
     @property
     def name(self) -> str:
         """For ids."""
-        return f"{self.kind} {self.geometry.as_ints()[:6]} S={self.lengths} {self.heads}/{self.groups}"
+        return (
+            f"{self.kind} {self.geometry.as_ints()[:6]} S={self.lengths} {self.heads}/{self.groups}"
+        )
 
     def call(self) -> SlotCall:
         """What the slot is told."""
@@ -67,15 +80,21 @@ class Problem:
         packed = call.cu_seqlens is not None
         lead = () if packed else (1,)
         rows = geometry.max_compressed(total) if packed else geometry.num_compressed(total)
-        q = torch.randn(*lead, total, self.heads, self.width, generator=generator, dtype=torch.float64)
-        k = torch.randn(*lead, rows, self.groups, self.width, generator=generator, dtype=torch.float64)
+        q = torch.randn(
+            *lead, total, self.heads, self.width, generator=generator, dtype=torch.float64
+        )
+        k = torch.randn(
+            *lead, rows, self.groups, self.width, generator=generator, dtype=torch.float64
+        )
         if self.kind == "k = 0":
             k = torch.zeros_like(k)
         elif self.kind == "integers":
             q, k = q.round(), k.round()
         elif self.kind == "far":  # almost all scores are 0
             q = 10_000 * q
-        elif self.kind == "periodic":  # every block scores as every other, those at the two ends apart
+        elif (
+            self.kind == "periodic"
+        ):  # every block scores as every other, those at the two ends apart
             period = geometry.select_block_size // geometry.compress_stride
             q, k = q.round(), k.round()[..., torch.arange(rows) % period, :, :]
         q, k = q.to(self.dtype), k.to(self.dtype)
@@ -84,22 +103,33 @@ class Problem:
         return q, k, lse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
-def run(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], settings: Settings = SMALL, seed: int = 0) -> Tensor:
+def run(
+    problem: Problem,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    settings: Settings = SMALL,
+    seed: int = 0,
+) -> Tensor:
     with strict(seed):
         return select.forward(*tensors, call=problem.call(), settings=settings)
 
 
-def assert_right(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], found: Tensor, equal: bool = True) -> None:
+def assert_right(
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], found: Tensor, equal: bool = True
+) -> None:
     """By the verdict, and where asked the very sets of the oracle."""
     call = problem.call()
-    verdict = judge_selection(*tensors, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens)
+    verdict = judge_selection(
+        *tensors, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens
+    )
     assert verdict.ok, verdict
     if equal:
         expected = oracle.select(*tensors, call.geometry, call.scale, cu_seqlens=call.cu_seqlens)
         assert found.tolist() == expected.tolist()
 
 
-def _geometry(size: int, stride: int, block: int, n: int = 4, init: int = 1, local: int = 2) -> BlockGeometry:
+def _geometry(
+    size: int, stride: int, block: int, n: int = 4, init: int = 1, local: int = 2
+) -> BlockGeometry:
     return BlockGeometry(size, stride, block, n, init, local, 8)
 
 
@@ -120,7 +150,13 @@ EXACT = [
 ]
 EXACT_SLOW = [
     Problem(dataclasses.replace(FINE, num_selected_blocks=n), (300,), heads, kind=kind)
-    for n, heads, kind in [(3, 1, "normal"), (16, 3, "periodic"), (17, 3, "k = 0"), (64, 2, "normal"), (64, 2, "k = 0")]
+    for n, heads, kind in [
+        (3, 1, "normal"),
+        (16, 3, "periodic"),
+        (17, 3, "k = 0"),
+        (64, 2, "normal"),
+        (64, 2, "k = 0"),
+    ]
 ] + [
     Problem(_geometry(4, 2, 4, 2, 0, 0), (500,), 16, kind="normal"),
     Problem(_geometry(4, 2, 4, 20), (0, 130, 1, 0, 77), 3, kind="periodic"),
@@ -131,9 +167,11 @@ EXACT_SLOW = [
 
 @pytest.mark.parametrize(
     "problem",
-    [*(pytest.param(p, id=p.name) for p in EXACT),
-     *(pytest.param(p, id=p.name, marks=pytest.mark.slow) for p in EXACT_SLOW)],
-)  # fmt: skip
+    [
+        *(pytest.param(p, id=p.name) for p in EXACT),
+        *(pytest.param(p, id=p.name, marks=pytest.mark.slow) for p in EXACT_SLOW),
+    ],
+)
 def test_sets_are_the_oracles(problem: Problem) -> None:
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors))
@@ -143,12 +181,15 @@ def test_sets_are_the_oracles(problem: Problem) -> None:
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_no_window_changes_a_set(windows: int, kind: str) -> None:
     problem, settings = Problem(FINE, (110,), 1, kind=kind), WINDOWS[windows]
-    assert -(-28 // (settings["CHUNKS"] * settings["LANES"] - 16)) == windows  # 16 of a window's scores are survivors'
+    # 16 of a window's scores are survivors'
+    assert -(-28 // (settings["CHUNKS"] * settings["LANES"] - 16)) == windows
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, settings))
 
 
-def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(select, "_walk", None)  # what would write them
     everything = FINE.num_selected_blocks * FINE.select_block_size
     problem = Problem(FINE, (everything,))
@@ -161,23 +202,31 @@ def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(monkeypatch: 
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_no_tile_changes_a_set(tiles: str) -> None:
-    problem = Problem(_geometry(8, 4, 16), (110,), 10, 2)  # 5 heads: pieces of one, and of two with one to spare
+    # 5 heads: pieces of one, and of two with one to spare
+    problem = Problem(_geometry(8, 4, 16), (110,), 10, 2)
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, TILES[tiles], seed=3))
 
 
 def test_heads_are_summed_in_pieces() -> None:
     """What the tiles above rely on."""
-    assert [select.split_heads(5, 128, 256), select.split_heads(5, 16, 32), select.split_heads(5, 16, 256)] == [
-        (4, 2), (4, 2), (1, 5)
-    ]  # fmt: skip
-    assert select.split_heads(16, 128, 64) == (16, 1)  # too many columns whatever is done: as few as can be
+    assert [
+        select.split_heads(5, 128, 256),
+        select.split_heads(5, 16, 32),
+        select.split_heads(5, 16, 256),
+    ] == [(4, 2), (4, 2), (1, 5)]
+    # too many columns whatever is done: as few as can be
+    assert select.split_heads(16, 128, 64) == (
+        16,
+        1,
+    )
 
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
-    problem = Problem(_geometry(8, 4, 16, 6, 1, 1), (150,), 4, 1, kind, dtype=dtype)  # neighbours are chosen
+    # neighbours are chosen
+    problem = Problem(_geometry(8, 4, 16, 6, 1, 1), (150,), 4, 1, kind, dtype=dtype)
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors), equal=kind == "periodic")
 
@@ -185,8 +234,8 @@ def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
 def test_row_39_only_rounding_tells_blocks_of_mirrored_taps_apart() -> None:
     """Block 0 has the taps 8 7 .. 1 of equal probabilities, the last block 1 2 .. 8: 36 both.
 
-    Sums of the same numbers in another order round differently, in the oracle too: that is all that may decide here.
-    What no order can tell apart, blocks equal tap by tap, is in the tests above.
+    Sums of the same numbers in another order round differently, in the oracle too: that is all that
+    may decide here. What no order can tell apart, blocks equal tap by tap, is in the tests above.
     """
     problem = Problem(_geometry(32, 4, 32, 4, 0, 0), (165,), kind="k = 0")
     tensors, call = problem.tensors(), problem.call()
@@ -195,7 +244,9 @@ def test_row_39_only_rounding_tells_blocks_of_mirrored_taps_apart() -> None:
     differing = (found != expected).any(-1)[0, :, 0].nonzero().flatten().tolist()
     for row in oracle.row_scores(*tensors, call.geometry, call.scale, rows=differing):
         taps = (row.terms[0] * row.logits.shape[1]).round().sum(0)  # p is 1 / visible
-        one, other = ([j for j in sets[0, row.token, 0].tolist() if j >= 0] for sets in (found, expected))
+        one, other = (
+            [j for j in sets[0, row.token, 0].tolist() if j >= 0] for sets in (found, expected)
+        )
         assert sorted(taps[one].tolist()) == sorted(taps[other].tolist())
     assert 0 < len(differing) < 10
 
@@ -207,12 +258,20 @@ def test_row_34_nan_stays_in_its_row_and_group() -> None:
     q, lse = q.clone(), lse.clone()
     q[0, 50, 1, 3] = lse[0, 1, 50] = torch.nan  # head 1, of group 0: all its scores are NaN
     found = run(problem, (q, k, lse))
-    assert found[0, 50, 0].tolist() == [0, 1, 2, 11, 12]  # forced, and of equal NaN scores the lowest
+    # forced, and of equal NaN scores the lowest
+    assert found[0, 50, 0].tolist() == [
+        0,
+        1,
+        2,
+        11,
+        12,
+    ]
     healthy[0, 50, 0] = found[0, 50, 0]
     assert torch.equal(found, healthy)
 
 
-@pytest.mark.parametrize(("key", "blocks"), [(7, {1, 2}), (6, {1})])  # tokens 28 .. 35, and 24 .. 31
+# tokens 28 .. 35, and 24 .. 31
+@pytest.mark.parametrize(("key", "blocks"), [(7, {1, 2}), (6, {1})])
 def test_a_nan_key_ranks_its_blocks_last(key: int, blocks: set[int]) -> None:
     problem = Problem(_geometry(8, 4, 16, 4, 0, 0), (130,), 2)
     q, k, lse = problem.tensors()

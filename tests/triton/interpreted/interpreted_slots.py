@@ -1,4 +1,6 @@
-"""Every slot in the strict interpreter: fp64 for the logic, fp32, and bf16 for the precision; forward and backward."""
+"""Every slot in the strict interpreter: fp64 for the logic, fp32, and bf16 for the precision;
+forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ from nsa_verify.subject import bits
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)
 DTYPES = ("float64", "float32", "bfloat16")
 _QUICK = [(case, "float64") for case in CASES] + [(case, "bfloat16") for case in EVERY_DTYPE]
-_REST = [(case, dtype) for case in (*CASES, *SLOW) for dtype in DTYPES if (case, dtype) not in _QUICK]
+_REST = [
+    (case, dtype) for case in (*CASES, *SLOW) for dtype in DTYPES if (case, dtype) not in _QUICK
+]
 PROBLEMS = [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in _QUICK]
-PROBLEMS += [pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=pytest.mark.slow) for case, dtype in _REST]
+PROBLEMS += [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=pytest.mark.slow)
+    for case, dtype in _REST
+]
 # Rows of three blocks, chosen of up to five: a sum of two has the same bits in any order.
 THREE_SUMMANDS = [
-    dataclasses.replace(case, config=dataclasses.replace(case.config, select_block_size=8, num_selected_blocks=3))
+    dataclasses.replace(
+        case, config=dataclasses.replace(case.config, select_block_size=8, num_selected_blocks=3)
+    )
     for case in CASES[:2]
 ]
 IN_ORDER = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.packed else []) for case in THREE_SUMMANDS
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.packed else [])
+    for case in THREE_SUMMANDS
 ]
 
 
@@ -44,14 +54,20 @@ def test_slot_is_right(slot: str, case: Case, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-@pytest.mark.parametrize("slot", [s if s == "sel" else pytest.param(s, marks=pytest.mark.slow) for s in SLOTS])
+@pytest.mark.parametrize(
+    "slot", [s if s == "sel" else pytest.param(s, marks=pytest.mark.slow) for s in SLOTS]
+)
 def test_same_bits_in_any_order_of_programs_when_demanded(slot: str, case: Case) -> None:
     subject, asked = under_test(slot), point(case, "float32", deterministic=True)
     data, inputs = subject.data(asked)
     runs = []
     for seed in (1, 2):
         with strict(seed):
-            runs.append(subject.run(asked, inputs, data.do if subject.differentiable else None, data).outputs)
+            runs.append(
+                subject.run(
+                    asked, inputs, data.do if subject.differentiable else None, data
+                ).outputs
+            )
     for name, one in runs[0].items():
         assert torch.equal(bits(one), bits(runs[1][name])), name
 
@@ -67,7 +83,9 @@ def test_gradients_are_those_of_the_forward(slot: str, case: Case) -> None:
 
     def output(*given: torch.Tensor) -> torch.Tensor:
         results = kernel(
-            *{**inputs, **dict(zip(leaves, given))}.values(), cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen
+            *{**inputs, **dict(zip(leaves, given))}.values(),
+            cu_seqlens=data.cu_seqlens,
+            max_seqlen=data.max_seqlen,
         )
         return results if isinstance(results, torch.Tensor) else results[0]
 

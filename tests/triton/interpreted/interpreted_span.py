@@ -1,4 +1,6 @@
-"""cmp and win in the strict interpreter where common cases do not reach: shapes of tiles, descriptors, bits, poison."""
+"""cmp and win in the strict interpreter where common cases do not reach: shapes of tiles,
+descriptors, bits, poison.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,27 @@ def geometry(size: int = 8, stride: int = 4, window: int = 20) -> BlockGeometry:
 
 
 def problem(
-    slot: str, call: SlotCall, length: int, *, batch: int = 1, heads: int = 4, groups: int = 2, width: int = 16,
-    dtype: torch.dtype = torch.float64, seed: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+    slot: str,
+    call: SlotCall,
+    length: int,
+    *,
+    batch: int = 1,
+    heads: int = 4,
+    groups: int = 2,
+    width: int = 16,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> dict[str, Tensor]:
     """q, the slot's keys and values, and do."""
     packed, g = call.cu_seqlens is not None, torch.Generator().manual_seed(seed)
     bound = call.geometry.max_compressed(length) if packed else call.geometry.num_compressed(length)
     rows = {"q": (length, heads), "do": (length, heads)}
     rows |= dict.fromkeys(KEYS[slot], (length if slot == "win" else bound, groups))
     lead = () if packed else (batch,)
-    return {n: torch.randn((*lead, *shape, width), generator=g, dtype=dtype) for n, shape in rows.items()}
+    return {
+        n: torch.randn((*lead, *shape, width), generator=g, dtype=dtype)
+        for n, shape in rows.items()
+    }
 
 
 def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
@@ -51,10 +64,14 @@ def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -
     return {"o": o, "lse": lse, **{f"d{n}": x for n, x in zip(names, grads)}}
 
 
-def assert_right(slot: str, call: SlotCall, given: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def assert_right(
+    slot: str, call: SlotCall, given: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> None:
     """Every output passes the verdict."""
     inputs = {n: given[n] for n in ("q", *KEYS[slot])}
-    verdicts = judge_slot(slot, inputs, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens, do=given["do"])
+    verdicts = judge_slot(
+        slot, inputs, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens, do=given["do"]
+    )
     assert [f"{n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
 
 
@@ -71,7 +88,9 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
     return override
 
 
-@pytest.mark.parametrize(("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)])
+@pytest.mark.parametrize(
+    ("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)]
+)
 @BOTH
 def test_sizes_around_the_tiles(slot: str, size: int, stride: int, window: int) -> None:
     call = SlotCall(geometry(size, stride, window), 0.3)
@@ -91,16 +110,33 @@ def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
     "settings",
     [
         {"span_forward": {"HEADS": 1}, "span_dq": {"HEADS": 1}, "span_dkdv": {"CHUNKS": 1}},
-        {"span_forward": {"HEADS": 4, "BLOCK_N": 32}, "span_dq": {"HEADS": 4}, "span_dkdv": {"CHUNKS": 3}},
-        {"span_forward": {"BLOCK_M": 32}, "span_dq": {"BLOCK_N": 32}, "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16}},
+        {
+            "span_forward": {"HEADS": 4, "BLOCK_N": 32},
+            "span_dq": {"HEADS": 4},
+            "span_dkdv": {"CHUNKS": 3},
+        },
+        {
+            "span_forward": {"BLOCK_M": 32},
+            "span_dq": {"BLOCK_N": 32},
+            "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16},
+        },
         {"span_forward": {"BLOCK_M": 64, "HEADS": 4}, "span_dkdv": {"BLOCK_M": 32}},
         {"span_dkdv": {"APART": 1}},
         {"span_dkdv": {"APART": 1, "TMA": 1}},
     ],
-    ids=["heads apart", "heads together", "wide keys", "tall queries", "dk and dv apart", "apart by descriptors"],
+    ids=[
+        "heads apart",
+        "heads together",
+        "wide keys",
+        "tall queries",
+        "dk and dv apart",
+        "apart by descriptors",
+    ],
 )
 @BOTH
-def test_any_tile_shape(slot: str, settings: dict[str, dict[str, int]], tiles: dict[str, dict[str, int]]) -> None:
+def test_any_tile_shape(
+    slot: str, settings: dict[str, dict[str, int]], tiles: dict[str, dict[str, int]]
+) -> None:
     tiles.update(settings)
     call = SlotCall(geometry(window=18), 0.25)
     given = problem(slot, call, 50, heads=4, groups=1)
@@ -121,9 +157,15 @@ def test_what_descriptors_read(
     tiles |= dict.fromkeys(("span_forward", "span_dq", "span_dkdv"), settings)
     made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((span_forward, "key"), (span_backward, "key"), (span_backward, "stats")):
+        for module, name in (
+            (span_forward, "key"),
+            (span_backward, "key"),
+            (span_backward, "stats"),
+        ):
             original = getattr(module, f"{name}_descriptor")
-            patch.setattr(module, f"{name}_descriptor", lambda *a, f=original, n=name: made.append(n) or f(*a))
+            patch.setattr(
+                module, f"{name}_descriptor", lambda *a, f=original, n=name: made.append(n) or f(*a)
+            )
         found = run(slot, call, given)
     assert set(made) == {"key", "stats"}
     assert_right(slot, call, given, found)
@@ -140,11 +182,21 @@ def test_what_descriptors_read(
         (lambda k: torch.zeros(3, 8, 4, 8), False),
         (lambda k: torch.zeros(3, 8, 4, 24), False),
     ],
-    ids=["packed", "rows of 68 bytes", "begins on 4 bytes", "empty", "expanded", "8 wide", "24 wide"],
+    ids=[
+        "packed",
+        "rows of 68 bytes",
+        "begins on 4 bytes",
+        "empty",
+        "expanded",
+        "8 wide",
+        "24 wide",
+    ],
 )
 def test_what_descriptors_cannot_read(change, packed: bool) -> None:
     k = torch.zeros(3, 8, 4, 16)
-    assert span_forward.descriptors_fit(False, k, torch.zeros(3, 8, 4, 48), torch.zeros(3, 8, 4, 192))
+    assert span_forward.descriptors_fit(
+        False, k, torch.zeros(3, 8, 4, 48), torch.zeros(3, 8, 4, 192)
+    )
     assert not span_forward.descriptors_fit(packed, change(k))
 
 
@@ -160,12 +212,17 @@ TILES["span_dq"] = TILES["span_forward"]
 def test_a_row_with_descriptors_serves_only_what_they_can_read(
     slot: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {kernel: [({"pointers": 0}, {**tile, "TMA": 1}), ({}, tile)] for kernel, tile in TILES.items()}
+    rows = {
+        kernel: [({"pointers": 0}, {**tile, "TMA": 1}), ({}, tile)]
+        for kernel, tile in TILES.items()
+    }
     monkeypatch.setattr(configs, "table", lambda _: rows)
     made: list[object] = []
     for module in (span_forward, span_backward):
         describe = module.key_descriptor
-        monkeypatch.setattr(module, "key_descriptor", lambda *a, f=describe: made.append(f(*a)) or made[-1])
+        monkeypatch.setattr(
+            module, "key_descriptor", lambda *a, f=describe: made.append(f(*a)) or made[-1]
+        )
     bounds = torch.tensor([0, 30, 45], dtype=torch.int32) if kind == "packed" else None
     call = SlotCall(geometry(), 0.25, *((bounds, 30) if kind == "packed" else ()))
     given = problem(slot, call, 45, heads=2, groups=1)
@@ -197,7 +254,11 @@ def test_documents_never_touch(slot: str) -> None:
     for document in (0, 2):
         alone_call = SlotCall(geometry(), 0.25)
         rows, crows = (slice(b[document], b[document + 1]) for b in (bounds, keys))
-        alone = run(slot, alone_call, {n: x[crows if n in KEYS[slot] else rows][None] for n, x in given.items()})
+        alone = run(
+            slot,
+            alone_call,
+            {n: x[crows if n in KEYS[slot] else rows][None] for n, x in given.items()},
+        )
         for name, x in dirty.items():
             at = (slice(None), rows) if name == "lse" else crows if name[1:] in KEYS[slot] else rows
             assert torch.equal(x[at], clean[name][at]), name
@@ -245,7 +306,8 @@ def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int,
             MODULES[slot].forward(*inputs, call=call)
         except Exception as error:  # noqa: BLE001 - triton's interpreter wraps what is raised inside it
             refused = str(error)
-    assert not refused or "store to one address" in refused  # overlapping documents: wrong rows, never one outside
+    # overlapping documents: wrong rows, never one outside
+    assert not refused or "store to one address" in refused
 
 
 def test_parts_are_linear_in_the_sequence() -> None:
@@ -256,7 +318,9 @@ def test_parts_are_linear_in_the_sequence() -> None:
         given = problem("cmp", call, length, heads=2, groups=1, dtype=torch.float32)
         shapes: list[tuple[int, ...]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *a, s=shapes, **k: s.append(a[0]) or empty(*a, **k))
+            patch.setattr(
+                torch, "empty", lambda *a, s=shapes, **k: s.append(a[0]) or empty(*a, **k)
+            )
             run("cmp", call, given)
         parts = [shape for shape in shapes if isinstance(shape, tuple) and len(shape) == 5]
         assert parts == [(2 * 2, 1, call.geometry.num_compressed(length), 1, 16)] * 2

@@ -1,4 +1,6 @@
-"""The strict interpreter punishes what a GPU would: each rule has a kernel that breaks it, and one that does not."""
+"""The strict interpreter punishes what a GPU would: each rule has a kernel that breaks it, and one
+that does not.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,10 @@ def test_what_is_counted() -> None:
     ("launch", "message"),
     [
         (lambda x: read_past[(1,)](x, x, 10, SIZE=16), "load outside every argument in program"),
-        (lambda x: copy_rows[(3,)](x, torch.zeros(8), 10, STEP=4, SIZE=4), "store outside every argument"),
+        (
+            lambda x: copy_rows[(3,)](x, torch.zeros(8), 10, STEP=4, SIZE=4),
+            "store outside every argument",
+        ),
         (lambda x: copy_rows[(3,)](x, torch.zeros(10), 10, STEP=3, SIZE=4), "store to one address"),
         (lambda x: overflow[(1,)](x, 70000), "int32"),
         (lambda x: copy_rows[(1, 70000)](x, x, 10, STEP=4, SIZE=4), "exceeds"),

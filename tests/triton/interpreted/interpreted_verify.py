@@ -21,7 +21,8 @@ STEP_CHECKS = {worth.name for worth in suite._STEP_CHECKS if worth.interpreter}
 def test_the_jobs_are_small_and_leave_no_check_out() -> None:
     jobs = suite.jobs("interpreter", [torch.float32, torch.bfloat16], text=None)
     assert {job.name for job in jobs} == CHECKS | STEP_CHECKS
-    assert len(STEP_CHECKS) == len(suite._STEP_CHECKS) - 2  # bits run to run, and reads of every token, take too long
+    # bits run to run, and reads of every token, take too long
+    assert len(STEP_CHECKS) == len(suite._STEP_CHECKS) - 2
     assert {job.dtype for job in jobs if job.name == "parity"} == {torch.float32, torch.bfloat16}
     for job in jobs:
         assert job.case.batch * job.case.tokens <= 80
@@ -31,7 +32,9 @@ def test_the_jobs_are_small_and_leave_no_check_out() -> None:
 
 def verify(folder: Path, slots: tuple[str, ...], *more: str) -> dict:
     named = [f"--{slot}={'triton' if slot in slots else 'sdpa'}" for slot in SLOTS]
-    done = CliRunner().invoke(app, ["verify", "--device", "cpu", *named, *more, "--json", str(folder / "report.json")])
+    done = CliRunner().invoke(
+        app, ["verify", "--device", "cpu", *named, *more, "--json", str(folder / "report.json")]
+    )
     assert done.exit_code == 0, done.output
     return json.loads((folder / "report.json").read_text())
 
@@ -40,7 +43,9 @@ def test_the_command_runs_kernels_strictly(tmp_path: Path) -> None:
     report = verify(tmp_path, ("combine",), "--jobs=1")
     assert report["interpreted"]
     assert report["preset"] == "interpreter"
-    profiled = [f for f in report["findings"] if f["quantity"] == "profile" and f["slot"] == "combine"]
+    profiled = [
+        f for f in report["findings"] if f["quantity"] == "profile" and f["slot"] == "combine"
+    ]
     assert [f["detail"] for f in profiled] == ["profile shows combine_forward"]
 
 

@@ -14,12 +14,29 @@ from nsa_verify.conformance.slot_under_test import SlotUnderTest
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 BASE = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=2, init_blocks=0, local_blocks=1, window_size=20, rope=False,
-)  # fmt: skip
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=2,
+    init_blocks=0,
+    local_blocks=1,
+    window_size=20,
+    rope=False,
+)
 
 
-def _case(name: str, *lengths: int, batch: int = 1, packed: bool = False, fused: bool = False, **fields: Any) -> Case:
+def _case(
+    name: str,
+    *lengths: int,
+    batch: int = 1,
+    packed: bool = False,
+    fused: bool = False,
+    **fields: Any,
+) -> Case:
     config = dataclasses.replace(BASE, **fields)
     return Case(name, config, lengths, batch=batch, packed=packed, fused=fused)
 
@@ -27,9 +44,27 @@ def _case(name: str, *lengths: int, batch: int = 1, packed: bool = False, fused:
 CASES = (
     _case("h=4", 35, batch=2, n_heads=4, n_kv_heads=1),
     _case("packed", 0, 5, 36, 1, 9, 0, packed=True),
-    _case("h=3, Dk 24 Dv 8, w > S", 25, n_heads=6, head_dim=24, v_head_dim=8, window_size=80, fused=True),
-    _case("h=1, D 12 in 16", 75, n_heads=2, head_dim=12, v_head_dim=12, num_selected_blocks=4, init_blocks=1),
-    _case("h=7, l=l', l'=d", 35, n_heads=7, n_kv_heads=1, compress_block_size=16, compress_stride=16),
+    _case(
+        "h=3, Dk 24 Dv 8, w > S",
+        25,
+        n_heads=6,
+        head_dim=24,
+        v_head_dim=8,
+        window_size=80,
+        fused=True,
+    ),
+    _case(
+        "h=1, D 12 in 16",
+        75,
+        n_heads=2,
+        head_dim=12,
+        v_head_dim=12,
+        num_selected_blocks=4,
+        init_blocks=1,
+    ),
+    _case(
+        "h=7, l=l', l'=d", 35, n_heads=7, n_kv_heads=1, compress_block_size=16, compress_stride=16
+    ),
     _case("widths of three bands", 21, head_dim=48, v_head_dim=40, num_selected_blocks=1),
     _case("S < l", 5, batch=2),
     _case("S=1", 1),

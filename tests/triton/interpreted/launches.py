@@ -1,7 +1,8 @@
-"""Kernel launches as they happened, to be run again one by one: with the memory each found, and the memory it left.
+"""Kernel launches as they happened, to be run again one by one: with the memory each found, and the
+memory it left.
 
-One launch is a far smaller problem than the slot that made it, and its results are compared where they arise. Only its
-scratch is not compared: what a program keeps for itself until it ends.
+One launch is a far smaller problem than the slot that made it, and its results are compared where
+they arise. Only its scratch is not compared: what a program keeps for itself until it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """One launch of the jit function ``name`` ("module.function") in the case ``label``; ``args`` are never written."""
+    """One launch of the jit function ``name`` ("module.function") in the case ``label``; ``args``
+    are never written.
+    """
 
     label: str
     name: str
@@ -41,10 +44,14 @@ class Launch:
     def identity(self) -> tuple[object, ...]:
         """Equal for launches of one function on the same."""
         leaves = tree_leaves((self.args, self.kwargs))
-        return self.name, *(x.numpy().tobytes() if isinstance(x, Tensor) else repr(x) for x in leaves)
+        return self.name, *(
+            x.numpy().tobytes() if isinstance(x, Tensor) else repr(x) for x in leaves
+        )
 
     def differs(self) -> str:
-        """Run the functions that are now there on the memory of then: "result", "work", or "" where all is the same."""
+        """Run the functions that are now there on the memory of then: "result", "work", or "" where
+        all is the same.
+        """
         module, _, name = self.name.partition(".")
         kernel = vars(sys.modules[f"nsa_backend_triton.{module}"])[name]
         args, kwargs = _copied((self.args, self.kwargs))
@@ -77,7 +84,9 @@ def _copied(given: Any) -> Any:
 def _memory(names: list[str], args: tuple[Any, ...]) -> dict[str, Tensor]:
     """Name -> all of its storage, what lies between rows included."""
     return {
-        name: x.new_empty(0).set_(x.untyped_storage(), 0, (x.untyped_storage().nbytes() // x.itemsize,), (1,))
+        name: x.new_empty(0).set_(
+            x.untyped_storage(), 0, (x.untyped_storage().nbytes() // x.itemsize,), (1,)
+        )
         for name, x in zip(names, args)
         if isinstance(x, Tensor) and name not in SCRATCH
     }
@@ -98,7 +107,13 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
         return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(Launch(label, named(self), *_copied((args, {k: v for k, v in kwargs.items() if k != "warmup"}))))
+        found.append(
+            Launch(
+                label,
+                named(self),
+                *_copied((args, {k: v for k, v in kwargs.items() if k != "warmup"})),
+            )
+        )
         found[-1].ran.add(named(self))
         before, started = seen.operations, time.process_time()
         stock_run(self, *args, **kwargs)
@@ -110,13 +125,19 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
         found[-1].ran.add(named(self))
         return stock_call(self, *args, **kwargs)
 
-    with strict() as seen, mock.patch.multiple(InterpretedFunction, run=run, __call__=call), filled():
+    with (
+        strict() as seen,
+        mock.patch.multiple(InterpretedFunction, run=run, __call__=call),
+        filled(),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def filled() -> Iterator[None]:
-    """New tensors hold NaN, or the largest integer, until somebody writes: what nobody writes is the same twice."""
+    """New tensors hold NaN, or the largest integer, until somebody writes: what nobody writes is
+    the same twice.
+    """
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
             stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))

@@ -1,8 +1,9 @@
-"""Mutants of the package's jit functions, shared helpers included, and whether tiny launches tell them apart.
+"""Mutants of the package's jit functions, shared helpers included, and whether tiny launches tell
+them apart.
 
-A mutant is one change of a function's syntax tree. It is killed when a launch that runs the function leaves another
-result in memory, breaks a rule of the strict interpreter, does not end, or takes more or fewer operations: clamps that
-only save work are guarded too.
+A mutant is one change of a function's syntax tree. It is killed when a launch that runs the
+function leaves another result in memory, breaks a rule of the strict interpreter, does not end, or
+takes more or fewer operations: clamps that only save work are guarded too.
 """
 
 from __future__ import annotations
@@ -27,23 +28,50 @@ from triton.runtime.interpreter import InterpretedFunction
 import nsa_backend_triton
 from launches import Launch
 
-PATIENCE_S, PATIENCE = 0.5, 5  # of processor time: more than this many times a launch's own is a loop without end
+# of processor time: more than this many times a launch's own is a loop without end
+PATIENCE_S, PATIENCE = (
+    0.5,
+    5,
+)
 OF_ITS_OWN = 8  # times more is a launch worth that has killed mutants of the same function
 LISTED_ON = 3  # launches, the smallest, on which equivalent mutants are seen to live
-EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
+EQUIVALENT: dict[str, str] = json.loads(
+    Path(__file__).with_name("equivalent_mutants.json").read_text()
+)
 ANY = ("result", "work")
 _SWAPS: dict[type, type] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mod,
-    ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.GtE: ast.Gt,
+    ast.Gt: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mod,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
 _RENAMES = {"maximum": "minimum", "minimum": "maximum", "max": "min", "sum": "max", "exp2": "exp"}
-_NO_LOGIC = {"num_stages", "input_precision", "out_dtype", "loop_unroll_factor", "flatten", "warp_specialize", "pack"}
+_NO_LOGIC = {
+    "num_stages",
+    "input_precision",
+    "out_dtype",
+    "loop_unroll_factor",
+    "flatten",
+    "warp_specialize",
+    "pack",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """``key`` names it across edits elsewhere: module, function, the text before and after, and which of equal ones."""
+    """``key`` names it across edits elsewhere: module, function, the text before and after, and
+    which of equal ones.
+    """
 
     key: str
     module: str
@@ -70,17 +98,25 @@ class Mutant:
 def modules() -> list[ModuleType]:
     """The package's modules that import without a GPU's own compiler."""
     skipped = {"offline", "plugin"}
-    names = [info.name for info in pkgutil.iter_modules(nsa_backend_triton.__path__) if info.name not in skipped]
+    names = [
+        info.name
+        for info in pkgutil.iter_modules(nsa_backend_triton.__path__)
+        if info.name not in skipped
+    ]
     return [importlib.import_module(f"nsa_backend_triton.{name}") for name in names]
 
 
 @functools.cache
 def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
-    """ "module.function" -> where it is and its syntax tree, for every jit function of the package."""
+    """ "module.function" -> where it is and its syntax tree, for every jit function of the
+    package.
+    """
     found = {}
     for module in modules():
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
-            if isinstance(node, ast.FunctionDef) and isinstance(vars(module).get(node.name), InterpretedFunction):
+            if isinstance(node, ast.FunctionDef) and isinstance(
+                vars(module).get(node.name), InterpretedFunction
+            ):
                 found[f"{module.__name__.rpartition('.')[2]}.{node.name}"] = (module, node)
     return found
 
@@ -102,12 +138,17 @@ def mutants(name: str) -> list[Mutant]:
     return made
 
 
-Site = tuple[ast.AST, Any, str, Any]  # what is mutated, and by setting which field of which node to what
+# what is mutated, and by setting which field of which node to what
+Site = tuple[ast.AST, Any, str, Any]
 
 
 def _sites(function: ast.FunctionDef) -> Iterator[Site]:
     """Every mutation of ``function``, in the order of its text."""
-    body = [n for n in function.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    body = [
+        n
+        for n in function.body
+        if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    ]
     ignored = {
         id(inner)
         for statement in body
@@ -152,11 +193,18 @@ def _changes(node: ast.AST) -> Iterator[Site]:
         if node.func.attr == "where":
             yield node, node, "args", [node.args[0], node.args[2], node.args[1]]
         if any(keyword.arg == "mask" for keyword in node.keywords):
-            yield node, node, "keywords", [keyword for keyword in node.keywords if keyword.arg != "mask"]
+            yield (
+                node,
+                node,
+                "keywords",
+                [keyword for keyword in node.keywords if keyword.arg != "mask"],
+            )
 
 
 def reached(ran: set[str]) -> set[str]:
-    """``ran`` and the functions that one of them hands on, as to a scan, which calls them without its telling."""
+    """``ran`` and the functions that one of them hands on, as to a scan, which calls them without
+    its telling.
+    """
     found = set(ran)
     for name, (module, node) in functions().items():
         if name in ran:
@@ -175,8 +223,12 @@ def _alarm(*_: object) -> None:
     raise _TooLong
 
 
-def killer(mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection[str] = ANY) -> Launch | None:
-    """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by its work."""
+def killer(
+    mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection[str] = ANY
+) -> Launch | None:
+    """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by
+    its work.
+    """
     with _in_place(mutant, folder):
         signal.signal(signal.SIGPROF, _alarm)
         try:
@@ -195,8 +247,11 @@ def killer(mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection
 def survivors(
     mutants: Iterable[Mutant], launches: Sequence[Launch], folder: Path, by: Collection[str] = ANY
 ) -> list[str]:
-    """Keys of the mutants that no launch kills; asked first are launches that are quick, and have killed others."""
-    kills: collections.Counter[tuple[str, Launch]] = collections.Counter()  # of a function, and of all
+    """Keys of the mutants that no launch kills; asked first are launches that are quick, and have
+    killed others.
+    """
+    # of a function, and of all
+    kills: collections.Counter[tuple[str, Launch]] = collections.Counter()
     alive = []
     for mutant in mutants:
         asked = [launch for launch in launches if mutant.name in launch.ran]
@@ -216,7 +271,10 @@ def unproved(name: str, launches: Sequence[Launch], folder: Path) -> list[str]:
     listed = [m for m in made if m.key in EQUIVALENT]
     few = [launch for launch in launches if name in launch.ran][:LISTED_ON]
     dead = {m.key for m in listed} - set(survivors(listed, few, folder))
-    print(f"{name}: {len(made)} mutants, {len(listed)} equivalent, alive {alive}, listed and dead {sorted(dead)}")
+    print(
+        f"{name}: {len(made)} mutants, {len(listed)} equivalent, alive {alive}, listed and dead"
+        f" {sorted(dead)}"
+    )
     return alive + sorted(dead)
 
 

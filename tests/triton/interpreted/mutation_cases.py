@@ -1,4 +1,6 @@
-"""The tiny calls whose launches tell mutants from kernels: a slot, sizes, options, and tiles other than the table's."""
+"""The tiny calls whose launches tell mutants from kernels: a slot, sizes, options, and tiles other
+than the table's.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ GEOMETRY = BlockGeometry(4, 2, 4, 5, 1, 2, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """One call of a slot, forward and backward. Several ``lengths`` are packed documents; ``tiles`` by kernel."""
+    """One call of a slot, forward and backward. Several ``lengths`` are packed documents; ``tiles``
+    by kernel.
+    """
 
     slot: str
     lengths: tuple[int, ...]
@@ -71,7 +75,9 @@ class Tiny:
         """Forward and, where there is one, backward."""
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
-        q, do = (self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv))
+        q, do = (
+            self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv)
+        )
         if self.slot == "combine":
             outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
             inputs = self.random(total, self.heads, 3), *outputs
@@ -86,7 +92,11 @@ class Tiny:
             return
         rows = total
         if self.slot in ("cmp", "select"):
-            rows = self.geometry.max_compressed(total) if self.packed else self.geometry.num_compressed(total)
+            rows = (
+                self.geometry.max_compressed(total)
+                if self.packed
+                else self.geometry.num_compressed(total)
+            )
         k, v = self.random(rows, self.groups, self.dk), self.random(rows, self.groups, self.dv)
         if self.slot == "select":
             self._select(q, k, v, call)
@@ -94,8 +104,12 @@ class Tiny:
             blocks = self._blocks(total)
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # of tokens without a key
-            bytes_of_a_row = 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
-            with mock.patch.object(sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row):
+            bytes_of_a_row = (
+                8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
+            )
+            with mock.patch.object(
+                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row
+            ):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUNDED", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
@@ -105,7 +119,8 @@ class Tiny:
             module.backward(do, q, k, v, apart(o), lse, call=call)
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
-        k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]  # so that the last key decides the last token's choice
+        # so that the last key decides the last token's choice
+        k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]
         if self.ties:
             k[..., torch.arange(k.shape[-3]) != 20, :, :] = 0
         _, lse = cmp.forward(q, k, v, call=call)
@@ -117,7 +132,10 @@ class Tiny:
         """Anything a caller may pass: unsorted, repeated, negative, in the future, out of range."""
         draw, n = random.Random(total), self.geometry.num_selected_blocks
         last = max(self.lengths) // self.geometry.select_block_size + 1
-        values = [draw.choice([-1, -3, 2**29, *range(last), *range(last)]) for _ in range(total * self.groups * n)]
+        values = [
+            draw.choice([-1, -3, 2**29, *range(last), *range(last)])
+            for _ in range(total * self.groups * n)
+        ]
         lead = () if self.packed else (1,)
         blocks = torch.tensor(values, dtype=torch.int32).view(*lead, total, self.groups, n)
         if self.full:
@@ -128,9 +146,13 @@ class Tiny:
         return apart(blocks if self.packed else blocks.expand(self.batch, -1, -1, -1))
 
 
-def _rows(tiles: Mapping[str, Mapping[str, int]]) -> dict[str, list[tuple[dict[str, int], dict[str, int]]]]:
+def _rows(
+    tiles: Mapping[str, Mapping[str, int]],
+) -> dict[str, list[tuple[dict[str, int], dict[str, int]]]]:
     """The interpreter's table with ``tiles`` in it."""
-    return {kernel: [({}, {**rows[0][1], **tiles.get(kernel, {})})] for kernel, rows in TABLE.items()}
+    return {
+        kernel: [({}, {**rows[0][1], **tiles.get(kernel, {})})] for kernel, rows in TABLE.items()
+    }
 
 
 SPANS = ("span_forward", "span_dq", "span_dkdv")
@@ -138,8 +160,10 @@ SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 
 SMALL |= {"span_dq": SMALL["span_forward"]}
 DESCRIBED = {kernel: {**tile, "TMA": 1} for kernel, tile in SMALL.items()}
 WIDE = dataclasses.replace(GEOMETRY, window_size=18)
-MALFORMED = {bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
-             for bounds in ((0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30))}  # fmt: skip
+MALFORMED = {
+    bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
+    for bounds in ((0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30))
+}
 
 SPAN_CASES = {
     "cmp packed": Tiny("cmp", (2, 0, 37), tiles=SMALL),
@@ -148,50 +172,92 @@ SPAN_CASES = {
     "cmp l=2 d=1": Tiny("cmp", (4, 7), geometry=BlockGeometry(2, 1, 4, 5)),
     "cmp described": Tiny("cmp", (21,), batch=2, groups=2, dk=16, dv=32, tiles=DESCRIBED),
     "cmp in thirds": Tiny("cmp", (13,), groups=2, dk=33, dv=33, tiles=SMALL),
-    "win described in thirds": Tiny("win", (9,), batch=2, dk=48, dv=48, geometry=WIDE, tiles=DESCRIBED),
-    "cmp apart": Tiny("cmp", (17,), groups=2, tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}}),
+    "win described in thirds": Tiny(
+        "win", (9,), batch=2, dk=48, dv=48, geometry=WIDE, tiles=DESCRIBED
+    ),
+    "cmp apart": Tiny(
+        "cmp",
+        (17,),
+        groups=2,
+        tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}},
+    ),
     "win apart": Tiny(
-        "win", (9,), dk=16, dv=16, tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "APART": 1}}
+        "win",
+        (9,),
+        dk=16,
+        dv=16,
+        tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "APART": 1}},
     ),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
     "cmp documents": Tiny("starts", (5,) * 2048),
     "win packed": Tiny("win", (2, 0, 37), tiles=SMALL, geometry=WIDE),
     "win dense": Tiny("win", (19,), batch=2, heads=3, groups=2),
-    "win described": Tiny("win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED),
+    "win described": Tiny(
+        "win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED
+    ),
     "win far": Tiny("win", (11,), scale=400.0, tiles=SMALL),
-    "win w=1": Tiny("win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL),
+    "win w=1": Tiny(
+        "win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL
+    ),
 }
 SPAN_CASES |= {
-    f"{s} {bounds}": dataclasses.replace(case, slot=s) for s in ("cmp", "win") for bounds, case in MALFORMED.items()
+    f"{s} {bounds}": dataclasses.replace(case, slot=s)
+    for s in ("cmp", "win")
+    for bounds, case in MALFORMED.items()
 }
 
-# Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are no power of two.
+# Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are
+# no power of two.
 FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
 LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
-PACKS = {"select_forward": {**LARGE["select_forward"], "CHUNKS": 32, "LANES": 2}}  # four scans of eight chunks
+# four scans of eight chunks
+PACKS = {"select_forward": {**LARGE["select_forward"], "CHUNKS": 32, "LANES": 2}}
 RANKED, FREE = BlockGeometry(4, 2, 4, 3, 1, 1), BlockGeometry(4, 2, 4, 3, 0, 0)
 BEST = BlockGeometry(2, 2, 2, 2, 0, 0)
 TAPS = BlockGeometry(6, 1, 6, 4, 0, 0)
-ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}  # [2 taps, 4 blocks, 2 taps, 2 taps, block]
+# [2 taps, 4 blocks, 2 taps, 2 taps, block]
+ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}
 SELECT_CASES = {
     "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
     "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=FREE, tiles=FEW_BYTES),
     "select free": Tiny("select", (34,), heads=1, geometry=BlockGeometry(4, 2, 4, 2, 0, 0)),
-    "select windows": Tiny("select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=LARGE),
-    "select ties": Tiny("select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 12, 1, 1), tiles=LARGE),
-    "select fp32": Tiny(
-        "select", (66,), heads=1, dtype=torch.float32, geometry=BlockGeometry(2, 2, 2, 30, 0, 0), tiles=LARGE
+    "select windows": Tiny(
+        "select", (76,), heads=1, dk=16, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=LARGE
     ),
-    "select a whole window": Tiny("select", (35,), heads=1, geometry=BlockGeometry(2, 2, 2, 16, 0, 0), tiles=LARGE),
-    "select packs": Tiny("select", (100,), heads=1, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=PACKS),
-    "select forced": Tiny("select", (9,), heads=1, geometry=BlockGeometry(2, 2, 2, 2, 1, 1), tiles=LARGE),
-    "select no number": Tiny("select", (9,), heads=1, dtype=torch.float32, geometry=BEST, scale=torch.nan, tiles=LARGE),
+    "select ties": Tiny(
+        "select", (76,), heads=1, ties=True, geometry=BlockGeometry(2, 2, 2, 12, 1, 1), tiles=LARGE
+    ),
+    "select fp32": Tiny(
+        "select",
+        (66,),
+        heads=1,
+        dtype=torch.float32,
+        geometry=BlockGeometry(2, 2, 2, 30, 0, 0),
+        tiles=LARGE,
+    ),
+    "select a whole window": Tiny(
+        "select", (35,), heads=1, geometry=BlockGeometry(2, 2, 2, 16, 0, 0), tiles=LARGE
+    ),
+    "select packs": Tiny(
+        "select", (100,), heads=1, geometry=BlockGeometry(2, 2, 2, 10, 1, 1), tiles=PACKS
+    ),
+    "select forced": Tiny(
+        "select", (9,), heads=1, geometry=BlockGeometry(2, 2, 2, 2, 1, 1), tiles=LARGE
+    ),
+    "select no number": Tiny(
+        "select", (9,), heads=1, dtype=torch.float32, geometry=BEST, scale=torch.nan, tiles=LARGE
+    ),
     "select taps": Tiny("select", (38,), heads=2, geometry=TAPS, tiles=ROWS_OF_TAPS),
-    "select last key": Tiny("select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0), tiles=FEW_BYTES),
-    "select nan": Tiny("select", (44,), geometry=BlockGeometry(4, 2, 8, 3, 0, 0), tiles=ROWS_OF_TAPS, nan_key=6),
+    "select last key": Tiny(
+        "select", (27,), heads=8, geometry=BlockGeometry(4, 2, 6, 3, 0, 0), tiles=FEW_BYTES
+    ),
+    "select nan": Tiny(
+        "select", (44,), geometry=BlockGeometry(4, 2, 8, 3, 0, 0), tiles=ROWS_OF_TAPS, nan_key=6
+    ),
 }
 SELECT_CASES |= {
-    f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED) for bounds, case in MALFORMED.items()
+    f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED)
+    for bounds, case in MALFORMED.items()
 }
 
 ODD = BlockGeometry(4, 1, 5, 3, 1, 1, 5)  # l' = 5: a step of 4 keys and one key
@@ -203,7 +269,11 @@ PIECES = {
     "sel_block_backward": {"KEYS": 4, "ROWS": 8, "SEGMENT": 16, "CHUNK": 3},
     "sel_tile_backward": {"KEYS": 4, "ROWS": 8},
 }
-FIVE = {**PIECES, "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0}, "sel_bucket": {"ROWS": 8, "TILES": 1}}
+FIVE = {
+    **PIECES,
+    "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0},
+    "sel_bucket": {"ROWS": 8, "TILES": 1},
+}
 FIVE["sel_block_backward"] = {"KEYS": 4, "ROWS": 8, "CHUNK": 3}
 SHARED = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 1}}
 TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
@@ -219,40 +289,74 @@ APART["sel_bucket"] = {"ROWS": 2, "TILES": 5}
 PAST = BlockGeometry(4, 2, 16, 4)
 SEL_CASES = {
     "sel described": Tiny(
-        "sel", (38,), batch=2, groups=2, dk=16, dv=32, geometry=PAST, tiles=OF_DESCRIPTORS, deterministic=True
+        "sel",
+        (38,),
+        batch=2,
+        groups=2,
+        dk=16,
+        dv=32,
+        geometry=PAST,
+        tiles=OF_DESCRIPTORS,
+        deterministic=True,
     ),
     "sel in thirds": Tiny("sel", (11,), heads=3, dk=33, dv=33, geometry=ODD, tiles=FIVE),
     "sel turned in thirds": Tiny("sel", (11,), dk=48, dv=33, geometry=EVEN, tiles=TURNED),
-    "sel ordered in thirds": Tiny("sel", (9,), dk=33, dv=33, geometry=EVEN, tiles=SHARED, deterministic=True),
+    "sel ordered in thirds": Tiny(
+        "sel", (9,), dk=33, dv=33, geometry=EVEN, tiles=SHARED, deterministic=True
+    ),
     "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
     "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
-    "sel described parts": Tiny("sel", (70,), heads=1, dk=16, dv=16, geometry=PAST, tiles=IN_PARTS, deterministic=True),
+    "sel described parts": Tiny(
+        "sel", (70,), heads=1, dk=16, dv=16, geometry=PAST, tiles=IN_PARTS, deterministic=True
+    ),
     "sel past": Tiny("sel", (19,), heads=3, tiles=FIVE, deterministic=True),
     "sel pieces": Tiny("sel", (14,), heads=3, geometry=EVEN, tiles=OF_A_HEAD_OR_TWO),
-    "sel two tiles": Tiny("sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}),
-    "sel ordered": Tiny("sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True),
+    "sel two tiles": Tiny(
+        "sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}
+    ),
+    "sel ordered": Tiny(
+        "sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True
+    ),
     "sel ordered packed": Tiny("sel", (2, 0, 26), geometry=ODD, tiles=SHARED, deterministic=True),
     "sel turned": Tiny("sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=TURNED),
     "sel runs": Tiny("sel", (7,), batch=2, run=5, geometry=ODD, tiles=PIECES),
-    "sel 32 tokens": Tiny("sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TOGETHER),
-    "sel one token": Tiny("sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARED, deterministic=True),
-    "sel one block": Tiny("sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED),
-    "sel full": Tiny("sel", (3,), geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=PIECES, full=True),
+    "sel 32 tokens": Tiny(
+        "sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TOGETHER
+    ),
+    "sel one token": Tiny(
+        "sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARED, deterministic=True
+    ),
+    "sel one block": Tiny(
+        "sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED
+    ),
+    "sel full": Tiny(
+        "sel", (3,), geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=PIECES, full=True
+    ),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
     "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
     "sel far apart": Tiny("sel", (30,), heads=1, dv=16, scale=400.0, geometry=PAST, tiles=APART),
     "sel one token of its own": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=PIECES),
     "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
-    "sel malformed": Tiny("sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES),
+    "sel malformed": Tiny(
+        "sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES
+    ),
 }
-COMBINE_CASES = {"combine dense": Tiny("combine", (9,), batch=2), "combine packed": Tiny("combine", (2, 0, 7))}
+COMBINE_CASES = {
+    "combine dense": Tiny("combine", (9,), batch=2),
+    "combine packed": Tiny("combine", (2, 0, 7)),
+}
 
 
 def launches_of(cases: Mapping[str, Tiny]) -> list[Launch]:
-    """Every launch of ``cases`` once, those of fewest operations first: an order that no busy machine changes."""
+    """Every launch of ``cases`` once, those of fewest operations first: an order that no busy
+    machine changes.
+    """
     found: list[Launch] = []
     for label, case in cases.items():
-        with mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)), recorded(label, found):
+        with (
+            mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)),
+            recorded(label, found),
+        ):
             case.calls()
     different = {launch.identity(): launch for launch in found}
     for launch in found:

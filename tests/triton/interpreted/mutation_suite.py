@@ -1,4 +1,5 @@
-"""What is demanded of a group of modules: each mutant of each of their jit functions dies, or is listed as equivalent.
+"""What is demanded of a group of modules: each mutant of each of their jit functions dies, or is
+listed as equivalent.
 
 The ordinary run takes a tenth of them, chosen by each mutant's own name; `nox -s full` takes all.
 """
@@ -17,7 +18,11 @@ from launches import Launch
 from mutation_cases import Tiny, launches_of
 
 FUNCTIONS = sorted(mutation.functions())
-OF_SEL = ("sel_", "delta.")  # how the functions of a group begin; a group is a file, and runs beside the others
+# how the functions of a group begin; a group is a file, and runs beside the others
+OF_SEL = (
+    "sel_",
+    "delta.",
+)
 OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
 OF_DECODE = ("decode_",)
 ONE_IN = 10
@@ -51,13 +56,17 @@ class Mutants:
 
     def test_healthy_kernels_leave_the_same_twice(self) -> None:
         """Without this, a comparison that always differs would kill every mutant."""
-        different = [f"{launch.label}: {launch.name}" for launch in self.launches[:TWICE] if launch.differs()]
+        different = [
+            f"{launch.label}: {launch.name}" for launch in self.launches[:TWICE] if launch.differs()
+        ]
         assert self.launches
         assert not different, different
 
     @pytest.mark.slow
     def test_all_of_them_do(self) -> None:
-        different = [f"{launch.label}: {launch.name}" for launch in self.launches if launch.differs()]
+        different = [
+            f"{launch.label}: {launch.name}" for launch in self.launches if launch.differs()
+        ]
         assert not different, different
 
     def test_a_tenth_of_the_mutants_is_killed(self, tmp_path: Path) -> None:
@@ -70,5 +79,7 @@ class Mutants:
 
     @pytest.mark.slow
     def test_every_mutant_is_killed_but_the_equivalent_ones(self, tmp_path: Path) -> None:
-        wrong = [key for name in self.names for key in mutation.unproved(name, self.launches, tmp_path)]
+        wrong = [
+            key for name in self.names for key in mutation.unproved(name, self.launches, tmp_path)
+        ]
         assert not wrong, wrong

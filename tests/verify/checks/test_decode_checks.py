@@ -1,4 +1,6 @@
-"""The decode checks of `nsa verify`: each finds the one promise that a form breaks, and nothing else."""
+"""The decode checks of `nsa verify`: each finds the one promise that a form breaks, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ BROKEN = {
     "replay": [{"win": "win_that_remembers"}],
     "inputs untouched": [{"win": "win_that_cleans_up"}],
     "dispatch": [{"win": "win_unseen"}],
-    "fused step": [{"step": f"step_of_{fault}"} for fault in ("fewer_blocks", "swapped_gates", "full_padding")],
+    "fused step": [
+        {"step": f"step_of_{fault}"} for fault in ("fewer_blocks", "swapped_gates", "full_padding")
+    ],
     "fused append": [
         {"append": f"append_{fault}"}
         for fault in ("rotated_early", "of_padding", "without_rotary_of_win", "of_swapped_values")
     ],
-    "fused gates": [{"gates": f"gates_{fault}"} for fault in ("without_bias", "of_bf16_sums", "of_other_heads")],
+    "fused gates": [
+        {"gates": f"gates_{fault}"} for fault in ("without_bias", "of_bf16_sums", "of_other_heads")
+    ],
 }
 _FORMS = {"step": "step", "append": "append", "gates": "gates"}
 ALL = {"decode", "decode reads", *(f"decode {check}" for check in CHECKS)}
@@ -60,7 +66,9 @@ def test_a_sound_backend_passes(check):
 
 
 @pytest.mark.parametrize(
-    ("check", "forms"), [(check, forms) for check, broken in BROKEN.items() for forms in broken], ids=str
+    ("check", "forms"),
+    [(check, forms) for check, broken in BROKEN.items() for forms in broken],
+    ids=str,
 )
 def test_a_broken_promise_is_found(check, forms):
     assert False in run(check, **forms)
@@ -70,14 +78,19 @@ def test_all_forms_are_among_the_jobs():
     """A decode form that is wrong everywhere is red in a job of every check's name."""
     names = {job.name for job in suite.jobs("quick", [torch.float32], text=None, phase="decode")}
     assert names == ALL
-    assert not {j.name for j in suite.jobs("full", [torch.float32], text=None, phase="prefill")} & names
+    assert (
+        not {j.name for j in suite.jobs("full", [torch.float32], text=None, phase="prefill")}
+        & names
+    )
     both = suite.jobs("interpreter", [torch.float32], text=None)
     assert {"parity", "decode", "decode fused step"} <= {job.name for job in both}
 
 
 def test_a_combination_without_decode_forms_is_not_applicable():
     slots = {name: dataclasses.replace(slot, decode=None) for name, slot in sdpa().slots.items()}
-    registry = Registry(()).with_backend(dataclasses.replace(sdpa(), name="prefill-only", slots=slots))
+    registry = Registry(()).with_backend(
+        dataclasses.replace(sdpa(), name="prefill-only", slots=slots)
+    )
     job = suite.jobs("quick", [torch.float32], text=None, phase="decode")[0]
     (finding,) = job.run(Subject({}, registry=registry))
     assert finding.ok is None
@@ -87,10 +100,21 @@ def test_a_combination_without_decode_forms_is_not_applicable():
 def test_verify_names_the_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "STEPS", {"quick": lambda: (STEP,)})
     report = tmp_path / "report.json"
-    arguments = ["verify", "--device", "cpu", "--dtype", "float32", "--phase", "decode", "--json", str(report)]
+    arguments = [
+        "verify",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--phase",
+        "decode",
+        "--json",
+        str(report),
+    ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(report.read_text())
     assert found["phase"] == "decode"
-    assert {f["check"] for f in found["findings"]} == ALL - {"decode reads"}  # which takes steps of one token
+    # which takes steps of one token
+    assert {f["check"] for f in found["findings"]} == ALL - {"decode reads"}
     assert any(f["ok"] is None and "no fused step" in f["detail"] for f in found["findings"])

@@ -1,4 +1,6 @@
-"""Decode forms made of sdpa's: fused ones, right and wrong, and a window that breaks one promise each."""
+"""Decode forms made of sdpa's: fused ones, right and wrong, and a window that breaks one promise
+each.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ _calls = itertools.count()
 
 
 def subject(**forms: str) -> Subject:
-    """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones (step=...)."""
+    """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones
+    (step=...).
+    """
     slots = {
-        slot: dataclasses.replace(spec, decode=f"{__name__}:{forms[slot]}") if slot in forms else spec
+        slot: dataclasses.replace(spec, decode=f"{__name__}:{forms[slot]}")
+        if slot in forms
+        else spec
         for slot, spec in sdpa().slots.items()
     }
     fused = {form: f"{__name__}:{name}" for form, name in forms.items() if form in FUSED}
@@ -33,7 +39,9 @@ def step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call: DecodeCall
     blocks = decode.select(q, k_cmp, lse, call=call)
     o_sel, _ = decode.sel(q, k_sel, v_sel, blocks, call=call)
     o_win, _ = decode.win(q, k_win, v_win, call=call)
-    return combine.forward(gates, o_cmp, o_sel, o_win, call=SlotCall(call.geometry, call.scale)), blocks
+    return combine.forward(
+        gates, o_cmp, o_sel, o_win, call=SlotCall(call.geometry, call.scale)
+    ), blocks
 
 
 def step_of_fewer_blocks(*tensors, call: DecodeCall):
@@ -50,18 +58,29 @@ def step_of_full_padding(*tensors, call: DecodeCall):
     return o, blocks.clamp(min=0)
 
 
-def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call: DecodeCall, shift=0, late=0, rotated=(1, 2)):
+def append(
+    q, k, v, raw, sel, win, *, rope, rotate_raw, call: DecodeCall, shift=0, late=0, rotated=(1, 2)
+):
     """All tokens of a step at once."""
-    sequence, row = (torch.arange(q.shape[1]) < (call.lengths - call.starts + late)[:, None]).nonzero().T
+    sequence, row = (
+        (torch.arange(q.shape[1]) < (call.lengths - call.starts + late)[:, None]).nonzero().T
+    )
     token = call.starts.long()[sequence] + row
     angle = token + shift
-    table = None if rope is None else RopeTable(*(x[angle.clamp(max=len(x) - 1)][:, None] for x in rope))
+    table = (
+        None
+        if rope is None
+        else RopeTable(*(x[angle.clamp(max=len(x) - 1)][:, None] for x in rope))
+    )
     turned = rotated if not rotate_raw else (0, *rotated)
     for i, (keys, values) in enumerate((raw, sel, win)):
         key, value = k[i][sequence, row], v[i][sequence, row]
         key = rotate(key, table) if table is not None and i in turned else key
         if i == 1:
-            place = (call.block_table[sequence, token // keys.shape[1]].long(), token % keys.shape[1])
+            place = (
+                call.block_table[sequence, token // keys.shape[1]].long(),
+                token % keys.shape[1],
+            )
         else:
             place = (sequence, token % keys.shape[1])
         keys[place], values[place] = key, value
@@ -88,7 +107,11 @@ def append_of_swapped_values(q, k, v, *stores, **options):
 
 def gates(x, weight, bias, *, call: DecodeCall):
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.nn.functional.linear(*(t.to(kind) for t in (x, weight, bias))).sigmoid().unflatten(-1, (-1, 3))
+    return (
+        torch.nn.functional.linear(*(t.to(kind) for t in (x, weight, bias)))
+        .sigmoid()
+        .unflatten(-1, (-1, 3))
+    )
 
 
 def gates_without_bias(x, weight, bias, *, call: DecodeCall):
@@ -135,7 +158,9 @@ def win_unseen(q, k, v, *, call: DecodeCall):
 
 def _with_window(call: DecodeCall, more: int) -> DecodeCall:
     window = call.geometry.window_size + more
-    return dataclasses.replace(call, geometry=dataclasses.replace(call.geometry, window_size=window))
+    return dataclasses.replace(
+        call, geometry=dataclasses.replace(call.geometry, window_size=window)
+    )
 
 
 def win_one_more(q, k, v, *, call: DecodeCall):
@@ -147,16 +172,30 @@ def win_one_fewer(q, k, v, *, call: DecodeCall):
 
 
 def cmp_one_more(q, k_cmp, v_cmp, *, call: DecodeCall):
-    late = dataclasses.replace(call, starts=call.starts + 4, lengths=call.lengths + 4, max_len=call.max_len + 4)
+    late = dataclasses.replace(
+        call, starts=call.starts + 4, lengths=call.lengths + 4, max_len=call.max_len + 4
+    )
     return decode.cmp(q, k_cmp, v_cmp, call=late)
 
 
 def sel_one_more(q, k, v, blocks, *, call: DecodeCall):
-    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts + 1, lengths=call.lengths + 1))
+    return decode.sel(
+        q,
+        k,
+        v,
+        blocks,
+        call=dataclasses.replace(call, starts=call.starts + 1, lengths=call.lengths + 1),
+    )
 
 
 def sel_one_fewer(q, k, v, blocks, *, call: DecodeCall):
-    return decode.sel(q, k, v, blocks, call=dataclasses.replace(call, starts=call.starts - 1, lengths=call.lengths - 1))
+    return decode.sel(
+        q,
+        k,
+        v,
+        blocks,
+        call=dataclasses.replace(call, starts=call.starts - 1, lengths=call.lengths - 1),
+    )
 
 
 def sel_with_a_key_unread(q, k, v, blocks, *, call: DecodeCall):

@@ -12,7 +12,8 @@ from nsa_core.contract import BackendSpec, import_named
 from nsa_core.dispatch.registry import default_registry
 from nsa_verify.conformance import BackendConformance
 
-Changes = Mapping[str, tuple[str, str]]  # module of the package -> (text that stands there once, what is put there)
+# module of the package -> (text that stands there once, what is put there)
+Changes = Mapping[str, tuple[str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +25,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -
 
 
 @pytest.fixture
-def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BackendConformance]:
-    """The suite, ready to be called, for a backend from the template with ``changes`` made to it."""
+def made(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., BackendConformance]:
+    """The suite, ready to be called, for a backend from the template with ``changes`` made to
+    it.
+    """
 
     def make(name: str, changes: Changes | None = None) -> BackendConformance:
         home = tmp_path / name
@@ -38,7 +43,9 @@ def made(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             file.write_text(text.replace(old, new))
         monkeypatch.syspath_prepend(str(home / "src"))
         spec: BackendSpec = import_named(f"{package.name}.plugin:nsa_register_backends")()
-        suite = type("Suite", (BackendConformance,), {"registry": default_registry().with_backend(spec)})()
+        suite = type(
+            "Suite", (BackendConformance,), {"registry": default_registry().with_backend(spec)}
+        )()
         suite._name, suite._device = name, "cpu"
         return suite
 

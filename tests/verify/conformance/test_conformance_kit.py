@@ -1,4 +1,6 @@
-"""The kit passes a sound backend, finds what is planted in an unsound one, and asks no more than was declared."""
+"""The kit passes a sound backend, finds what is planted in an unsound one, and asks no more than
+was declared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ RED = (pytest.fail.Exception, NSAError)
 
 def job(name: str, case: str) -> suite.Job:
     """One job of the verify checks, by check and case, in fp32."""
-    found = [j for j in suite.jobs("quick", [torch.float32], text=None) if (j.name, j.case.name) == (name, case)]
+    found = [
+        j
+        for j in suite.jobs("quick", [torch.float32], text=None)
+        if (j.name, j.case.name) == (name, case)
+    ]
     assert len(found) == 1
     return found[0]
 
@@ -47,7 +53,11 @@ FAULTS = {
     "window-one-too-wide": ("win", "distance < window", "distance <= window"),
     "sees-the-future": ("win", "(distance >= 0) & ", ""),
     "log2": ("win", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634"),
-    "gradient-twice": ("win", "pullback(do.to(exact_o.dtype))", "pullback(2 * do.to(exact_o.dtype))"),
+    "gradient-twice": (
+        "win",
+        "pullback(do.to(exact_o.dtype))",
+        "pullback(2 * do.to(exact_o.dtype))",
+    ),
 }
 
 
@@ -55,13 +65,21 @@ FAULTS = {
 def test_a_wrong_kernel_is_found_by_probe_truth(made, fault: str) -> None:
     module, *change = FAULTS[fault]
     with pytest.raises(RED, match="win, float32"):
-        made("wrong-" + fault, {module: change}).test_probe_tells_the_truth("win", POINTS["float32"])
+        made("wrong-" + fault, {module: change}).test_probe_tells_the_truth(
+            "win", POINTS["float32"]
+        )
 
 
 STEP_FAULTS = {
-    "step-window-one-too-wide": ("behind < call.geometry.window_size", "behind <= call.geometry.window_size"),
+    "step-window-one-too-wide": (
+        "behind < call.geometry.window_size",
+        "behind <= call.geometry.window_size",
+    ),
     "step-sees-later-rows": ("(behind >= 0) & ", ""),
-    "step-reads-what-nobody-owns": ("(held < 0)[..., None, None]", "(held < -9999)[..., None, None]"),
+    "step-reads-what-nobody-owns": (
+        "(held < 0)[..., None, None]",
+        "(held < -9999)[..., None, None]",
+    ),
     "step-padding": ("(token <= newest)", "(token <= newest + 1)"),
     "step-ring": ("ring, device=q.device)) % ring", "ring, device=q.device)) % (ring + 1)"),
 }
@@ -71,7 +89,9 @@ STEP_FAULTS = {
 def test_a_wrong_decode_form_is_found_by_probe_truth(made, fault: str) -> None:
     wrong = made(fault, {"decode": STEP_FAULTS[fault]})
     with pytest.raises(RED, match="win, step, five rows, pages"):
-        wrong.test_probe_tells_the_truth_of_decode("win", next(s for s in STEPS if s.label == "step, five rows, pages"))
+        wrong.test_probe_tells_the_truth_of_decode(
+            "win", next(s for s in STEPS if s.label == "step, five rows, pages")
+        )
 
 
 def test_every_slot_of_a_backend_can_be_held_to_its_decode_forms() -> None:
@@ -102,7 +122,10 @@ def test_documents_that_see_each_other_are_found_by_the_packed_point(made) -> No
 
 def test_a_probe_that_promises_too_much_is_found(made) -> None:
     refuses = "if q.dtype == torch.float64:\n            raise TypeError('no float64')\n        "
-    wrong = made("promises", {"win": ("o, lse = attend(q, k, v, call)", refuses + "o, lse = attend(q, k, v, call)")})
+    wrong = made(
+        "promises",
+        {"win": ("o, lse = attend(q, k, v, call)", refuses + "o, lse = attend(q, k, v, call)")},
+    )
     with pytest.raises(RED, match="no float64"):
         wrong.test_probe_tells_the_truth("win", POINTS["float64"])
 
@@ -146,7 +169,13 @@ def test_an_unsound_kernel_is_found_by_its_check(made, check: str) -> None:
 
 def test_a_kernel_that_writes_to_its_inputs_is_found_by_verify(made) -> None:
     wrong = made(
-        "writes", {"win": ("o, lse = attend(q, k, v, call)", "o, lse = attend(q, k, v, call)\n        v.mul_(2)")}
+        "writes",
+        {
+            "win": (
+                "o, lse = attend(q, k, v, call)",
+                "o, lse = attend(q, k, v, call)\n        v.mul_(2)",
+            )
+        },
     )
     with pytest.raises(RED, match="inputs untouched"):
         wrong.test_verify(job("inputs untouched", "S=2w"))
@@ -169,7 +198,8 @@ def test_forward_only_is_judged_forward_only(made) -> None:
 
 def test_what_the_probe_refuses_is_skipped_with_its_reason(made) -> None:
     refuse = (
-        "if request.dtype == 'float16':\n        reasons.append(Reason('fp16', 'takes no fp16'))\n    return reasons"
+        "if request.dtype == 'float16':\n        reasons.append(Reason('fp16', 'takes no fp16'))\n "
+        "   return reasons"
     )
     picky = made("picky", {"probe": ("return reasons", refuse)})
     picky.test_probe_tells_the_truth("win", POINTS["float32"])
@@ -196,8 +226,12 @@ def test_the_grid_has_every_edge() -> None:
     assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
 
 
-def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_choose(monkeypatch) -> None:
-    """With as many blocks forced as are asked for, or no more of them than that, any scores would do."""
+def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_choose(
+    monkeypatch,
+) -> None:
+    """With as many blocks forced as are asked for, or no more of them than that, any scores would
+    do.
+    """
     select = pytest.importorskip("nsa_backend_sdpa.select")
     monkeypatch.setattr(select, "head_sums", lambda scores: torch.zeros_like(scores[..., 0, :]))
     subject = SlotUnderTest(default_registry().get("sdpa"), "select")
@@ -210,7 +244,12 @@ def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_ch
 
     few = {f"S={length}" for length in (0, 1, 7, 8, 11, 12, 24, 25)} | {"B=0", "packed, no token"}
     assert {point.label for point in GRID if passes(point)} == few | {"n*l'>S", "real block sizes"}
-    assert {case.name for case in quick_cases() if passes(Point(case.name, case))} == {"S=w", "S=2w", "S=1", "S<l"}
+    assert {case.name for case in quick_cases() if passes(Point(case.name, case))} == {
+        "S=w",
+        "S=2w",
+        "S=1",
+        "S<l",
+    }
 
 
 def test_a_kernel_whose_bits_change_is_found_where_it_declares_that_they_do_not(made) -> None:

@@ -28,15 +28,25 @@ DECODE_MUTANTS = (
         "torch.arange(ring, device=q.device)) % ring",
         "torch.arange(ring, device=q.device)) % call.geometry.window_size",
     ),
-    _mutant("newest token one too far", "newest = call.lengths.long()[:, None] - 1", "newest = call.lengths[:, None]"),
+    _mutant(
+        "newest token one too far",
+        "newest = call.lengths.long()[:, None] - 1",
+        "newest = call.lengths[:, None]",
+    ),
     _mutant(
         "every group reads the first",
         "* groups + group)",
         "* groups + group * 0)",
     ),
     # what is seen
-    _mutant("window one token long", "(token <= last - call.geometry", "(token < last - call.geometry"),
-    _mutant("window one token short", "(token <= last - call.geometry", "(token <= last + 1 - call.geometry"),
+    _mutant(
+        "window one token long", "(token <= last - call.geometry", "(token < last - call.geometry"
+    ),
+    _mutant(
+        "window one token short",
+        "(token <= last - call.geometry",
+        "(token <= last + 1 - call.geometry",
+    ),
     _mutant(
         "window sees the step's later tokens",
         "(token > last) | (token <=",
@@ -49,9 +59,17 @@ DECODE_MUTANTS = (
         "owned = ends <= call.lengths[:, None]",
         "owned = ends - call.geometry.compress_stride <= call.lengths[:, None]",
     ),
-    _mutant("select scores a block that is not visible", "(ends > last[..., None])", "(ends > last[..., None] + 4)"),
+    _mutant(
+        "select scores a block that is not visible",
+        "(ends > last[..., None])",
+        "(ends > last[..., None] + 4)",
+    ),
     _mutant("sel forgets the last block", 'rounding_mode="floor"))', 'rounding_mode="floor") - 1)'),
-    _mutant("sel not cut at its token", "(here - number * size).clamp_", "(here - number * size + 1).clamp_"),
+    _mutant(
+        "sel not cut at its token",
+        "(here - number * size).clamp_",
+        "(here - number * size + 1).clamp_",
+    ),
     # the step
     _mutant("padding is a token", "position >= call.lengths[:, None]", "position >= call.max_len"),
     _mutant(

@@ -1,4 +1,6 @@
-"""The seeded faults: each is one that an NSA implementation has had, or that a careless edit would make."""
+"""The seeded faults: each is one that an NSA implementation has had, or that a careless edit would
+make.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ MUTANTS = (
         "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size - 1",
         "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size",
     ),
-    Mutant("cmp rows that see nothing are not zero", _CMP, "    out[:, :skip] = 0", "    out[:, :skip] = 1e-20"),
+    Mutant(
+        "cmp rows that see nothing are not zero",
+        _CMP,
+        "    out[:, :skip] = 0",
+        "    out[:, :skip] = 1e-20",
+    ),
     Mutant(
         "cmp heads interleaved over the groups",
         _CMP,
@@ -33,7 +40,8 @@ MUTANTS = (
         "scale of the padded width when V is wider",
         _ATEN,
         "_ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=scale)",
-        "_ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=width**-0.5)",
+        "_ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True,"
+        " scale=width**-0.5)",
     ),
     # win
     Mutant(
@@ -94,7 +102,10 @@ MUTANTS = (
         "(block > current - geometry.local_blocks + 1)",
     ),
     Mutant(
-        "select drops the first block", _SELECT, "(block < geometry.init_blocks)", "(block < geometry.init_blocks - 1)"
+        "select drops the first block",
+        _SELECT,
+        "(block < geometry.init_blocks)",
+        "(block < geometry.init_blocks - 1)",
     ),
     Mutant(
         "select scores what is not visible yet",
@@ -102,9 +113,17 @@ MUTANTS = (
         "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
         "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
     ),
-    Mutant("select reads Eq. 9 0-based", _SELECT, "p[..., tap - first :: every]", "p[..., tap - first + 1 :: every]"),
     Mutant(
-        "select without the group sum", _SELECT, "for head in range(1, scores.shape[-2]):", "for head in range(1, 1):"
+        "select reads Eq. 9 0-based",
+        _SELECT,
+        "p[..., tap - first :: every]",
+        "p[..., tap - first + 1 :: every]",
+    ),
+    Mutant(
+        "select without the group sum",
+        _SELECT,
+        "for head in range(1, scores.shape[-2]):",
+        "for head in range(1, 1):",
     ),
     Mutant(
         "select gives ties to the higher index",
@@ -113,7 +132,10 @@ MUTANTS = (
         "(count - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices)[..., :n]",
     ),
     Mutant(
-        "select weighs every overlap alike", _SELECT, "total.add_(overlapping, alpha=weight)", "total.add_(overlapping)"
+        "select weighs every overlap alike",
+        _SELECT,
+        "total.add_(overlapping, alpha=weight)",
+        "total.add_(overlapping)",
     ),
     Mutant(
         "select forgets where a document starts",
@@ -175,7 +197,10 @@ MUTANTS = (
         "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
     ),
     Mutant(
-        "layer swaps the keys of sel and win", "nsa_core.layer.module", "(None, ks[0], ks[-1])", "(None, ks[-1], ks[0])"
+        "layer swaps the keys of sel and win",
+        "nsa_core.layer.module",
+        "(None, ks[0], ks[-1])",
+        "(None, ks[-1], ks[0])",
     ),
     Mutant(
         "compressed keys rotated at i*l",

@@ -1,4 +1,6 @@
-"""Put one fault into a copy of a backend, or into a module of nsa_core, and let the checks of `nsa verify` find it."""
+"""Put one fault into a copy of a backend, or into a module of nsa_core, and let the checks of `nsa
+verify` find it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ class Mutant:
         """The module's source with the fault in it."""
         text = Path(importlib.import_module(self.module).__file__ or "").read_text()
         count = text.count(self.old)
-        assert count == 1, f"{self.name}: {self.old!r} stands {count} times in {self.module}, expected once"
+        assert count == 1, (
+            f"{self.name}: {self.old!r} stands {count} times in {self.module}, expected once"
+        )
         return text.replace(self.old, self.new)
 
 
 def first_red(subject: Subject, phase: str = "both") -> Finding | None:
-    """The first failing finding of the phase's quick checks without text, in fp32; None when all are green."""
+    """The first failing finding of the phase's quick checks without text, in fp32; None when all
+    are green.
+    """
     todo = suite.jobs("quick", [torch.float32], text=None, phase=phase)
     for _, findings in suite.run(subject, todo, stop_at_first=True):
         for finding in findings:
@@ -71,7 +77,9 @@ def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
         importlib.invalidate_caches()
         plugin = importlib.import_module(f"{name}.plugin")
         for file in copy.rglob("*.py"):
-            importlib.import_module(".".join(file.relative_to(scratch).with_suffix("").parts).removesuffix(".__init__"))
+            importlib.import_module(
+                ".".join(file.relative_to(scratch).with_suffix("").parts).removesuffix(".__init__")
+            )
     finally:
         sys.path.remove(str(scratch))
     spec = plugin.nsa_register_backends()
@@ -83,7 +91,9 @@ def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
 
 @contextlib.contextmanager
 def _faulty_module(mutant: Mutant) -> Iterator[None]:
-    """Every reference in nsa_core to an object of the module points at the faulty version inside the block."""
+    """Every reference in nsa_core to an object of the module points at the faulty version inside
+    the block.
+    """
     module = importlib.import_module(mutant.module)
     faulty = ModuleType(mutant.module)
     faulty.__dict__.update(__file__=module.__file__, __package__=module.__package__)
@@ -99,7 +109,9 @@ def _faulty_module(mutant: Mutant) -> Iterator[None]:
         if getattr(old, "__module__", None) == mutant.module and hasattr(faulty, name)
     }
     undo: list[tuple[ModuleType, str, object]] = []
-    for other in [m for n, m in list(sys.modules.items()) if n.startswith("nsa_core") and m is not None]:
+    for other in [
+        m for n, m in list(sys.modules.items()) if n.startswith("nsa_core") and m is not None
+    ]:
         for name, value in list(vars(other).items()):
             if id(value) in pairs:
                 undo.append((other, name, value))

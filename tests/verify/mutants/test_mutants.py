@@ -1,4 +1,6 @@
-"""Every seeded fault is found by the checks of `nsa verify`; the healthy backend passes the same checks."""
+"""Every seeded fault is found by the checks of `nsa verify`; the healthy backend passes the same
+checks.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,24 @@ def test_there_are_at_least_20_different_faults() -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    # Of the decode forms' faults every third is planted in the ordinary run, and all in the slow one.
+    # Of the decode forms' faults every third is planted in the ordinary run, and all in the slow
+    # one.
     [
         *MUTANTS,
-        *(m if i % 3 == 0 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(DECODE_MUTANTS)),
+        *(
+            m if i % 3 == 0 else pytest.param(m, marks=pytest.mark.slow)
+            for i, m in enumerate(DECODE_MUTANTS)
+        ),
     ],
     ids=lambda m: m.name,
 )
-def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_mutant_is_killed(
+    mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     finding = verdict_on(mutant, tmp_path)
     record_property("mutant", mutant.name)
     record_property(
-        "killed_by", f"{finding.check} {finding.slot} on {finding.case}: {finding.quantity}" if finding else ""
+        "killed_by",
+        f"{finding.check} {finding.slot} on {finding.case}: {finding.quantity}" if finding else "",
     )
     assert finding, f"{mutant.name} survives: {mutant.old!r} -> {mutant.new!r} in {mutant.module}"

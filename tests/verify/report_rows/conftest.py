@@ -18,7 +18,9 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture
 def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On the CPU the slots of fa2 run over a stand-in, returned; on a GPU over the library installed there."""
+    """On the CPU the slots of fa2 run over a stand-in, returned; on a GPU over the library
+    installed there.
+    """
     from fa2_standin import Library, make
     from nsa_backend_fa2 import providers
 

@@ -1,7 +1,8 @@
 """The 52 cases of the reports' selection test: 5 patterns twice, 5 edges, 36 shapes, 1 large.
 
-There, ranges were compared with ranges made by an older form of the same code. Here a case says which blocks a token
-is given, or leaves the choice to the backend's own `select`; what is compared is the keys that `sel` then reads.
+There, ranges were compared with ranges made by an older form of the same code. Here a case says
+which blocks a token is given, or leaves the choice to the backend's own `select`; what is compared
+is the keys that `sel` then reads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Row01:
         tokens = self.tokens(block)
         lead, last = (self.batch, tokens, self.groups), tokens // block
         if self.name == "random":
-            return torch.randint(0, last + 1, (*lead, 4), generator=torch.Generator().manual_seed(1)).int()
+            return torch.randint(
+                0, last + 1, (*lead, 4), generator=torch.Generator().manual_seed(1)
+            ).int()
         rows = {
             "sequential": [0, 1, 2, 3],
             "duplicates": [1, 1, 2, 2],
@@ -57,13 +60,20 @@ class Row01:
             "repeated": [5, 5, 5, 5],
             "clamped": [last, last + 1, 2**31 - 1],  # cut at t, past the end, far past it
         }
-        return torch.tensor(rows[self.name], dtype=torch.int32).expand(*lead, -1) if self.name in rows else None
+        return (
+            torch.tensor(rows[self.name], dtype=torch.int32).expand(*lead, -1)
+            if self.name in rows
+            else None
+        )
 
 
 CASES = (
     *(Row01(name, device=device) for device in ("cpu", "cuda") for name in PATTERNS),
     *(Row01(name) for name in EDGES),
-    *(Row01("shape", b, s, g) for b, s, g in itertools.product((1, 2, 4), (1, 8, 16, 32), (1, 2, 4))),
+    *(
+        Row01("shape", b, s, g)
+        for b, s, g in itertools.product((1, 2, 4), (1, 8, 16, 32), (1, 2, 4))
+    ),
     Row01("large", 2, 256, 4),
 )
 
@@ -75,8 +85,12 @@ def case_id(case: Row01) -> str:
     return f"{case.name}-{case.device}" if case.name in PATTERNS else case.name
 
 
-def choose(backend: str, case: Row01, geometry: BlockGeometry, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """The backend's own blocks for random queries; the index sets must be the oracle's, bit for bit."""
+def choose(
+    backend: str, case: Row01, geometry: BlockGeometry, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """The backend's own blocks for random queries; the index sets must be the oracle's, bit for
+    bit.
+    """
     tokens, heads, width = case.tokens(geometry.select_block_size), 2, 16
     generator = torch.Generator().manual_seed(case.groups)
     n_c = geometry.num_compressed(tokens)
@@ -100,21 +114,32 @@ def check(
     device: str = "cpu",
     fault: Callable[[Any], Any] = lambda kernel: kernel,
 ) -> None:
-    """``selector`` chooses where the case leaves it to a backend, ``backend`` reads what was chosen.
+    """``selector`` chooses where the case leaves it to a backend, ``backend`` reads what was
+    chosen.
 
-    The keys read are the union of the blocks, each once, none after t; as ranges they are disjoint and ascending.
+    The keys read are the union of the blocks, each once, none after t; as ranges they are disjoint
+    and ascending.
     """
     geometry, tokens = case.geometry(block), case.tokens(block)
     given = case.blocks(block)
     blocks = choose(selector, case, geometry, torch.float32, device) if given is None else given
     read = keys_read(
-        fault(slot_kernel(backend, "sel", geometry)), (case.batch, tokens, case.groups, 2), tokens, blocks,
-        dtype=dtype, device=device,
-    )  # fmt: skip
+        fault(slot_kernel(backend, "sel", geometry)),
+        (case.batch, tokens, case.groups, 2),
+        tokens,
+        blocks,
+        dtype=dtype,
+        device=device,
+    )
     chosen = blocks.tolist()
     for b, t, g in itertools.product(range(case.batch), range(tokens), range(case.groups)):
         mine = {j for j in chosen[b][t][g] if j >= 0}
-        keys = sorted(key for j in mine if j * block <= t for key in range(j * block, min((j + 1) * block, t + 1)))
+        keys = sorted(
+            key
+            for j in mine
+            if j * block <= t
+            for key in range(j * block, min((j + 1) * block, t + 1))
+        )
         assert read[b][t][g] == keys, (case_id(case), b, t, g)
         runs = ranges(read[b][t][g])
         assert all(0 <= first < past <= t + 1 for first, past in runs)

@@ -1,4 +1,6 @@
-"""The 7 cases of the reports' sliding-window test, more of their kind, and the judgement that replaces finiteness."""
+"""The 7 cases of the reports' sliding-window test, more of their kind, and the judgement that
+replaces finiteness.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,51 @@ from observed import slot_kernel
 
 SMALL = BlockGeometry(8, 4, 8, 4, window_size=1)
 # dtype, B, S, w. The reports' 7: fp32 and fp16 by three windows, and one batched prefill.
-CASES = [(dtype, 1, 8, w) for dtype in ("float32", "float16") for w in (1, 4, 8)] + [("float32", 4, 32, 8)]
+CASES = [(dtype, 1, 8, w) for dtype in ("float32", "float16") for w in (1, 4, 8)] + [
+    ("float32", 4, 32, 8)
+]
 CASES += [("bfloat16", 1, 8, w) for w in (1, 4, 8)]
-CASES += [(dtype, 2, s, w) for dtype in ("float32", "float16", "bfloat16") for s, w in ((8, 20), (1, 1), (1, 7))]
+CASES += [
+    (dtype, 2, s, w)
+    for dtype in ("float32", "float16", "bfloat16")
+    for s, w in ((8, 20), (1, 1), (1, 7))
+]
 
 
 def judge_window(
-    backend: str, dtype: str, batch: int, length: int, window: int, device: str = "cpu", fault: int = 0
+    backend: str,
+    dtype: str,
+    batch: int,
+    length: int,
+    window: int,
+    device: str = "cpu",
+    fault: int = 0,
 ) -> None:
     """Forward and backward of `win` on random numbers: finite, and within budget of the oracle.
 
     ``fault``: the kernel's window is so many keys too long.
     """
-    geometry, generator = dataclasses.replace(SMALL, window_size=window), torch.Generator().manual_seed(window)
-    kernel = slot_kernel(backend, "win", dataclasses.replace(geometry, window_size=window + fault), 0.25)
+    geometry, generator = (
+        dataclasses.replace(SMALL, window_size=window),
+        torch.Generator().manual_seed(window),
+    )
+    kernel = slot_kernel(
+        backend, "win", dataclasses.replace(geometry, window_size=window + fault), 0.25
+    )
 
     def normal(heads: int) -> torch.Tensor:
-        return torch.randn(batch, length, heads, 16, generator=generator).to(device, getattr(torch, dtype))
+        return torch.randn(batch, length, heads, 16, generator=generator).to(
+            device, getattr(torch, dtype)
+        )
 
     inputs = {"q": normal(4), "k": normal(2), "v": normal(2)}
     leaves, do = [x.clone().requires_grad_() for x in inputs.values()], normal(4)
     o, lse = kernel(*leaves)
-    outputs = {"o": o.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do)))}
+    outputs = {
+        "o": o.detach(),
+        "lse": lse,
+        **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do))),
+    }
     for name, tensor in outputs.items():
         assert torch.isfinite(tensor).all(), name
     for name, verdict in judge_slot("win", inputs, outputs, geometry, 0.25, do=do).items():

@@ -1,4 +1,6 @@
-"""Six invariants of NSA, each a check of kernels that raises AssertionError, and faults that each must find."""
+"""Six invariants of NSA, each a check of kernels that raises AssertionError, and faults that each
+must find.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ class Kernels:
 
 def kernels_of(backend: str, device: str = "cpu", geometry: BlockGeometry = GEOMETRY) -> Kernels:
     """The slots of ``backend`` at scale 1; those that fa2 does not offer are sdpa's."""
-    owner = {slot: "sdpa" if (backend, slot) == ("fa2", "select") else backend for slot in ("cmp", "select", "sel")}
-    made = {slot: slot_kernel(name, slot, geometry) for slot, name in {**owner, "win": backend}.items()}
+    owner = {
+        slot: "sdpa" if (backend, slot) == ("fa2", "select") else backend
+        for slot in ("cmp", "select", "sel")
+    }
+    made = {
+        slot: slot_kernel(name, slot, geometry) for slot, name in {**owner, "win": backend}.items()
+    }
     dtype = torch.float16 if (backend, device) == ("fa2", "cuda") else torch.float32
     return Kernels(**made, device=device, dtype=dtype)
 
@@ -58,11 +65,17 @@ def _random_blocks(kernels: Kernels, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(length)
     batch, groups, heads = SHAPE
     q = torch.randn(batch, length, groups * heads, 16, generator=generator)
-    return _chosen(kernels, q, torch.randn(batch, GEOMETRY.num_compressed(length), groups, 16, generator=generator))
+    return _chosen(
+        kernels,
+        q,
+        torch.randn(batch, GEOMETRY.num_compressed(length), groups, 16, generator=generator),
+    )
 
 
 def inv_1(kernels: Kernels) -> None:
-    """Masks: cmp sees blocks whose last token is at t or before, win the last w tokens, sel its blocks up to t."""
+    """Masks: cmp sees blocks whose last token is at t or before, win the last w tokens, sel its
+    blocks up to t.
+    """
     for length in LENGTHS:
         blocks = _random_blocks(kernels, length)
         seen = {"cmp": _read(kernels, "cmp", length), "win": _read(kernels, "win", length)}
@@ -70,13 +83,20 @@ def inv_1(kernels: Kernels) -> None:
         for t in range(length):
             for g in range(SHAPE[1]):
                 assert seen["cmp"][t][g] == [i for i in range(length) if 4 * i + 7 <= t], ("cmp", t)
-                assert seen["win"][t][g] == [j for j in range(length) if t - 24 < j <= t], ("win", t)
+                assert seen["win"][t][g] == [j for j in range(length) if t - 24 < j <= t], (
+                    "win",
+                    t,
+                )
                 mine = blocks[0, t, g].tolist()
-                assert seen["sel"][t][g] == [j for j in range(length) if j // 16 in mine and j <= t], ("sel", t)
+                assert seen["sel"][t][g] == [
+                    j for j in range(length) if j // 16 in mine and j <= t
+                ], ("sel", t)
 
 
 def _pointed(kernels: Kernels, logits: dict[int, float], free: int = 1) -> list[int]:
-    """The ``free`` blocks that the last of 208 tokens takes beside block 0 and the last two, cmp logits given."""
+    """The ``free`` blocks that the last of 208 tokens takes beside block 0 and the last two, cmp
+    logits given.
+    """
     length, width = 208, 16
     k_cmp = torch.zeros(1, GEOMETRY.num_compressed(length), 1, width)
     k_cmp[..., 0] = -200.0  # p is exactly 0 there, so that equal scores are equal bits
@@ -97,18 +117,30 @@ def inv_2(kernels: Kernels) -> None:
 
 
 def inv_3(kernels: Kernels) -> None:
-    """Eq. 9, weight: a compressed token on an edge gives each side half of what one inside gives."""
+    """Eq. 9, weight: a compressed token on an edge gives each side half of what one inside
+    gives.
+    """
     edge, inside = 4 * 4 - 1, 4 * 7 + 1  # on the edge of blocks 3 and 4; inside block 7
     assert _pointed(kernels, {edge: 12.0, inside: 11.5}) == [7]  # 1 * e^12 < 2 * e^11.5
-    assert _pointed(kernels, {edge: 12.0, inside: 11.0}) == [3]  # 1 * e^12 > 2 * e^11, and 3 before 4
+    # 1 * e^12 > 2 * e^11, and 3 before 4
+    assert _pointed(kernels, {edge: 12.0, inside: 11.0}) == [3]
 
 
 def inv_4(kernels: Kernels) -> None:
     """Guards: what does not divide is refused by name, with both numbers."""
     for bad, named in (
-        (lambda: BlockGeometry(32, 12, 64, 16), "compress_stride must divide compress_block_size, got 12 and 32"),
-        (lambda: BlockGeometry(32, 32, 48, 16), "compress_stride must divide select_block_size, got 32 and 48"),
-        (lambda: NSAConfig(dim=52, n_heads=13, n_kv_heads=4), "13 query heads do not divide over 4"),
+        (
+            lambda: BlockGeometry(32, 12, 64, 16),
+            "compress_stride must divide compress_block_size, got 12 and 32",
+        ),
+        (
+            lambda: BlockGeometry(32, 32, 48, 16),
+            "compress_stride must divide select_block_size, got 32 and 48",
+        ),
+        (
+            lambda: NSAConfig(dim=52, n_heads=13, n_kv_heads=4),
+            "13 query heads do not divide over 4",
+        ),
     ):
         try:
             bad()
@@ -119,34 +151,52 @@ def inv_4(kernels: Kernels) -> None:
 
 
 def inv_5(kernels: Kernels) -> None:
-    """Short sequences: with every block chosen, and S <= w, sel and win are both plain causal attention."""
+    """Short sequences: with every block chosen, and S <= w, sel and win are both plain causal
+    attention.
+    """
     batch, groups, heads = SHAPE
     for length in (1, 7, 24):
         generator = torch.Generator().manual_seed(length)
         sizes = {"q": groups * heads, "k": groups, "v": groups}
         inputs = {
-            n: torch.randn(batch, length, h, 16, generator=generator).to(kernels.device, kernels.dtype)
+            n: (
+                torch.randn(batch, length, h, 16, generator=generator).to(
+                    kernels.device, kernels.dtype
+                )
+            )
             for n, h in sizes.items()
         }
-        blocks = torch.arange(4, dtype=torch.int32, device=kernels.device).expand(batch, length, groups, -1)
+        blocks = torch.arange(4, dtype=torch.int32, device=kernels.device).expand(
+            batch, length, groups, -1
+        )
         for o, lse in (kernels.win(*inputs.values()), kernels.sel(*inputs.values(), blocks)):
             verdicts = judge_slot("win", inputs, {"o": o, "lse": lse}, GEOMETRY, 1.0)
             assert all(v.ok for v in verdicts.values()), {n: v.why for n, v in verdicts.items()}
 
 
 def inv_6(kernels: Kernels) -> None:
-    """Counters: the last token reads max(0, floor((S-l)/d) + 1) + |chosen blocks cut at t| + min(w, S) keys."""
+    """Counters: the last token reads max(0, floor((S-l)/d) + 1) + |chosen blocks cut at t| + min(w,
+    S) keys.
+    """
     for length in LENGTHS:
         blocks, t = _random_blocks(kernels, length), length - 1
         for g in range(SHAPE[1]):
             mine = [j for j in blocks[0, t, g].tolist() if j >= 0]
-            predicted = max(0, (length - 8) // 4 + 1) + sum(min(16, length - 16 * j) for j in mine) + min(24, length)
-            read = [_read(kernels, slot, length) for slot in ("cmp", "win")] + [_read(kernels, "sel", length, blocks)]
+            predicted = (
+                max(0, (length - 8) // 4 + 1)
+                + sum(min(16, length - 16 * j) for j in mine)
+                + min(24, length)
+            )
+            read = [_read(kernels, slot, length) for slot in ("cmp", "win")] + [
+                _read(kernels, "sel", length, blocks)
+            ]
             assert sum(len(branch[t][g]) for branch in read) == predicted, (length, g)
 
 
 _ALL = (inv_1, inv_2, inv_3, inv_4, inv_5, inv_6)
-INVARIANTS: dict[str, Callable[[Kernels], None]] = {f"INV-{i}": check for i, check in enumerate(_ALL, 1)}
+INVARIANTS: dict[str, Callable[[Kernels], None]] = {
+    f"INV-{i}": check for i, check in enumerate(_ALL, 1)
+}
 
 
 def _next_token(kernel: Any) -> Any:
@@ -160,8 +210,12 @@ def _whole_weights(kernels: Kernels) -> Any:
     return lambda q, k, lse: plain(q, torch.nn.functional.pad(k, (0, 0, 0, 0, 0, 1)), lse)
 
 
-def _first_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the reports' reference computed: a causal mask aligned top-left lets one query see the first key alone."""
+def _first_value(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the reports' reference computed: a causal mask aligned top-left lets one query see the
+    first key alone.
+    """
     heads = q.shape[2] // k.shape[2]
     o = v[:, :1].repeat_interleave(heads, 2).expand(-1, q.shape[1], -1, -1)
     return o, (q * k[:, :1].repeat_interleave(heads, 2)).sum(-1).transpose(1, 2)
@@ -173,9 +227,14 @@ FAULTS: dict[str, dict[str, Callable[[Kernels], Any]]] = {
         "win": lambda k: slot_kernel("sdpa", "win", dataclasses.replace(GEOMETRY, window_size=25)),
         "sel": lambda k: _next_token(k.sel),
     },
-    "INV-2": {"select": lambda k: lambda q, k_cmp, lse: k.select(q, k_cmp.roll(3, 1), lse)},  # Eq. 9 read from 0
+    "INV-2": {
+        "select": lambda k: lambda q, k_cmp, lse: k.select(q, k_cmp.roll(3, 1), lse)
+    },  # Eq. 9 read from 0
     "INV-3": {"select": _whole_weights},
-    "INV-5": {"win": lambda k: _first_value, "sel": lambda k: lambda q, k, v, blocks: _first_value(q, k, v)},
+    "INV-5": {
+        "win": lambda k: _first_value,
+        "sel": lambda k: lambda q, k, v, blocks: _first_value(q, k, v),
+    },
     "INV-6": {
         "win": lambda k: slot_kernel("sdpa", "win", dataclasses.replace(GEOMETRY, window_size=23)),
         "cmp": lambda k: _next_token(k.cmp),

@@ -1,4 +1,6 @@
-"""Group consistency: the heads of a group share one set of blocks, and the set does not depend on anybody else."""
+"""Group consistency: the heads of a group share one set of blocks, and the set does not depend on
+anybody else.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,20 @@ GEOMETRY = BlockGeometry(8, 4, 16, 4, 1, 1, 16)
 
 
 def group_sets_agree(
-    backend: str, device: str = "cpu", length: int = 141, fault: Callable[[Any], Any] = lambda select: select
+    backend: str,
+    device: str = "cpu",
+    length: int = 141,
+    fault: Callable[[Any], Any] = lambda select: select,
 ) -> None:
-    """Blocks of a group and batch entry, bit for bit: alone, among others, groups permuted, and again."""
+    """Blocks of a group and batch entry, bit for bit: alone, among others, groups permuted, and
+    again.
+    """
     generator = torch.Generator().manual_seed(0)
     groups, heads, width, batch = 3, 2, 16, 2
     q = torch.randn(batch, length, groups, heads, width, generator=generator).to(device)
-    k_cmp = torch.randn(batch, GEOMETRY.num_compressed(length), groups, width, generator=generator).to(device)
+    k_cmp = torch.randn(
+        batch, GEOMETRY.num_compressed(length), groups, width, generator=generator
+    ).to(device)
     cmp, select = (slot_kernel(backend, slot, GEOMETRY, 0.25) for slot in ("cmp", "select"))
     select = fault(select)
 

@@ -1,9 +1,9 @@
 """Four numbers that reports on another implementation called numerical differences or limitations.
 
-Each was a comparison with a reference that ran one query against L keys with ``is_causal=True``. PyTorch aligns that
-mask top-left (query 0 sees key 0 alone), so the reference returned the V of the first key. These tests build each
-comparison, show that the number is the distance to V[first], and that the slot under test is within its budget of the
-float64 oracle on the same tensors.
+Each was a comparison with a reference that ran one query against L keys with ``is_causal=True``.
+PyTorch aligns that mask top-left (query 0 sees key 0 alone), so the reference returned the V of the
+first key. These tests build each comparison, show that the number is the distance to V[first], and
+that the slot under test is within its budget of the float64 oracle on the same tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def top_left_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What the old reference computed for one query [h, D] against keys [L, D]: PyTorch's causal mask with Lq = 1."""
-    mask = torch.ones(1, len(k), dtype=torch.bool, device=q.device).tril()  # top-left aligned: key 0 alone
+    """What the old reference computed for one query [h, D] against keys [L, D]: PyTorch's causal
+    mask with Lq = 1.
+    """
+    mask = torch.ones(
+        1, len(k), dtype=torch.bool, device=q.device
+    ).tril()  # top-left aligned: key 0 alone
     heads = len(q)
     out = torch.nn.functional.scaled_dot_product_attention(
         q[None, :, None], k.expand(1, heads, -1, -1), v.expand(1, heads, -1, -1), attn_mask=mask
@@ -40,7 +44,9 @@ def test_sdpa_causal_mask_with_one_query_returns_the_first_value() -> None:
 
 
 def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
-    """The reports' selection case: B=2 S=6 G=1 h=2 D=32, 16 keys, query t on keys t-span+1 .. t, fp32."""
+    """The reports' selection case: B=2 S=6 G=1 h=2 D=32, 16 keys, query t on keys t-span+1 .. t,
+    fp32.
+    """
     torch.manual_seed(seed)
     q = torch.randn(2, 6, 1, 2, 32, device=device)
     k, v = (torch.randn(2, 1, 16, 32, device=device).transpose(1, 2) for _ in range(2))
@@ -48,7 +54,9 @@ def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
 
 
 def distance_to_first(inputs: dict[str, torch.Tensor], window: int) -> tuple[float, float]:
-    """MAE of the windowed attention to the top-left reference, and of that reference to V of the first visible key."""
+    """MAE of the windowed attention to the top-left reference, and of that reference to V of the
+    first visible key.
+    """
     q, k, v = (inputs[n] for n in "qkv")
     heads = q.shape[2] // k.shape[2]
     exact = oracle.win(q, k, v, _config(q, k, v, window).geometry, q.shape[-1] ** -0.5).o
@@ -60,16 +68,25 @@ def distance_to_first(inputs: dict[str, torch.Tensor], window: int) -> tuple[flo
             for g in range(k.shape[2]):
                 rows = slice(g * heads, (g + 1) * heads)
                 keys, values = k[b, a : t + 1, g].float(), v[b, a : t + 1, g].float()
-                old[b, t, rows] = top_left_reference(q[b, t, rows].float(), keys, values).double().cpu()
+                old[b, t, rows] = (
+                    top_left_reference(q[b, t, rows].float(), keys, values).double().cpu()
+                )
                 first[b, t, rows] = v[b, a, g].double().cpu()
     return float((exact - old).abs().mean()), float((old - first).abs().max())
 
 
-def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, **blocks: int) -> NSAConfig:
+def _config(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, **blocks: int
+) -> NSAConfig:
     return NSAConfig(
-        dim=q.shape[2] * q.shape[3], n_heads=q.shape[2], n_kv_heads=k.shape[2], head_dim=q.shape[3],
-        v_head_dim=v.shape[3], window_size=window, **blocks,
-    )  # fmt: skip
+        dim=q.shape[2] * q.shape[3],
+        n_heads=q.shape[2],
+        n_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        window_size=window,
+        **blocks,
+    )
 
 
 def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
@@ -82,7 +99,9 @@ def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
     do = torch.randn_like(o)
     grads = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, list(leaves.values()), do)))
     outputs = {"o": o.detach(), "lse": lse, **grads}
-    for name, verdict in judge_slot("win", inputs, outputs, config.geometry, config.softmax_scale, do=do).items():
+    for name, verdict in judge_slot(
+        "win", inputs, outputs, config.geometry, config.softmax_scale, do=do
+    ).items():
         assert verdict.ok, (name, verdict.why)
     exact = oracle.win(*inputs.values(), config.geometry, config.softmax_scale).o
     return float((o.detach().double().cpu() - exact).abs().mean())
@@ -99,14 +118,24 @@ def test_0_575_cuda_varlen_selection(device: str, figure: Any) -> None:
     mean = sum(distance_to_first(spans("cpu", seed), window=4)[0] for seed in range(40)) / 40
     assert mean == pytest.approx(0.575, abs=0.02)
     errors = judge_window(inputs, window=4), _selection_mae(inputs)
-    figure(f"MAE {errors[0]:.1e} by win, {errors[1]:.1e} by sel (1e-5 allowed); to V[first] {number:.3f}")
+    figure(
+        f"MAE {errors[0]:.1e} by win, {errors[1]:.1e} by sel (1e-5 allowed); to V[first]"
+        f" {number:.3f}"
+    )
     assert max(errors) < 1e-5
 
 
 def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
-    """The sel slot on blocks of one token: the same spans of four keys, as selected blocks; MAE to the oracle."""
+    """The sel slot on blocks of one token: the same spans of four keys, as selected blocks; MAE to
+    the oracle.
+    """
     q, k, v = inputs.values()
-    sizes = {"compress_block_size": 1, "compress_stride": 1, "select_block_size": 1, "num_selected_blocks": 4}
+    sizes = {
+        "compress_block_size": 1,
+        "compress_stride": 1,
+        "select_block_size": 1,
+        "num_selected_blocks": 4,
+    }
     config = _config(q, k, v, 4, **sizes)
     t = torch.arange(q.shape[1], device=q.device)
     blocks = t[:, None] - torch.arange(3, -1, -1, device=q.device)
@@ -118,10 +147,15 @@ def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_0_766_sliding_fa2(device: str) -> None:
-    """'Sliding FA-2, MAE 0.766: fundamental limitation': B=2 S=64 G=2 h=2 D=64 w=32 fp16, distance to V[first]."""
+    """'Sliding FA-2, MAE 0.766: fundamental limitation': B=2 S=64 G=2 h=2 D=64 w=32 fp16, distance
+    to V[first].
+    """
     torch.manual_seed(0)
     q = torch.randn(2, 64, 2, 2, 64, device=device, dtype=torch.float16).flatten(2, 3)
-    k, v = (torch.randn(2, 2, 64, 64, device=device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
+    k, v = (
+        torch.randn(2, 2, 64, 64, device=device, dtype=torch.float16).transpose(1, 2)
+        for _ in range(2)
+    )
     inputs = {"q": q, "k": k, "v": v}
     number, to_first = distance_to_first(inputs, window=32)
     assert to_first < 1e-6  # fp32 softmax over one visible key
@@ -130,7 +164,9 @@ def test_0_766_sliding_fa2(device: str) -> None:
 
 
 def test_0_629_selection_on_the_cpu() -> None:
-    """0.629, reported without its shapes: the case of 0.575 with the random numbers of a CPU, seed 0, gives 0.628."""
+    """0.629, reported without its shapes: the case of 0.575 with the random numbers of a CPU, seed
+    0, gives 0.628.
+    """
     inputs = spans("cpu", seed=0)
     number, to_first = distance_to_first(inputs, window=4)
     assert to_first < 1e-6
@@ -140,9 +176,11 @@ def test_0_629_selection_on_the_cpu() -> None:
 
 
 def test_0_325_spans_of_two_keys() -> None:
-    """0.325, reported without its shapes: between what spans of two keys give over two (0.27) and three (0.37) queries.
+    """0.325, reported without its shapes: between what spans of two keys give over two (0.27) and
+    three (0.37) queries.
 
-    The first query sees one key and is right by accident; the shorter the case, the smaller the number.
+    The first query sees one key and is right by accident; the shorter the case, the smaller the
+    number.
     """
     means = []
     for queries in (2, 3):

@@ -1,6 +1,8 @@
-"""Report row 1, '52/52 selection equivalence': the same 52 ids, against the truth, on every backend's selector.
+"""Report row 1, '52/52 selection equivalence': the same 52 ids, against the truth, on every
+backend's selector.
 
-Triton's kernels run the same cases in their interpreter: tests/triton/interpreted/interpreted_report_row_01.py.
+Triton's kernels run the same cases in their interpreter:
+tests/triton/interpreted/interpreted_report_row_01.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from row_01 import CASES, Row01, case_id, check
 
 
 def parameters(case: Row01) -> object:
-    return pytest.param(case, id=case_id(case), marks=[pytest.mark.gpu] if case.device == "cuda" else [])
+    return pytest.param(
+        case, id=case_id(case), marks=[pytest.mark.gpu] if case.device == "cuda" else []
+    )
 
 
 def test_there_are_52() -> None:
@@ -55,7 +59,9 @@ def duplicates_count_twice(kernel: Any) -> Any:
             torch.arange(v.shape[1]) <= torch.arange(q.shape[1])[:, None, None]
         )
         counts = counts.repeat_interleave(q.shape[2] // v.shape[2], 2).float()
-        return counts / counts.sum(-1, keepdim=True).clamp(min=1), counts.sum(-1).log().transpose(1, 2)
+        return counts / counts.sum(-1, keepdim=True).clamp(min=1), counts.sum(-1).log().transpose(
+            1, 2
+        )
 
     return listed
 

@@ -1,4 +1,5 @@
-"""Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7, and more, finite and equal to the truth.
+"""Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7, and more, finite and equal to the
+truth.
 
 The report only asked for finite values. On the CPU our own kernels run them in
 tests/triton/interpreted/interpreted_report_row_02.py.
@@ -14,7 +15,9 @@ from nsa_core.errors import InvalidInput
 from row_02 import CASES, SMALL, judge_window
 
 WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
-WHERE += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")]
+WHERE += [
+    pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")
+]
 
 
 @pytest.mark.parametrize(("dtype", "batch", "length", "window"), CASES)

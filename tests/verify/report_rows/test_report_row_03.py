@@ -1,7 +1,8 @@
-"""Report row 3, '6/6 core invariants': six by name, on kernels; and each shown to fail on a planted fault.
+"""Report row 3, '6/6 core invariants': six by name, on kernels; and each shown to fail on a planted
+fault.
 
-There, the test of masks compared shapes, the counters were compared with themselves, and the equivalence was
-V[0] = V[0].
+There, the test of masks compared shapes, the counters were compared with themselves, and the
+equivalence was V[0] = V[0].
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from nsa_core.layout import BlockGeometry
 from row_03 import FAULTS, INVARIANTS, kernels_of
 
 WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
-WHERE += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")]
+WHERE += [
+    pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")
+]
 PLANTED = [(name, slot) for name, faults in FAULTS.items() for slot in faults]
 
 
@@ -24,7 +27,9 @@ def test_report_row_03(name: str, backend: str, device: str, fa2_here: None) -> 
     INVARIANTS[name](kernels_of(backend, device))
 
 
-@pytest.mark.parametrize(("name", "slot"), PLANTED, ids=[f"{name}-{slot}" for name, slot in PLANTED])
+@pytest.mark.parametrize(
+    ("name", "slot"), PLANTED, ids=[f"{name}-{slot}" for name, slot in PLANTED]
+)
 def test_report_row_03_finds_the_planted_fault(name: str, slot: str) -> None:
     kernels = kernels_of("sdpa")
     with pytest.raises(AssertionError):

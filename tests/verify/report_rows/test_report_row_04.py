@@ -1,8 +1,8 @@
 """Report row 4, '3/3 FA-2 varlen parity': compressed varlen, dense against varlen, run to run.
 
-There S_cmp = 7 lay below the length from which FlashAttention-2 was used, so it never ran, and V[0] was compared with
-V[0]. Here the record of calls must name fa2, and the truth is the float64 oracle. On the CPU the library's own call
-is a stand-in; on a GPU it is the library.
+There S_cmp = 7 lay below the length from which FlashAttention-2 was used, so it never ran, and V[0]
+was compared with V[0]. Here the record of calls must name fa2, and the truth is the float64 oracle.
+On the CPU the library's own call is a stand-in; on a GPU it is the library.
 """
 
 from __future__ import annotations
@@ -24,21 +24,33 @@ LENGTHS = (64, 300)  # 7 compressed tokens, as reported, and 36
 RAN = DispatchRecord("fa2", "cmp", "forward")
 
 
-def inputs(device: str, *lengths: int, packed: bool = False) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """q, k_cmp, v_cmp in fp16 and cu_seqlens: a batch of sequences of lengths[0], or packed documents."""
+def inputs(
+    device: str, *lengths: int, packed: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """q, k_cmp, v_cmp in fp16 and cu_seqlens: a batch of sequences of lengths[0], or packed
+    documents.
+    """
     generator, total = torch.Generator().manual_seed(0), sum(lengths)
-    lead, rows = ((total,), (total // 8,)) if packed else ((2, total), (2, REPORTED.num_compressed(total)))
+    lead, rows = (
+        ((total,), (total // 8,)) if packed else ((2, total), (2, REPORTED.num_compressed(total)))
+    )
     shapes = ((*lead, 4, 32), (*rows, 2, 32), (*rows, 2, 32))
-    tensors = [torch.randn(shape, generator=generator).to(device, torch.float16) for shape in shapes]
+    tensors = [
+        torch.randn(shape, generator=generator).to(device, torch.float16) for shape in shapes
+    ]
     cu = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32) if packed else None
     return tensors, cu
 
 
-def cmp_of_fa2(tensors: list[torch.Tensor], cu: torch.Tensor | None, library: Any, longest: int | None = None) -> Any:
+def cmp_of_fa2(
+    tensors: list[torch.Tensor], cu: torch.Tensor | None, library: Any, longest: int | None = None
+) -> Any:
     """o and lse of fa2's cmp, after a look at who ran."""
     before = len(library.calls) if library else 0
     with record_dispatch() as trace:
-        o, lse = slot_kernel("fa2", "cmp", REPORTED, 32**-0.5)(*tensors, cu_seqlens=cu, max_seqlen=longest)
+        o, lse = slot_kernel("fa2", "cmp", REPORTED, 32**-0.5)(
+            *tensors, cu_seqlens=cu, max_seqlen=longest
+        )
     assert trace == [RAN], trace
     assert library is None or len(library.calls) > before, "the library was never called"
     return o, lse
@@ -52,7 +64,9 @@ def mae(o: torch.Tensor, tensors: list[torch.Tensor], cu: torch.Tensor | None = 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_report_row_04_compressed_varlen(device: str, length: int, fa2_here: Any, figure: Any) -> None:
+def test_report_row_04_compressed_varlen(
+    device: str, length: int, fa2_here: Any, figure: Any
+) -> None:
     tensors, cu = inputs(device, length, length // 3, 5, packed=True)
     o, _ = cmp_of_fa2(tensors, cu, fa2_here, length)
     error = mae(o, tensors, cu)
@@ -62,10 +76,13 @@ def test_report_row_04_compressed_varlen(device: str, length: int, fa2_here: Any
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_report_row_04_dense_against_varlen(device: str, length: int, fa2_here: Any, figure: Any) -> None:
+def test_report_row_04_dense_against_varlen(
+    device: str, length: int, fa2_here: Any, figure: Any
+) -> None:
     tensors, _ = inputs(device, length)
     dense, _ = cmp_of_fa2(tensors, None, fa2_here)
-    tail = length // 8 - REPORTED.num_compressed(length)  # packed tensors have T // d rows, the last ones unread
+    # packed tensors have T // d rows, the last ones unread
+    tail = length // 8 - REPORTED.num_compressed(length)
     kv = [torch.nn.functional.pad(x[0], (0, 0, 0, 0, 0, tail)) for x in tensors[1:]]
     cu = torch.tensor([0, length], dtype=torch.int32, device=device)
     packed, _ = cmp_of_fa2([tensors[0][0], *kv], cu, fa2_here, length)

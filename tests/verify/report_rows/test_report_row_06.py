@@ -1,4 +1,6 @@
-"""Report row 6, 'varlen crashes in training': packed and dense form train alike, to 1e-3 over 20 steps."""
+"""Report row 6, 'varlen crashes in training': packed and dense form train alike, to 1e-3 over 20
+steps.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,16 @@ from nsa_bench.python_docs import library_text
 from nsa_core import NSAConfig, NSAttention
 
 CONFIG = NSAConfig(
-    dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=4, window_size=16,
-)  # fmt: skip
+    dim=32,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=16,
+)
 BATCH, LENGTH, STEPS = 4, 96, 20
 BYTES = STEPS * BATCH * (LENGTH + 1)
 
@@ -55,7 +64,10 @@ def losses(packed: bool, fault: int = 0) -> list[float]:
 def test_report_row_06_varlen_trains_as_dense(figure: Any) -> None:
     dense, varlen = losses(packed=False), losses(packed=True)
     apart = max(abs(a - b) for a, b in zip(dense, varlen))
-    figure(f"losses {dense[0]:.3f} to {dense[-1]:.3f}, at most {apart:.1e} apart over {STEPS} steps (1e-3 allowed)")
+    figure(
+        f"losses {dense[0]:.3f} to {dense[-1]:.3f}, at most {apart:.1e} apart over {STEPS} steps"
+        " (1e-3 allowed)"
+    )
     assert apart < 1e-3
     assert dense[-1] < dense[0] - 0.5  # something was learned
 

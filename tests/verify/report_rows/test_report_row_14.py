@@ -1,7 +1,8 @@
 """Report row 14, '.item() guard fails, group-consistency numeric issue'.
 
-Groups: bit-identical sets. Host reads: sdpa's code runs on tensors without data, where a read raises; the other two
-are counted so by their workspace, and asked of CUDA itself in tests/gpu and tests/backends/fa2.
+Groups: bit-identical sets. Host reads: sdpa's code runs on tensors without data, where a read
+raises; the other two are counted so by their workspace, and asked of CUDA itself in tests/gpu and
+tests/backends/fa2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Report row 15, 'sliding FA-2 fails, MAE 0.766': every window asked for there, forward and backward, to the oracle.
+"""Report row 15, 'sliding FA-2 fails, MAE 0.766': every window asked for there, forward and
+backward, to the oracle.
 
-The number itself is in tests/verify/report_rows/test_historic_numbers.py. On the CPU a stand-in replaces the library's
-own call, at lengths that it can do; on a GPU it is the library, and 8192 tokens are judged at sampled rows.
+The number itself is in tests/verify/report_rows/test_historic_numbers.py. On the CPU a stand-in
+replaces the library's own call, at lengths that it can do; on a GPU it is the library, and 8192
+tokens are judged at sampled rows.
 """
 
 from __future__ import annotations
@@ -25,23 +27,37 @@ WHERE += [pytest.param("cuda", length, marks=pytest.mark.gpu) for length in (64,
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("device", "length"), WHERE)
-def test_report_row_15_sliding_window_of_fa2(device: str, length: int, window: int, fa2_here: Any, figure: Any) -> None:
+def test_report_row_15_sliding_window_of_fa2(
+    device: str, length: int, window: int, fa2_here: Any, figure: Any
+) -> None:
     geometry = dataclasses.replace(BlockGeometry(), window_size=window)
     batch, heads, groups = (2, 4, 2) if length == 64 else (1, 2, 1)
     generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (batch, length, heads, 64), "k": (batch, length, groups, 64), "v": (batch, length, groups, 64)}
-    inputs = {n: torch.randn(s, generator=generator).to(device, torch.float16) for n, s in shapes.items()}
+    shapes = {
+        "q": (batch, length, heads, 64),
+        "k": (batch, length, groups, 64),
+        "v": (batch, length, groups, 64),
+    }
+    inputs = {
+        n: torch.randn(s, generator=generator).to(device, torch.float16) for n, s in shapes.items()
+    }
     rows = sorted({0, 1, window - 1, window, length // 2, length - 1} & set(range(length)))
     rows = list(range(length)) if length == 64 else rows
     leaves = [x.clone().requires_grad_() for x in inputs.values()]
     with record_dispatch() as trace:
         o, lse = slot_kernel("fa2", "win", geometry, 0.125)(*leaves)
         do = torch.zeros_like(o)
-        do[:, rows] = torch.randn(batch, len(rows), heads, 64, generator=generator).to(device, torch.float16)
+        do[:, rows] = torch.randn(batch, len(rows), heads, 64, generator=generator).to(
+            device, torch.float16
+        )
         grads = torch.autograd.grad(o, leaves, do)
-    assert trace == [DispatchRecord("fa2", "win", direction) for direction in ("forward", "backward")]
+    assert trace == [
+        DispatchRecord("fa2", "win", direction) for direction in ("forward", "backward")
+    ]
     outputs = {"o": o.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), grads))}
-    for name, verdict in judge_slot("win", inputs, outputs, geometry, 0.125, do=do, rows=rows).items():
+    for name, verdict in judge_slot(
+        "win", inputs, outputs, geometry, 0.125, do=do, rows=rows
+    ).items():
         assert verdict.ok, (name, verdict.why)
     exact = oracle.win(*inputs.values(), geometry, 0.125, rows=rows).o
     error = float((o.detach().double().cpu() - exact)[:, rows].abs().mean())

@@ -1,7 +1,7 @@
 """Report row 24, 'masked selection: empty rows give 0; strict fallback on non-finite'.
 
-Empty rows: exact zeros forward, exact zero gradients, no NaN. Non-finite: an error that names layer, branch and
-backend; nobody else's kernel is tried.
+Empty rows: exact zeros forward, exact zero gradients, no NaN. Non-finite: an error that names
+layer, branch and backend; nobody else's kernel is tried.
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ from observed import slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=16)
 WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
-WHERE += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")]
+WHERE += [
+    pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")
+]
 EMPTY = slice(5, 12)  # rows that are given no block
 
 
-def run(backend: str, slot: str, device: str, fault: Any = lambda kernel: kernel) -> dict[str, torch.Tensor]:
+def run(
+    backend: str, slot: str, device: str, fault: Any = lambda kernel: kernel
+) -> dict[str, torch.Tensor]:
     """o, lse and gradients of a slot, some of whose rows see nothing."""
     dtype, length = torch.float16 if device == "cuda" else torch.float32, 41
     keys = GEOMETRY.num_compressed(length) if slot == "cmp" else length
-    q, k, v = (torch.randn(2, n, h, 16, device=device).to(dtype) for n, h in ((length, 4), (keys, 2), (keys, 2)))
+    q, k, v = (
+        torch.randn(2, n, h, 16, device=device).to(dtype)
+        for n, h in ((length, 4), (keys, 2), (keys, 2))
+    )
     blocks = torch.arange(4, dtype=torch.int32, device=device).repeat(2, length, 2, 1)
     blocks[:, EMPTY] = -1
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    o, lse = fault(slot_kernel(backend, slot, GEOMETRY, 0.25))(*leaves, *([blocks] if slot == "sel" else []))
+    o, lse = fault(slot_kernel(backend, slot, GEOMETRY, 0.25))(
+        *leaves, *([blocks] if slot == "sel" else [])
+    )
     do = torch.zeros_like(o)
     rows = EMPTY if slot == "sel" else slice(0, GEOMETRY.compress_block_size - 1)
     do[:, rows] = 1.0  # only rows that see nothing ask for a gradient
@@ -46,7 +55,9 @@ def run(backend: str, slot: str, device: str, fault: Any = lambda kernel: kernel
 
 @pytest.mark.parametrize("slot", ["cmp", "sel"])
 @pytest.mark.parametrize(("backend", "device"), WHERE)
-def test_report_row_24_empty_rows_are_exact_zeros(backend: str, device: str, slot: str, fa2_here: None) -> None:
+def test_report_row_24_empty_rows_are_exact_zeros(
+    backend: str, device: str, slot: str, fa2_here: None
+) -> None:
     assert_zeros(run(backend, slot, device))
 
 
@@ -64,7 +75,10 @@ def assert_zeros(found: dict[str, torch.Tensor]) -> None:
 def test_report_row_24_no_list_of_blocks_at_all(backend: str, device: str, fa2_here: None) -> None:
     """`sel` given [B, S, G, 0]: every row sees nothing."""
     dtype = torch.float16 if device == "cuda" else torch.float32
-    leaves = [torch.randn(2, 9, heads, 16, device=device).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    leaves = [
+        torch.randn(2, 9, heads, 16, device=device).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
     blocks = torch.empty(2, 9, 2, 0, dtype=torch.int32, device=device)
     with record_dispatch() as trace:
         o, lse = slot_kernel(backend, "sel", GEOMETRY, 0.25)(*leaves, blocks)
@@ -77,11 +91,24 @@ def test_report_row_24_no_list_of_blocks_at_all(backend: str, device: str, fa2_h
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -> None:
     config = NSAConfig(
-        dim=32, n_heads=4, n_kv_heads=2, head_dim=8, compress_block_size=8, compress_stride=4, select_block_size=8,
-        num_selected_blocks=4, window_size=8, compress="mean", rope=False,
-    )  # fmt: skip
+        dim=32,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        compress_block_size=8,
+        compress_stride=4,
+        select_block_size=8,
+        num_selected_blocks=4,
+        window_size=8,
+        compress="mean",
+        rope=False,
+    )
     attention = NSAttention(config, backends="sdpa", layer=3, check=True)
-    first = attention._widths[0] + sum(attention._widths[1:4]) + 16 * ("cmp", "sel", "win").index(branch)
+    first = (
+        attention._widths[0]
+        + sum(attention._widths[1:4])
+        + 16 * ("cmp", "sel", "win").index(branch)
+    )
     with torch.no_grad():
         attention.qkv.weight[first] = torch.inf  # the branch's first value
     with record_dispatch() as trace, pytest.raises(NSAError) as caught:
@@ -100,7 +127,9 @@ def test_report_row_24_can_fail() -> None:
     def uniform(kernel: Any) -> Any:
         def filled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> Any:
             o, lse = kernel(q, k, v, blocks)
-            return torch.where((lse == -torch.inf).transpose(1, 2)[..., None], v.mean((1, 2), keepdim=True), o), lse
+            return torch.where(
+                (lse == -torch.inf).transpose(1, 2)[..., None], v.mean((1, 2), keepdim=True), o
+            ), lse
 
         return filled
 

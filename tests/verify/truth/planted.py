@@ -1,7 +1,9 @@
-"""The experiment's material: a tiled online-softmax attention, faults to plant in it, and known rules.
+"""The experiment's material: a tiled online-softmax attention, faults to plant in it, and known
+rules.
 
-The attention is what a tensor-core kernel does: products in fp32 of inputs in the dtype, P and dS rounded to it, keys
-in tiles with a running maximum. A fault is a change of what it sees (its mask) or of how it computes (its knobs).
+The attention is what a tensor-core kernel does: products in fp32 of inputs in the dtype, P and dS
+rounded to it, keys in tiles with a running maximum. A fault is a change of what it sees (its mask)
+or of how it computes (its knobs).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class Attention:
-    """One slot's problem, batch entry dropped: q [Hq, S, D], k, v [G, L, D], seen bool [G, S, L], do [Hq, S, D]."""
+    """One slot's problem, batch entry dropped: q [Hq, S, D], k, v [G, L, D], seen bool [G, S, L],
+    do [Hq, S, D].
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -37,10 +41,14 @@ class Attention:
         return x.to(self.dtype).float()
 
     def _parts(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v in fp32, a row per query head; how often each key is counted, and which are seen at all."""
+        """q, k, v in fp32, a row per query head; how often each key is counted, and which are seen
+        at all.
+        """
         h = len(self.q) // len(self.k)
         counts = self.seen.float() if self.counts is None else self.counts.float() * self.seen
-        return self.q.float(), *(x.repeat_interleave(h, 0) for x in (self.k.float(), self.v.float(), counts, self.seen))
+        return self.q.float(), *(
+            x.repeat_interleave(h, 0) for x in (self.k.float(), self.v.float(), counts, self.seen)
+        )
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """o [Hq, S, D] in the dtype, and lse [Hq, S]."""
@@ -49,7 +57,9 @@ class Attention:
         total, acc = torch.zeros(q.shape[:2]), torch.zeros(*q.shape[:2], v.shape[-1])
         for a in range(0, k.shape[1], self.tile):
             part = slice(a, a + self.tile)
-            s = (q @ k[:, part].transpose(1, 2) * self.scale).masked_fill(~seen[..., part], -math.inf)
+            s = (q @ k[:, part].transpose(1, 2) * self.scale).masked_fill(
+                ~seen[..., part], -math.inf
+            )
             new = torch.maximum(top, s.amax(-1))
             base = new.masked_fill(new == -math.inf, 0.0)
             p, old = (s - base[..., None]).exp() * counts[..., part], (top - base).exp()
@@ -72,17 +82,23 @@ class Attention:
         return {"dq": self.scale * (ds @ k), "dk": dk, "dv": dv}
 
     def results(self, gradients: bool = True) -> Tensors:
-        """o [1, S, Hq, D] and, if asked for, dq [1, S, Hq, D] and dk, dv [1, L, G, D], all in the dtype."""
+        """o [1, S, Hq, D] and, if asked for, dq [1, S, Hq, D] and dk, dv [1, L, G, D], all in the
+        dtype.
+        """
         h, (o, lse) = len(self.q) // len(self.k), self.forward()
         out = {"o": o.float()} | (self._backward(o, lse) if gradients else {})
         if self.patch is not None:
             self.patch(out)
-        out |= {name: out[name].unflatten(0, (-1, h)).sum(1) for name in ("dk", "dv") if name in out}
+        out |= {
+            name: out[name].unflatten(0, (-1, h)).sum(1) for name in ("dk", "dv") if name in out
+        }
         return {name: x.transpose(0, 1)[None].to(self.dtype) for name, x in out.items()}
 
 
 def truncated(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rounding towards zero to ``dtype``; for fp32 to 20 of its 24 bits, since exactly fp32 cannot be truncated."""
+    """Rounding towards zero to ``dtype``; for fp32 to 20 of its 24 bits, since exactly fp32 cannot
+    be truncated.
+    """
     mask = {torch.bfloat16: ~0xFFFF, torch.float32: ~0xF}[dtype]
     return lambda x: (x.contiguous().view(torch.int32) & mask).view(torch.float32)
 
@@ -113,7 +129,9 @@ def _knob(**knobs: object) -> Callable[[Attention], Attention]:
 
 
 def _patch(change: Callable[[Tensors], None]) -> Callable[[Attention], Attention]:
-    """A fault in the results, which ``change`` edits in place: o, dq, dk, dv, all [Hq, rows, D] fp32."""
+    """A fault in the results, which ``change`` edits in place: o, dq, dk, dv, all [Hq, rows, D]
+    fp32.
+    """
     return lambda a: dataclasses.replace(a, patch=change)
 
 
@@ -202,7 +220,9 @@ FAULTS: dict[str, Fault] = {
         "win", O, _seen(lambda m, t, j: m | ((j == t + 1) & (t % 64 == 63)))
     ),
     "one key lost in one row": Fault("win", O, _seen(_lost_key)),
-    "next key seen in one row": Fault("win", O, _seen(lambda m, t, j: m | ((j == t + 1) & (t == len(t) - 70)))),
+    "next key seen in one row": Fault(
+        "win", O, _seen(lambda m, t, j: m | ((j == t + 1) & (t == len(t) - 70)))
+    ),
     "window one key short from row 0.9 S on": Fault(
         "win", O, _seen(lambda m, t, j: m & ((t - j < W - 1) | (t < 0.9 * len(t))))
     ),
@@ -210,10 +230,18 @@ FAULTS: dict[str, Fault] = {
     "last partial tile of keys never read": Fault(
         "win", O, _seen(lambda m, t, j: m & ((j < len(j) // 64 * 64) | (t == j)))
     ),
-    "compressed token visible one token early": Fault("cmp", O, _seen(lambda m, t, j: j * STRIDE + BLOCK - 1 <= t + 1)),
-    "compressed token visible one token late": Fault("cmp", O, _seen(lambda m, t, j: m & (j * STRIDE + BLOCK - 1 < t))),
-    "softmax over all compressed tokens": Fault("cmp", O, _seen(lambda m, t, j: (m | True) & (t >= BLOCK - 1))),
-    "last compressed token never read": Fault("cmp", O, _seen(lambda m, t, j: m & (j < len(j) - 1))),
+    "compressed token visible one token early": Fault(
+        "cmp", O, _seen(lambda m, t, j: j * STRIDE + BLOCK - 1 <= t + 1)
+    ),
+    "compressed token visible one token late": Fault(
+        "cmp", O, _seen(lambda m, t, j: m & (j * STRIDE + BLOCK - 1 < t))
+    ),
+    "softmax over all compressed tokens": Fault(
+        "cmp", O, _seen(lambda m, t, j: (m | True) & (t >= BLOCK - 1))
+    ),
+    "last compressed token never read": Fault(
+        "cmp", O, _seen(lambda m, t, j: m & (j < len(j) - 1))
+    ),
     "one compressed token lost in one row": Fault("cmp", O, _seen(_lost_key)),
     "first token's value where nothing is visible": Fault(
         "cmp", O, _seen(lambda m, t, j: m | ((t < BLOCK - 1) & (j == 0)))
@@ -228,16 +256,20 @@ FAULTS: dict[str, Fault] = {
         "sel", O, _seen(lambda m, t, j: torch.where(t >= 3 * len(t) // 4, m.flip(0), m))
     ),
     "values of the other group in one tile": Fault("sel", O, _neighbours_values),
-    "scale off by a percent": Fault("win", O, lambda a: dataclasses.replace(a, scale=a.scale * 1.01)),
-    "P truncated, not rounded": Fault("win", O, lambda a: dataclasses.replace(a, store=truncated(a.dtype))),
+    "scale off by a percent": Fault(
+        "win", O, lambda a: dataclasses.replace(a, scale=a.scale * 1.01)
+    ),
+    "P truncated, not rounded": Fault(
+        "win", O, lambda a: dataclasses.replace(a, store=truncated(a.dtype))
+    ),
     "accumulator not rescaled in the last tile": Fault("win", O, _knob(rescale=False)),
     "o of one row from its neighbour": Fault("win", O, _patch(_neighbour("o"))),
     "dq of one row from its neighbour": Fault("win", DQ, _patch(_neighbour("dq"))),
     "last tile of queries left out of dk, dv": Fault("win", KV, _drop_last_rows),
     "one atomic update lost": Fault("sel", KV, _lost_update),
 }
-# In fp32 everyone keeps sums in fp32, so this is a fault of low precision only, and as small as the rounding that it is
-# measured by.
+# In fp32 everyone keeps sums in fp32, so this is a fault of low precision only, and as small as the
+# rounding that it is measured by.
 MINOR = {"partial sums kept in the dtype": Fault("win", O, _knob(partial=True))}
 
 

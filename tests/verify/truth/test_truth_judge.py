@@ -1,4 +1,6 @@
-"""The verdict: what it finds, what it lets pass, and that its limits stay where they were calibrated."""
+"""The verdict: what it finds, what it lets pass, and that its limits stay where they were
+calibrated.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
 
 
-def scene(dtype: torch.dtype, heads: int = 3, rows: int = 200, D: int = 32) -> tuple[torch.Tensor, ...]:
+def scene(
+    dtype: torch.dtype, heads: int = 3, rows: int = 200, D: int = 32
+) -> tuple[torch.Tensor, ...]:
     """golden, rounded and magnitude of a result whose rows span nine orders of magnitude."""
     golden = normal(heads, rows, D) * torch.logspace(-6, 3, rows, dtype=FP64)[:, None]
     return golden, golden.to(dtype).double(), golden.abs() * 1.5
@@ -40,7 +44,9 @@ def test_limits_are_frozen() -> None:
 def test_rounding_passes_at_any_scale(dtype: torch.dtype, scale: float) -> None:
     g, r, m = (x * scale for x in scene(FP32 if dtype == FP16 else dtype))
     if dtype == FP16:  # its range is short: rounding of fp16 by hand
-        r = torch.ldexp(torch.ldexp(g.frexp().mantissa, torch.tensor(11)).round(), g.frexp().exponent - 11)
+        r = torch.ldexp(
+            torch.ldexp(g.frexp().mantissa, torch.tensor(11)).round(), g.frexp().exponent - 11
+        )
     verdict = judge(r, g, r, m, dtype)
     assert verdict, verdict
     assert verdict.row <= 1
@@ -63,7 +69,9 @@ def test_one_small_row_wrong_is_found(dtype: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
-    """Row by row in plain Python, with rows where each part of the noise and of the bias is the larger one."""
+    """Row by row in plain Python, with rows where each part of the noise and of the bias is the
+    larger one.
+    """
     u, fine = torch.finfo(dtype).eps / 2, 2.0 ** (-53 if dtype == FP64 else -24)
     limit, kappa = LIMITS[dtype].bias, 1 / 8 if grad else 0.0
     g, parts = normal(2, 6, 5), torch.tensor([0.1, 30.0], dtype=FP64)
@@ -87,7 +95,9 @@ def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
                 chance += n * n * sum(y * y for y in rows[1])
             bias = max(bias, abs(slant) / (limit * u * size_of_g + 4 * math.sqrt(chance)))
         verdict = judge(a, g, r, m, dtype, grad=grad)
-        assert (verdict.row, verdict.elem, verdict.bias) == pytest.approx((row, elem, bias), rel=1e-9)
+        assert (verdict.row, verdict.elem, verdict.bias) == pytest.approx(
+            (row, elem, bias), rel=1e-9
+        )
 
 
 def test_one_element_wrong_is_found_by_elem() -> None:
@@ -102,7 +112,11 @@ def test_one_element_wrong_is_found_by_elem() -> None:
 
 
 def test_truncation_is_found_by_bias() -> None:
-    g, r, m = normal(2, 4000, 32), normal(2, 4000, 32).bfloat16().double(), normal(2, 4000, 32).abs()
+    g, r, m = (
+        normal(2, 4000, 32),
+        normal(2, 4000, 32).bfloat16().double(),
+        normal(2, 4000, 32).abs(),
+    )
     truncated = (g.float().view(torch.int32) & ~0xFFFF).view(FP32).double()
     verdict = judge(truncated, g, r, m, BF16)
     assert verdict.row < 2

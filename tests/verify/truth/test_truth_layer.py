@@ -1,4 +1,6 @@
-"""The oracle's phi, rotary embedding and whole layer, against formulas written out by hand and finite differences."""
+"""The oracle's phi, rotary embedding and whole layer, against formulas written out by hand and
+finite differences.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def by_hand(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch
         return f.scaled_dot_product_attention(p["query"][None], placed, placed)[0]
     if kind == "linear":
         return f.linear(placed.flatten(), p["proj.weight"], p["proj.bias"])
-    return f.linear(f.gelu(f.linear(placed.flatten(), p["up.weight"], p["up.bias"])), p["down.weight"], p["down.bias"])
+    return f.linear(
+        f.gelu(f.linear(placed.flatten(), p["up.weight"], p["up.bias"])),
+        p["down.weight"],
+        p["down.bias"],
+    )
 
 
 def phi_parameters(kind: str, size: int, D: int, seed: int = 5) -> dict[str, torch.Tensor]:
@@ -50,7 +56,9 @@ def phi_parameters(kind: str, size: int, D: int, seed: int = 5) -> dict[str, tor
             "down.bias": (D,),
         },
     }
-    return {name: normal(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes[kind].items())}
+    return {
+        name: normal(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes[kind].items())
+    }
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
@@ -59,7 +67,9 @@ def test_every_phi_kind(kind: str) -> None:
     got = oracle.compress(kind, p, x, TINY)
     assert got.shape == (2, 4, 2, 3)
     for b, i, g in itertools.product(range(2), range(4), range(2)):
-        assert torch.allclose(got[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13)
+        assert torch.allclose(
+            got[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13
+        )
     cu = torch.tensor([0, 0, 3, 11, 11, 22], dtype=torch.int32)
     packed = oracle.compress(kind, p, x.flatten(0, 1), TINY, cu_seqlens=cu)
     assert packed.shape == (11, 2, 3)
@@ -83,7 +93,10 @@ def test_rope_turns_half_split_pairs() -> None:
 def layer_state(config: NSAConfig) -> dict[str, torch.Tensor]:
     hq, groups, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
     pairs, hidden = 1 if config.shared_kv else 3, max(1, config.dim // 4)
-    shapes = {"qkv.weight": (hq * dk + pairs * groups * (dk + dv), config.dim), "out.weight": (config.dim, hq * dv)}
+    shapes = {
+        "qkv.weight": (hq * dk + pairs * groups * (dk + dv), config.dim),
+        "out.weight": (config.dim, hq * dv),
+    }
     if config.gate == "mlp":
         shapes |= {"gate.0.weight": (hidden, config.dim), "gate.0.bias": (hidden,)}
         shapes |= {"gate.2.weight": (hq * 3, hidden), "gate.2.bias": (hq * 3,)}
@@ -110,7 +123,12 @@ VARIANTS = {
 
 # In the ordinary run every other variant is packed, the rest dense.
 BOTH = [
-    pytest.param(v, packed, marks=[pytest.mark.slow] * ((i + packed) % 2), id=f"{v}-{'packed' if packed else 'dense'}")
+    pytest.param(
+        v,
+        packed,
+        marks=[pytest.mark.slow] * ((i + packed) % 2),
+        id=f"{v}-{'packed' if packed else 'dense'}",
+    )
     for i, v in enumerate(VARIANTS)
     for packed in (False, True)
 ]
@@ -123,13 +141,17 @@ def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) ->
     x = normal(S, config.dim, seed=9) if packed else normal(1, S, config.dim, seed=9)
     cu = torch.tensor([0, 2, 2, S], dtype=torch.int32) if packed else None
     p = oracle.project(state, x, config, cu_seqlens=cu)
-    lse = oracle.cmp(p.q, p.k_cmp, p.v_cmp, config.geometry, config.softmax_scale, cu_seqlens=cu).lse
+    lse = oracle.cmp(
+        p.q, p.k_cmp, p.v_cmp, config.geometry, config.softmax_scale, cu_seqlens=cu
+    ).lse
     assert lse is not None
     blocks = oracle.select(p.q, p.k_cmp, lse, config.geometry, config.softmax_scale, cu_seqlens=cu)
     names = list(state)
 
     def y(*values: torch.Tensor) -> torch.Tensor:
-        return oracle.layer(dict(zip(names, values[1:])), values[0], config, cu_seqlens=cu, blocks=blocks)
+        return oracle.layer(
+            dict(zip(names, values[1:])), values[0], config, cu_seqlens=cu, blocks=blocks
+        )
 
     assert torch.equal(y(x, *state.values()), oracle.layer(state, x, config, cu_seqlens=cu))
     leaves = [value.clone().requires_grad_() for value in (x, *state.values())]
@@ -143,12 +165,19 @@ def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) ->
         rise = [(y(*values) * weight).sum().item() for values in moved]
         slope = (rise[0] - rise[1]) / (2 * step)
         assert grad.any(), ["x", *names][index]
-        assert (grad * along).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), ["x", *names][index]
+        assert (grad * along).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), [
+            "x",
+            *names,
+        ][index]
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": "mlp", "qk_norm": True}], ids=["default", "gate-mlp-qk-norm"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gate": "mlp", "qk_norm": True}], ids=["default", "gate-mlp-qk-norm"]
+)
 def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> None:
-    """Row order of the fused projection, gate order, rotation of each key, phi before rotary: written out once more."""
+    """Row order of the fused projection, gate order, rotation of each key, phi before rotary:
+    written out once more.
+    """
     config, S, f = dataclasses.replace(CONFIG, **options), 13, torch.nn.functional
     state, x = layer_state(config), normal(1, 13, 12, seed=9)
     rows = state["qkv.weight"].split([24, 12, 12, 12, 6, 6, 6])
@@ -159,26 +188,46 @@ def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> 
         k_c, k_s, k_w = (f.rms_norm(k, (6,), state["k_norm.weight"], 1e-6) for k in (k_c, k_s, k_w))
     at = torch.arange(S)
     q, k_s, k_w = (oracle.rope(z, at, 10000.0) for z in (q, k_s, k_w))
-    phi = {s: {n.removeprefix(f"phi_{s}."): p for n, p in state.items() if n.startswith(f"phi_{s}")} for s in "kv"}
-    k_cmp = oracle.rope(oracle.compress("mlp", phi["k"], k_c, config.geometry), 2 * torch.arange(5), 10000.0)
+    phi = {
+        s: {n.removeprefix(f"phi_{s}."): p for n, p in state.items() if n.startswith(f"phi_{s}")}
+        for s in "kv"
+    }
+    k_cmp = oracle.rope(
+        oracle.compress("mlp", phi["k"], k_c, config.geometry), 2 * torch.arange(5), 10000.0
+    )
     v_cmp = oracle.compress("mlp", phi["v"], v_c, config.geometry)
     last = "gate.2" if config.gate == "mlp" else "gate"
-    hidden = f.silu(f.linear(x, state["gate.0.weight"], state["gate.0.bias"])) if config.gate == "mlp" else x
-    gates = f.linear(hidden, state[f"{last}.weight"], state[f"{last}.bias"]).sigmoid().view(1, S, 4, 3)
+    hidden = (
+        f.silu(f.linear(x, state["gate.0.weight"], state["gate.0.bias"]))
+        if config.gate == "mlp"
+        else x
+    )
+    gates = (
+        f.linear(hidden, state[f"{last}.weight"], state[f"{last}.bias"]).sigmoid().view(1, S, 4, 3)
+    )
     args = (config.geometry, 6**-0.5)
     cmp_ = oracle.cmp(q, k_cmp, v_cmp, *args)
     assert cmp_.lse is not None
     sel = oracle.sel(q, k_s, v_s, oracle.select(q, k_cmp, cmp_.lse, *args), *args)
     win = oracle.win(q, k_w, v_w, *args)
     o = gates[..., 0:1] * cmp_.o + gates[..., 1:2] * sel.o + gates[..., 2:3] * win.o
-    assert torch.allclose(oracle.layer(state, x, config), o.reshape(1, S, 12) @ state["out.weight"].T, atol=1e-13)
+    assert torch.allclose(
+        oracle.layer(state, x, config), o.reshape(1, S, 12) @ state["out.weight"].T, atol=1e-13
+    )
 
 
 def test_functional_form_compresses_by_the_mean_and_takes_one_or_three() -> None:
-    q, k, v, gates = normal(1, 20, 4, 6), normal(1, 20, 2, 6), normal(1, 20, 2, 3), normal(1, 20, 4, 3)
+    q, k, v, gates = (
+        normal(1, 20, 4, 6),
+        normal(1, 20, 2, 6),
+        normal(1, 20, 2, 3),
+        normal(1, 20, 4, 3),
+    )
     one = oracle.attention(q, k, v, gates, CONFIG)
     means = [torch.stack([x[:, 2 * i : 2 * i + 4].mean(1) for i in range(9)], 1) for x in (k, v)]
-    three = oracle.attention(q, (k + 9, k, k), [v + 9, v, v], gates, CONFIG, k_cmp=means[0], v_cmp=means[1])
+    three = oracle.attention(
+        q, (k + 9, k, k), [v + 9, v, v], gates, CONFIG, k_cmp=means[0], v_cmp=means[1]
+    )
     assert torch.allclose(one, three, rtol=0, atol=1e-13)
     with pytest.raises(InvalidInput, match="one tensor or three"):
         oracle.attention(q, (k, k), v, gates, CONFIG)
@@ -190,4 +239,6 @@ def test_packed_equals_separate() -> None:
     bounds = [0, *itertools.accumulate(lengths)]
     packed = oracle.layer(state, x, CONFIG, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     for a, b in itertools.pairwise(bounds):
-        assert torch.allclose(packed[a:b], oracle.layer(state, x[None, a:b], CONFIG)[0], rtol=0, atol=1e-13)
+        assert torch.allclose(
+            packed[a:b], oracle.layer(state, x[None, a:b], CONFIG)[0], rtol=0, atol=1e-13
+        )

@@ -32,18 +32,26 @@ def test_imports_nothing_it_judges() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                inside = name.startswith("nsa_verify.oracle") or not name.startswith(("nsa", "torch."))
+                inside = name.startswith("nsa_verify.oracle") or not name.startswith(
+                    ("nsa", "torch.")
+                )
                 assert inside or name in allowed, (path.name, name)
 
 
 def test_oracle_uses_no_helper_of_the_geometry() -> None:
-    methods = {n for n in vars(BlockGeometry) if not n.startswith("_")} - set(BlockGeometry.__dataclass_fields__)
+    methods = {n for n in vars(BlockGeometry) if not n.startswith("_")} - set(
+        BlockGeometry.__dataclass_fields__
+    )
     for path in pathlib.Path(oracle.__file__).parent.glob("*.py"):
-        used = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+        used = {
+            n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
+        }
         assert not used & methods, (path.name, used & methods)
 
 
-def masked_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+def masked_softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Attention of one head by torch.autograd; rows without a key are 0."""
     s = (q @ k.T * scale).masked_fill(~seen, -math.inf)
     return torch.where(seen.any(-1, keepdim=True), s.softmax(-1).nan_to_num(0.0) @ v, 0.0)
@@ -53,14 +61,25 @@ def masked_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torc
 def test_gradients_equal_autograd(slot: str) -> None:
     S, h = 11, 2
     keys = 4 if slot == "cmp" else S
-    q, k, v, do = normal(1, S, h, 3), normal(1, keys, 1, 3, seed=1), normal(1, keys, 1, 2, seed=2), normal(1, S, h, 2)
-    blocks = torch.tensor([[0, 0], [1, -1], [9, 0]], dtype=torch.int32).repeat(4, 1)[:S].view(1, S, 1, 2)
+    q, k, v, do = (
+        normal(1, S, h, 3),
+        normal(1, keys, 1, 3, seed=1),
+        normal(1, keys, 1, 2, seed=2),
+        normal(1, S, h, 2),
+    )
+    blocks = (
+        torch.tensor([[0, 0], [1, -1], [9, 0]], dtype=torch.int32).repeat(4, 1)[:S].view(1, S, 1, 2)
+    )
     t, j = torch.arange(S)[:, None], torch.arange(keys)[None]
     member = ((j[..., None] // 8) == blocks[0, :, 0][:, None]).any(-1)
     seen = {"cmp": j * 2 + 3 <= t, "sel": (j <= t) & member, "win": (j <= t) & (t - j < 5)}[slot]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     o = torch.stack(
-        [masked_softmax(leaves[0][0, :, i], leaves[1][0, :, 0], leaves[2][0, :, 0], seen, 0.7) for i in (0, 1)], 1
+        [
+            masked_softmax(leaves[0][0, :, i], leaves[1][0, :, 0], leaves[2][0, :, 0], seen, 0.7)
+            for i in (0, 1)
+        ],
+        1,
     )
     expected = torch.autograd.grad(o, leaves, do[0])
     args = (q, k, v, blocks) if slot == "sel" else (q, k, v)
@@ -87,16 +106,22 @@ def test_row_5_a_compressed_token_is_visible_from_its_last_token_on() -> None:
 
 
 def eq9(p: list[float], j: int, geometry: BlockGeometry, first: int) -> float:
-    """Eq. 9 as printed, p_slc[j] = sum_m sum_n p_cmp[(l'/d) j - m - n], with indices counted from ``first``."""
+    """Eq. 9 as printed, p_slc[j] = sum_m sum_n p_cmp[(l'/d) j - m - n], with indices counted from
+    ``first``.
+    """
     ratio = geometry.select_block_size // geometry.compress_stride
     total = 0.0
-    for m, n in itertools.product(range(ratio), range(geometry.compress_block_size // geometry.compress_stride)):
+    for m, n in itertools.product(
+        range(ratio), range(geometry.compress_block_size // geometry.compress_stride)
+    ):
         i = ratio * (j + first) - m - n - first
         total += p[i] if 0 <= i < len(p) else 0.0
     return total
 
 
-@pytest.mark.parametrize("sizes", [(32, 16, 64), (4, 2, 8), (4, 4, 8), (6, 2, 6), (3, 1, 7), (8, 4, 16)])
+@pytest.mark.parametrize(
+    "sizes", [(32, 16, 64), (4, 2, 8), (4, 4, 8), (6, 2, 6), (3, 1, 7), (8, 4, 16)]
+)
 def test_eq9_read_from_1_is_the_overlap_and_read_from_0_is_not(sizes: tuple[int, int, int]) -> None:
     geometry = BlockGeometry(*sizes, 4, 0, 0, 8)
     S = 5 * sizes[2]
@@ -147,7 +172,12 @@ def test_a_freed_place_goes_to_the_next_score() -> None:
     geometry = dataclasses.replace(TINY, init_blocks=2, num_selected_blocks=4)
     assert oracle.choose([0, 0, 1, 9], 23, geometry) == [0, 1, 2]
     assert oracle.choose([0, 0, 1, 9, 0, 0], 47, geometry) == [0, 1, 4, 5]
-    assert oracle.choose([0, 0, 0, 5], 31, dataclasses.replace(geometry, local_blocks=1)) == [0, 1, 2, 3]
+    assert oracle.choose([0, 0, 0, 5], 31, dataclasses.replace(geometry, local_blocks=1)) == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_row_48_refuses_the_absurd_with_its_bytes_and_names_the_sampled_mode() -> None:

@@ -30,16 +30,27 @@ DENSE = TruthCase(GEOMETRY, (61,), False, 2, 3, 2, 16, 24, 0.25, 3)
 PACKED = dataclasses.replace(DENSE, lengths=(0, 5, 0, 40, 3, 13), packed=True)
 
 
-def problem(case: TruthCase, slot: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def problem(
+    case: TruthCase, slot: str, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     t = case.tensors(dtype)
     return {name: t[name] for name in INPUTS[slot]}, t["do"]
 
 
 def compute(
-    case: TruthCase, slot: str, inputs: dict[str, torch.Tensor], do: torch.Tensor, dtype: torch.dtype, **change: object
+    case: TruthCase,
+    slot: str,
+    inputs: dict[str, torch.Tensor],
+    do: torch.Tensor,
+    dtype: torch.dtype,
+    **change: object,
 ) -> dict[str, torch.Tensor]:
-    """What an honest kernel returns: the arithmetic in ``dtype``, results in the contract's dtypes."""
-    call: dict[str, object] = {"arithmetic": "rounded", "dtype": dtype} if dtype != torch.float64 else {}
+    """What an honest kernel returns: the arithmetic in ``dtype``, results in the contract's
+    dtypes.
+    """
+    call: dict[str, object] = (
+        {"arithmetic": "rounded", "dtype": dtype} if dtype != torch.float64 else {}
+    )
     args = list(inputs.values())
     if slot != "combine":
         call |= {"cu_seqlens": case.cu_seqlens}
@@ -50,15 +61,23 @@ def compute(
 
 
 def judged(
-    case: TruthCase, slot: str, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], **kw: object
+    case: TruthCase,
+    slot: str,
+    inputs: dict[str, torch.Tensor],
+    outputs: dict[str, torch.Tensor],
+    **kw: object,
 ) -> dict[str, Verdict]:
-    return judge_slot(slot, inputs, outputs, case.geometry, case.scale, cu_seqlens=case.cu_seqlens, **kw)
+    return judge_slot(
+        slot, inputs, outputs, case.geometry, case.scale, cu_seqlens=case.cu_seqlens, **kw
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", INPUTS)
-def test_right_results_pass_and_a_small_wrong_is_found(slot: str, case: TruthCase, dtype: torch.dtype) -> None:
+def test_right_results_pass_and_a_small_wrong_is_found(
+    slot: str, case: TruthCase, dtype: torch.dtype
+) -> None:
     inputs, do = problem(case, slot, dtype)
     outputs = compute(case, slot, inputs, do, dtype)
     verdicts = judged(case, slot, inputs, outputs, do=do)
@@ -80,16 +99,27 @@ def test_outputs_and_gradients_each_by_their_rule() -> None:
     r = attention.win(*args, do=do, arithmetic="rounded", dtype=torch.bfloat16)
     verdicts = judged(DENSE, "win", inputs, outputs, do=do)
     for name in ("o", "dq", "dk", "dv"):
-        four = [x if torch.is_tensor(x) else x.o if name == "o" else x.grads[name] for x in (outputs[name], g, r, m)]
-        assert verdicts[name] == judge(*(heads_first(x) for x in four), torch.bfloat16, grad=name != "o")
+        four = [
+            x if torch.is_tensor(x) else x.o if name == "o" else x.grads[name]
+            for x in (outputs[name], g, r, m)
+        ]
+        assert verdicts[name] == judge(
+            *(heads_first(x) for x in four), torch.bfloat16, grad=name != "o"
+        )
 
 
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
 def test_a_wrong_geometry_or_scale_is_found(slot: str) -> None:
     inputs, do = problem(DENSE, slot, torch.float32)
-    change = {"cmp": {"compress_block_size": 2}, "sel": {"select_block_size": 10}, "win": {"window_size": 12}}[slot]
+    change = {
+        "cmp": {"compress_block_size": 2},
+        "sel": {"select_block_size": 10},
+        "win": {"window_size": 12},
+    }[slot]
     for wrong in ({"geometry": dataclasses.replace(GEOMETRY, **change)}, {"scale": 0.2501}):
-        verdicts = judged(DENSE, slot, inputs, compute(DENSE, slot, inputs, do, torch.float32, **wrong), do=do)
+        verdicts = judged(
+            DENSE, slot, inputs, compute(DENSE, slot, inputs, do, torch.float32, **wrong), do=do
+        )
         assert not any(verdicts.values()), verdicts
 
 
@@ -100,7 +130,11 @@ def test_where_names_batch_head_and_row() -> None:
     outputs["dk"][0, 9, 1] += 0.1
     outputs["lse"][1, 2, 3] += 0.1
     verdicts = judged(DENSE, "win", inputs, outputs, do=do)
-    assert (verdicts["o"].where, verdicts["dk"].where, verdicts["lse"].where) == ((1, 4, 37), (0, 1, 9), (1, 2, 3))
+    assert (verdicts["o"].where, verdicts["dk"].where, verdicts["lse"].where) == (
+        (1, 4, 37),
+        (0, 1, 9),
+        (1, 2, 3),
+    )
 
 
 def test_sampled_rows_name_their_tokens_and_ignore_the_rest() -> None:
@@ -172,7 +206,8 @@ def test_row_34_nan_in_a_query_stays_in_its_row_and_group() -> None:
 def test_row_34_gradients_are_nan_for_the_keys_that_query_sees_and_judged_elsewhere() -> None:
     inputs, do = problem(DENSE, "win", torch.bfloat16)
     outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
-    inputs["q"][0, 60, 4, 2] = torch.nan  # the last token: its 13 keys, in its group and batch entry
+    # the last token: its 13 keys, in its group and batch entry
+    inputs["q"][0, 60, 4, 2] = torch.nan
     assert not judged(DENSE, "win", inputs, outputs, do=do)["dk"]
     outputs["o"][0, 60, 4] = outputs["dq"][0, 60, 4] = torch.nan
     outputs["lse"][0, 4, 60] = torch.nan
@@ -204,7 +239,9 @@ def test_the_lowest_precision_on_the_path_decides() -> None:
         ("lse", lambda x: x.transpose(1, 2), r"shape (2, 61, 6), expected (2, 6, 61)"),
     ],
 )
-def test_row_59_a_wrong_dtype_device_or_shape_is_a_verdict(name: str, change: object, why: str) -> None:
+def test_row_59_a_wrong_dtype_device_or_shape_is_a_verdict(
+    name: str, change: object, why: str
+) -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
     outputs[name] = change(outputs[name])
@@ -216,7 +253,9 @@ def test_row_59_a_wrong_dtype_device_or_shape_is_a_verdict(name: str, change: ob
 def test_requests_without_sense_are_refused() -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
-    with pytest.raises(InvalidInput, match="slot must be one of cmp, sel, win, combine, got 'select'"):
+    with pytest.raises(
+        InvalidInput, match="slot must be one of cmp, sel, win, combine, got 'select'"
+    ):
         judge_slot("select", inputs, outputs, GEOMETRY, 1.0)
     with pytest.raises(InvalidInput, match="needs k_cmp, v_cmp, got q, k, v"):
         judge_slot("cmp", inputs, {}, GEOMETRY, 1.0)
@@ -226,7 +265,9 @@ def test_requests_without_sense_are_refused() -> None:
         judge_slot("win", inputs, outputs, GEOMETRY, 1.0)
 
 
-@pytest.mark.parametrize("case", [dataclasses.replace(DENSE, lengths=(0,)), dataclasses.replace(DENSE, batch=0)])
+@pytest.mark.parametrize(
+    "case", [dataclasses.replace(DENSE, lengths=(0,)), dataclasses.replace(DENSE, batch=0)]
+)
 @pytest.mark.parametrize("slot", INPUTS)
 def test_rows_1_and_2_nothing_is_judged_right(slot: str, case: TruthCase) -> None:
     inputs, do = problem(case, slot, torch.float32)

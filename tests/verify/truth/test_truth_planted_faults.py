@@ -1,4 +1,6 @@
-"""The experiment behind the verdict: faults planted in NSA branches, and which rule finds how many of them."""
+"""The experiment behind the verdict: faults planted in NSA branches, and which rule finds how many
+of them.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,30 @@ from planted import FAULTS, MINOR, RULES, Attention, Fault
 GEOMETRY = BlockGeometry(planted.BLOCK, planted.STRIDE, 64, 8, 1, 2, planted.W)
 H, G, D = 4, 2, 64
 INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
-SETTINGS = {"bf16": (torch.bfloat16, 1.0), "bf16, V x 1e-4": (torch.bfloat16, 1e-4), "fp32": (torch.float32, 1.0)}
+SETTINGS = {
+    "bf16": (torch.bfloat16, 1.0),
+    "bf16, V x 1e-4": (torch.bfloat16, 1e-4),
+    "fp32": (torch.float32, 1.0),
+}
 OURS = "row / elem / bias"
 Scene = dict[str, Any]
 
 
 def build(S: int, setting: str) -> Scene:
-    """Inputs of every slot, what is right for them in three arithmetics, and the kernel to plant faults in."""
+    """Inputs of every slot, what is right for them in three arithmetics, and the kernel to plant
+    faults in.
+    """
     dtype, size = SETTINGS[setting]
     r = torch.Generator().manual_seed(0)
     n_c = (S - planted.BLOCK) // planted.STRIDE + 1
-    shapes = {"q": (S, H), "k": (S, G), "v": (S, G), "k_cmp": (n_c, G), "v_cmp": (n_c, G), "do": (S, H)}
+    shapes = {
+        "q": (S, H),
+        "k": (S, G),
+        "v": (S, G),
+        "k_cmp": (n_c, G),
+        "v_cmp": (n_c, G),
+        "do": (S, H),
+    }
     t = {name: torch.randn(1, *shape, D, generator=r) for name, shape in shapes.items()}
     for name in ("v", "v_cmp"):
         t[name] *= size
@@ -69,7 +84,10 @@ def build(S: int, setting: str) -> Scene:
 def triple(part: Scene, slot: str, name: str) -> list[torch.Tensor]:
     """golden, rounded, magnitude of result ``name``: o, dq, dk or dv."""
     own = {"dk": "dk_cmp", "dv": "dv_cmp"}.get(name, name) if slot == "cmp" else name
-    return [part[kind].o if name == "o" else part[kind].grads[own] for kind in ("golden", "rounded", "magnitude")]
+    return [
+        part[kind].o if name == "o" else part[kind].grads[own]
+        for kind in ("golden", "rounded", "magnitude")
+    ]
 
 
 def ours(a: torch.Tensor, three: list[torch.Tensor], dtype: torch.dtype, name: str) -> bool:
@@ -80,7 +98,9 @@ def found(scene: Scene, fault: Fault, dtype: torch.dtype) -> dict[str, bool]:
     """Which rules refuse any of the results that the fault spoils."""
     part = scene[fault.slot]
     results = fault.plant(part["kernel"]).results(gradients=fault.spoils != planted.O)
-    assert not all(torch.equal(results[name], part["right"][name]) for name in fault.spoils), "nothing was planted"
+    assert not all(torch.equal(results[name], part["right"][name]) for name in fault.spoils), (
+        "nothing was planted"
+    )
     verdicts = dict.fromkeys((*RULES, OURS), False)
     for name in fault.spoils:
         a, three = results[name], triple(part, fault.slot, name)
@@ -129,11 +149,17 @@ def check(found_by: dict[str, dict[str, dict[str, bool]]]) -> None:
         missed = [name for name in FAULTS if not faults[name][OURS]]
         assert not missed, f"{setting}: {missed}"
         for rule in RULES:
-            # In plain bf16 assert_close finds everything, the healthy kernel included: see the test below.
+            # In plain bf16 assert_close finds everything, the healthy kernel included: see the test
+            # below.
             theirs = sum(faults[name][rule] for name in FAULTS)
             if (setting, rule) != ("bf16", "assert_close"):
-                assert theirs < len(FAULTS), f"{setting}: {rule} finds all; the experiment shows nothing"
-    total = {rule: sum(f[name][rule] for f in found_by.values() for name in FAULTS) for rule in (*RULES, OURS)}
+                assert theirs < len(FAULTS), (
+                    f"{setting}: {rule} finds all; the experiment shows nothing"
+                )
+    total = {
+        rule: sum(f[name][rule] for f in found_by.values() for name in FAULTS)
+        for rule in (*RULES, OURS)
+    }
     assert all(total[rule] < total[OURS] for rule in RULES)
 
 
@@ -147,27 +173,36 @@ def test_planted_faults_are_found_at_full_length() -> None:
 
 
 def eager(part: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax in fp32, products of tensors in the dtype, gradients by hand: o, dq, dk, dv per query head."""
+    """Softmax in fp32, products of tensors in the dtype, gradients by hand: o, dq, dk, dv per query
+    head.
+    """
     h, dtype = len(part.q) // len(part.k), part.dtype
     q, do, k, v = part.q, part.do, part.k.repeat_interleave(h, 0), part.v.repeat_interleave(h, 0)
     seen = part.seen.repeat_interleave(h, 0)
     s = (torch.bmm(q.float(), k.float().mT) * part.scale).masked_fill(~seen, -torch.inf)
     p = s.softmax(-1).nan_to_num(0.0)
     o = torch.bmm(p.to(dtype), v)
-    ds = (p * (torch.bmm(do.float(), v.float().mT) - (do.float() * o.float()).sum(-1, keepdim=True))).to(dtype)
+    ds = (
+        p * (torch.bmm(do.float(), v.float().mT) - (do.float() * o.float()).sum(-1, keepdim=True))
+    ).to(dtype)
     dk, dv = (torch.bmm(x.float().mT, y.float()) for x, y in ((ds, q * 1.0), (p.to(dtype), do)))
     return o, (torch.bmm(ds.float(), k.float()) * part.scale).to(dtype), dk * part.scale, dv
 
 
-def library(part: Attention, backend: SDPBackend) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def library(
+    part: Attention, backend: SDPBackend
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """scaled_dot_product_attention with an explicit mask, for the rows that see a key."""
     h, first = len(part.q) // len(part.k), int(part.seen[0].any(-1).nonzero()[0])
     leaves = [
-        x[None].contiguous().requires_grad_() for x in (part.q, *(y.repeat_interleave(h, 0) for y in (part.k, part.v)))
+        x[None].contiguous().requires_grad_()
+        for x in (part.q, *(y.repeat_interleave(h, 0) for y in (part.k, part.v)))
     ]
     mask = part.seen.repeat_interleave(h, 0)[None, :, first:]
     with sdpa_kernel(backend):
-        o = F.scaled_dot_product_attention(leaves[0][:, :, first:], *leaves[1:], attn_mask=mask, scale=part.scale)
+        o = F.scaled_dot_product_attention(
+            leaves[0][:, :, first:], *leaves[1:], attn_mask=mask, scale=part.scale
+        )
     dq, dk, dv = torch.autograd.grad(o, leaves, part.do[None, :, first:])
     return F.pad(o, (0, 0, first, 0)).detach()[0], dq[0], dk[0].float(), dv[0].float()
 
@@ -187,13 +222,25 @@ def test_healthy_implementations_pass_and_known_rules_refuse_some(setting: str) 
         part = scene[slot]
         o, dq, dk, dv = compute(part["kernel"])
         dk, dv = (x.unflatten(0, (G, -1)).sum(1).to(dtype) for x in (dk, dv))
-        results = {n: x.transpose(0, 1)[None] for n, x in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv))}
-        own = {name: "d" + names for name, names in zip(("dq", "dk", "dv"), INPUTS[slot])} | {"o": "o"}
+        results = {
+            n: x.transpose(0, 1)[None] for n, x in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv))
+        }
+        own = {name: "d" + names for name, names in zip(("dq", "dk", "dv"), INPUTS[slot])} | {
+            "o": "o"
+        }
         outputs = {own[name]: x for name, x in results.items()}
-        verdicts = judge_slot(slot, part["inputs"], outputs, GEOMETRY, part["kernel"].scale, do=part["do"])
+        verdicts = judge_slot(
+            slot, part["inputs"], outputs, GEOMETRY, part["kernel"].scale, do=part["do"]
+        )
         assert all(verdicts.values()), (slot, kind, {n: v.why for n, v in verdicts.items()})
         for name, x in results.items():
             golden, rounded, _ = triple(part, slot, name)
-            refused += [r for r, passes in RULES.items() if not passes(x.double(), golden, rounded.double(), dtype)]
-    print(f"\n{setting}: healthy results refused by " + (", ".join(sorted(set(refused))) or "no rule"))
+            refused += [
+                r
+                for r, passes in RULES.items()
+                if not passes(x.double(), golden, rounded.double(), dtype)
+            ]
+    print(
+        f"\n{setting}: healthy results refused by " + (", ".join(sorted(set(refused))) or "no rule")
+    )
     assert ("assert_close" in refused) is (dtype == torch.bfloat16)

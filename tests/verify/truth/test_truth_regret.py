@@ -31,7 +31,9 @@ class Choice:
 
     def judged(self, **change: object) -> SelectionVerdict:
         c = dataclasses.replace(self, **change)
-        return judge_selection(c.q, c.k_cmp, c.lse, c.blocks, c.geometry, c.scale, cu_seqlens=c.cu_seqlens)
+        return judge_selection(
+            c.q, c.k_cmp, c.lse, c.blocks, c.geometry, c.scale, cu_seqlens=c.cu_seqlens
+        )
 
     def broken(self, place: tuple[int, ...], row: list[int]) -> SelectionVerdict:
         blocks = self.blocks.clone()
@@ -40,19 +42,26 @@ class Choice:
 
 
 def made(
-    q: torch.Tensor, k_cmp: torch.Tensor, cu: torch.Tensor | None = None, geometry: BlockGeometry = GEOMETRY
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    cu: torch.Tensor | None = None,
+    geometry: BlockGeometry = GEOMETRY,
 ) -> Choice:
     lse = oracle.cmp(q, k_cmp, k_cmp, geometry, 0.25, cu_seqlens=cu).lse
     assert lse is not None
     lse = lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return Choice(q, k_cmp, lse, oracle.select(q, k_cmp, lse, geometry, 0.25, cu_seqlens=cu), cu, geometry)
+    return Choice(
+        q, k_cmp, lse, oracle.select(q, k_cmp, lse, geometry, 0.25, cu_seqlens=cu), cu, geometry
+    )
 
 
 @pytest.fixture(params=["dense", "packed"])
 def choice(request: pytest.FixtureRequest) -> Choice:
     r = torch.Generator().manual_seed(0)
     lead, cu = (
-        ((1, S), None) if request.param == "dense" else ((450,), torch.tensor([0, 0, 250, 450], dtype=torch.int32))
+        ((1, S), None)
+        if request.param == "dense"
+        else ((450,), torch.tensor([0, 0, 250, 450], dtype=torch.int32))
     )
     n_c = (S - 8) // 4 + 1 if cu is None else 450 // 4
     q, k = torch.randn(*lead, H, D, generator=r), torch.randn(*lead[:-1], n_c, G, D, generator=r)
@@ -113,8 +122,12 @@ def test_wrong_dtype_or_shape(choice: Choice) -> None:
     assert "expected" in choice.judged(blocks=choice.blocks[..., :4]).why
 
 
-def near_tie(gap: float, dtype: torch.dtype = torch.float32, height: float = 1.0, length: int = 200) -> Choice:
-    """Blocks 3 and 5 are the two best by far for every token that may choose, 5 better by the relative ``gap``."""
+def near_tie(
+    gap: float, dtype: torch.dtype = torch.float32, height: float = 1.0, length: int = 200
+) -> Choice:
+    """Blocks 3 and 5 are the two best by far for every token that may choose, 5 better by the
+    relative ``gap``.
+    """
     q = torch.zeros(1, length, 1, 16, dtype=dtype)
     q[..., 0] = height
     k = torch.zeros(1, length // 4 - 1, 1, 16, dtype=dtype)
@@ -137,7 +150,8 @@ def test_row_40_near_ties_may_be_swapped_within_the_noise(ulps: int, ok: bool) -
 def test_large_logits_make_large_noise() -> None:
     place = (0, 195, 0)
     assert near_tie(2.0**-22, height=64.0).broken(place, [0, 3, 11, 12]).regret <= 8
-    assert near_tie(64 * 2.0**-22).broken(place, [0, 3, 11, 12]).regret > 8  # the same scores from small logits
+    # the same scores from small logits
+    assert near_tie(64 * 2.0**-22).broken(place, [0, 3, 11, 12]).regret > 8
 
 
 def test_flips_are_allowed_up_to_one_in_a_thousand() -> None:
@@ -154,7 +168,8 @@ def test_flips_are_allowed_up_to_one_in_a_thousand() -> None:
     assert verdict.regret <= 8
     assert "2 of 1100 sets" in verdict.why
     clear = near_tie(2.0**-10, length=1100)
-    verdict = clear.broken((0, 900, 0), [0, 3, 55, 56])  # one flip in 1100 is few, but this one no rounding explains
+    # one flip in 1100 is few, but this one no rounding explains
+    verdict = clear.broken((0, 900, 0), [0, 3, 55, 56])
     assert not verdict
     assert verdict.flip_rate < 1e-3
     assert verdict.why.startswith("regret")
@@ -196,7 +211,8 @@ def test_no_visible_compressed_token_means_equal_scores() -> None:
 
 def test_ties_that_rounding_can_break_are_near_ties() -> None:
     choice = near_tie(0.0)
-    off = torch.full_like(choice.q, 0.1)  # logits no longer exact in fp32, the two blocks still bit-equal in golden
+    # logits no longer exact in fp32, the two blocks still bit-equal in golden
+    off = torch.full_like(choice.q, 0.1)
     off[..., 0] = 1.0
     again = made(off, choice.k_cmp + 0.1 * (choice.k_cmp == 0), geometry=choice.geometry)
     assert again.blocks[0, 195, 0].tolist() == [0, 3, 11, 12]
@@ -241,14 +257,19 @@ def test_sampled_rows_judge_only_themselves(choice: Choice) -> None:
     blocks[at(choice, 10, 0)] = -1
     args = (choice.q, choice.k_cmp, choice.lse, blocks, choice.geometry, choice.scale)
     assert judge_selection(*args, cu_seqlens=choice.cu_seqlens, rows=[0, 11, 299])
-    assert judge_selection(*args, cu_seqlens=choice.cu_seqlens, rows=[10]).where == at(choice, 10, 0)
+    assert judge_selection(*args, cu_seqlens=choice.cu_seqlens, rows=[10]).where == at(
+        choice, 10, 0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_an_fp32_selection_passes_from_low_precision_inputs(dtype: torch.dtype) -> None:
     """Scores in plain fp32, taps and heads added in order: what every backend is asked to do."""
     r = torch.Generator().manual_seed(1)
-    q, k = torch.randn(1, S, H, D, generator=r).to(dtype), torch.randn(1, 74, G, D, generator=r).to(dtype)
+    q, k = (
+        torch.randn(1, S, H, D, generator=r).to(dtype),
+        torch.randn(1, 74, G, D, generator=r).to(dtype),
+    )
     choice = made(q, k)
     p = torch.einsum("bsghd,bigd->bsghi", q.float().unflatten(2, (G, 2)), k.float()) * 0.25
     p = (p - choice.lse.transpose(1, 2).unflatten(2, (G, 2))[..., None]).exp()

@@ -23,9 +23,17 @@ def test_same_bits_are_found_again_and_others_are_not() -> None:
         assert ask(x.clone(), None) == first
         assert ask(x.t().contiguous().t(), None) == first
         others = [
-            ask(x, None, what="b"), ask(x, 1), ask(None, x), ask(x.double(), None), ask(x.view(3, 2), None), ask(x),
-            ask(x.view(torch.int32), None), ask(x + 1e-6, None), ask(x[:0], None), ask(x[:0].view(3, 0), None),
-        ]  # fmt: skip
+            ask(x, None, what="b"),
+            ask(x, 1),
+            ask(None, x),
+            ask(x.double(), None),
+            ask(x.view(3, 2), None),
+            ask(x),
+            ask(x.view(torch.int32), None),
+            ask(x + 1e-6, None),
+            ask(x[:0], None),
+            ask(x[:0].view(3, 0), None),
+        ]
         assert len({first, *others}) == 1 + len(others)
         x[1, 2] = 7
         assert ask(x, None) not in (first, *others)

@@ -16,9 +16,13 @@ from nsa_verify.reference import attention, selection
 from truth_cases import TruthCase, truth_cases
 
 SLOTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
-PACKED_WITH_EMPTY = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 5), (0, 11, 0, 3, 20, 0), True, 1, 3, 2, 3, 5, 0.35, 1)
+PACKED_WITH_EMPTY = TruthCase(
+    BlockGeometry(4, 2, 8, 4, 1, 2, 5), (0, 11, 0, 3, 20, 0), True, 1, 3, 2, 3, 5, 0.35, 1
+)
 ONE = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 5), (1,), False, 1, 7, 1, 3, 5, 1.0, 2)
-run = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+run = settings(
+    max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor) -> bool:
@@ -44,7 +48,9 @@ def test_branch_forward_and_gradients(slot: str, case: TruthCase) -> None:
     size = getattr(attention, slot)(*args, **call, arithmetic="magnitude")
     assert agree(a.o, b.o, size.o)
     assert agree(a.lse, b.lse, 1 + size.top)
-    assert a.grads.keys() == b.grads.keys() == {f"d{name}" for name in SLOTS[slot] if name != "blocks"}
+    assert (
+        a.grads.keys() == b.grads.keys() == {f"d{name}" for name in SLOTS[slot] if name != "blocks"}
+    )
     for name in a.grads:
         assert agree(a.grads[name], b.grads[name], size.grads[name]), name
         assert a.grads[name].shape == t[name[1:]].shape
@@ -55,7 +61,11 @@ def test_branch_forward_and_gradients(slot: str, case: TruthCase) -> None:
 def test_combine_forward_and_gradients(case: TruthCase) -> None:
     t = case.tensors()
     args = [t[name] for name in ("gates", "o_cmp", "o_sel", "o_win", "do")]
-    a, b, size = oracle.combine(*args), attention.combine(*args), attention.combine(*args, arithmetic="magnitude")
+    a, b, size = (
+        oracle.combine(*args),
+        attention.combine(*args),
+        attention.combine(*args, arithmetic="magnitude"),
+    )
     assert agree(a.o, b.o, size.o)
     assert set(a.grads) == {"dgates", "do_cmp", "do_sel", "do_win"}
     for name in a.grads:
@@ -78,7 +88,9 @@ def test_scores_and_selection(case: TruthCase) -> None:
     for mine, theirs in zip(spans, parts, strict=True):
         assert agree(mine[..., : theirs.shape[-1]], theirs, theirs)
         assert not mine[..., theirs.shape[-1] :].any()
-        assert torch.equal(selection.choose(mine[..., : theirs.shape[-1]], case.geometry), choice(mine, case))
+        assert torch.equal(
+            selection.choose(mine[..., : theirs.shape[-1]], case.geometry), choice(mine, case)
+        )
     blocks = oracle.select(*args, **call)
     verdict = judge_selection(*args[:3], blocks, case.geometry, case.scale, **call)
     assert verdict, verdict
@@ -113,7 +125,10 @@ def test_rows_are_the_same_rows_and_only_their_gradients() -> None:
             assert not part.o[~keep].any()
             assert not part.lse[:, ~keep].any()
             for name in full.grads:
-                assert torch.allclose(part.grads[name], full.grads[name], rtol=0, atol=1e-13), (slot, name)
+                assert torch.allclose(part.grads[name], full.grads[name], rtol=0, atol=1e-13), (
+                    slot,
+                    name,
+                )
 
 
 def test_rows_that_do_not_exist_are_refused() -> None:
@@ -126,7 +141,9 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype) -> None:
     case = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 40), (32,), False, 1, 1, 1, 8, 8, 0.5, 4)
     t = case.tensors(dtype)
-    got = attention.win(t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype)
+    got = attention.win(
+        t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype
+    )
 
     def r(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).float()
@@ -148,7 +165,9 @@ def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype
         t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype
     )
     g, branches = t["gates"], [t[f"o_{name}"].float() for name in ("cmp", "sel", "win")]
-    assert torch.allclose(gates.o, r(sum(g[..., c, None] * x for c, x in enumerate(branches))), rtol=1e-2, atol=1e-5)
+    assert torch.allclose(
+        gates.o, r(sum(g[..., c, None] * x for c, x in enumerate(branches))), rtol=1e-2, atol=1e-5
+    )
     assert torch.equal(gates.o, r(gates.o))
     assert torch.equal(gates.grads["do_sel"], r(g[..., 1, None] * t["do"].float()))
     assert not torch.equal(gates.grads["dgates"], r(gates.grads["dgates"]))

@@ -47,21 +47,30 @@ class TruthCase:
         return max(0, (self.total - g.compress_block_size) // g.compress_stride + 1)
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """q, k, v, k_cmp, v_cmp, do, gates, o_cmp, o_sel, o_win, and blocks of every unruly kind."""
+        """q, k, v, k_cmp, v_cmp, do, gates, o_cmp, o_sel, o_win, and blocks of every unruly
+        kind.
+        """
         r = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=r, dtype=torch.float64).to(dtype)
 
         heads, lead, of_cmp = self.group * self.groups, self.lead, (*self.lead[:-1], self.n_c)
-        names = {"q": (lead, heads, self.dk), "k": (lead, self.groups, self.dk), "v": (lead, self.groups, self.dv)}
+        names = {
+            "q": (lead, heads, self.dk),
+            "k": (lead, self.groups, self.dk),
+            "v": (lead, self.groups, self.dv),
+        }
         names |= {"k_cmp": (of_cmp, self.groups, self.dk), "v_cmp": (of_cmp, self.groups, self.dv)}
         names |= dict.fromkeys(("do", "o_cmp", "o_sel", "o_win"), (lead, heads, self.dv))
         out = {n: normal(*first, *rest) for n, (first, *rest) in names.items()}
-        out["gates"] = normal(*lead, heads, 3).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        out["gates"] = normal(*lead, heads, 3).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
         top = self.total // self.geometry.select_block_size + 3
         shape = (*lead, self.groups, self.geometry.num_selected_blocks)
-        out["blocks"] = torch.randint(-1, top, shape, generator=r, dtype=torch.int32)  # duplicates, -1, future
+        # duplicates, -1, future
+        out["blocks"] = torch.randint(-1, top, shape, generator=r, dtype=torch.int32)
         return out
 
 
@@ -79,7 +88,9 @@ def geometries(draw: st.DrawFn) -> BlockGeometry:
 def truth_cases(draw: st.DrawFn) -> TruthCase:
     geometry, packed = draw(geometries()), draw(st.booleans())
     size, select = geometry.compress_block_size, geometry.select_block_size
-    edges = st.sampled_from([0, 1, size - 1, size, size + 1, select - 1, select, select + 1, 3 * select + 1])
+    edges = st.sampled_from(
+        [0, 1, size - 1, size, size + 1, select - 1, select, select + 1, 3 * select + 1]
+    )
     length = st.one_of(edges, st.integers(0, 45))
     lengths = draw(st.lists(length, min_size=1, max_size=4)) if packed else [draw(length)]
     return TruthCase(

@@ -1,7 +1,7 @@
 """The compressed branch: the fold, and one causal call of as many rows as keys.
 
-A batch is folded by copying q (fold.py); one sequence is read where it lies (residues.py); packed documents are
-gathered on the device and served by one varlen call.
+A batch is folded by copying q (fold.py); one sequence is read where it lies (residues.py); packed
+documents are gathered on the device and served by one varlen call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no key is visible."""
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no key
+    is visible.
+    """
     if call.cu_seqlens is not None:
         return _forward_packed(q, k_cmp, v_cmp, call)
     if q.shape[0] == 1:
@@ -42,7 +44,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; zero for the rows of k_cmp that belong to no document."""
+    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; zero for the rows of k_cmp that belong
+    to no document.
+    """
     if call.cu_seqlens is not None:
         return _backward_packed(do, q, k_cmp, v_cmp, o, lse, call)
     if q.shape[0] == 1:
@@ -50,7 +54,9 @@ def backward(
     return backward_folded(do, q, k_cmp, v_cmp, o, lse, call)
 
 
-def forward_folded(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
+def forward_folded(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
+) -> tuple[Tensor, Tensor]:
     """:func:`forward` of any batch, by copies of q and o."""
     length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
     o, lse = attend(fold(q, groups, geometry), k_cmp, v_cmp, _attention(call))
@@ -65,8 +71,12 @@ def backward_folded(
     """:func:`backward` of any batch, by copies of do, q, o and dq."""
     length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
     folded_do, folded_q, folded_o = (fold(x, groups, geometry) for x in (do, q, o))
-    folded_lse = fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry).squeeze(-1).transpose(1, 2)
-    dq, dk, dv = attend_backward(folded_do, folded_q, k_cmp, v_cmp, folded_o, folded_lse, _attention(call))
+    folded_lse = (
+        fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry).squeeze(-1).transpose(1, 2)
+    )
+    dq, dk, dv = attend_backward(
+        folded_do, folded_q, k_cmp, v_cmp, folded_o, folded_lse, _attention(call)
+    )
     return unfold(dq, length, groups, geometry), dk, dv
 
 
@@ -75,11 +85,15 @@ def _attention(call: SlotCall, packed: Packed | None = None) -> Attention:
 
 
 def _longest(call: SlotCall, total: int) -> int:
-    """Rows of the longest document, 0 when even a document of all ``total`` tokens has no compressed token."""
+    """Rows of the longest document, 0 when even a document of all ``total`` tokens has no
+    compressed token.
+    """
     return call.geometry.num_compressed(min(call.max_seqlen, total))
 
 
-def _forward_packed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
+def _forward_packed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
+) -> tuple[Tensor, Tensor]:
     total, heads, _ = q.shape
     longest, groups = _longest(call, total), k_cmp.shape[1]
     if longest == 0:  # the kernels divide by the number of keys
@@ -89,7 +103,9 @@ def _forward_packed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall) -> 
     places = PackedFold.of(documents(call.cu_seqlens, total), total, call.geometry)
     packed = Packed(places.cu, places.cu, longest, longest)
     o, lse = attend(places.fold(q, groups), k_cmp, v_cmp, _attention(call, packed))
-    return places.unfold(o, groups), places.unfold(lse.t().unsqueeze(-1), groups, -torch.inf).squeeze(-1).t()
+    return places.unfold(o, groups), places.unfold(
+        lse.t().unsqueeze(-1), groups, -torch.inf
+    ).squeeze(-1).t()
 
 
 def _backward_packed(
@@ -109,7 +125,13 @@ def _backward_packed(
     )
     folded_do, folded_q, folded_o = (places.fold(x, groups) for x in (do, q, o))
     dq, dk, dv = attend_backward(
-        folded_do, folded_q, k_cmp, v_cmp, folded_o, folded_lse.squeeze(-1).t(), _attention(call, packed)
+        folded_do,
+        folded_q,
+        k_cmp,
+        v_cmp,
+        folded_o,
+        folded_lse.squeeze(-1).t(),
+        _attention(call, packed),
     )
     tail = places.is_tail()[:, None, None]
     return places.unfold(dq, groups), dk.masked_fill(tail, 0), dv.masked_fill(tail, 0)

@@ -1,7 +1,9 @@
-"""The compressed branch of a step: one call of flash_attn_with_kvcache over the cached compressed tokens.
+"""The compressed branch of a step: one call of flash_attn_with_kvcache over the cached compressed
+tokens.
 
-A row sees the compressed tokens 0 .. floor((t + 1 - l) / d) of its sequence, all of those and no mask: it is a query of
-its own over a cache of that length. A cache of one piece a sequence is found by cache_batch_idx, pages by block_table.
+A row sees the compressed tokens 0 .. floor((t + 1 - l) / d) of its sequence, all of those and no
+mask: it is a query of its own over a cache of that length. A cache of one piece a sequence is found
+by cache_batch_idx, pages by block_table.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ def cmp(
     seen = visible(rows, call).flatten()  # [B * m]
     table = call.block_table.repeat_interleave(rows, 0)
     width = width_of(q.shape[-1], v_cmp.shape[-1])
-    k, v = fit(k_cmp, width), fit(v_cmp, width)  # as they are: the probe refuses what would need a copy of the cache
+    # as they are: the probe refuses what would need a copy of the cache
+    k, v = (
+        fit(k_cmp, width),
+        fit(v_cmp, width),
+    )
     signed, scale = positive(fit(q.reshape(batch * rows, 1, heads, -1), width), call.scale)
     parts = [
         _attend(a, k, v, b, c, scale)
         for a, b, c in zip(*(x.split(MAX_BATCH) for x in (signed, seen, table)))
-    ]  # fmt: skip
+    ]
     o, lse = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts))
     # +inf: the library's word for a row whose sum is 0, which is one without keys, or NaN.
     blank = (seen == 0)[:, None, None]
@@ -73,5 +79,12 @@ def _attend(
     one_piece = table.shape[1] == 1
     where = {"cache_batch_idx": table[:, 0].contiguous()} if one_piece else {"block_table": table}
     return _library()(
-        q, k, v, cache_seqlens=seen, softmax_scale=scale, causal=False, return_softmax_lse=True, **where
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cache_seqlens=seen,
+        softmax_scale=scale,
+        causal=False,
+        return_softmax_lse=True,
+        **where,
+    )

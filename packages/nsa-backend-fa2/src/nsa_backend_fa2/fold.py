@@ -1,11 +1,13 @@
 """The fold: the compressed branch as one plain causal call, exactly, for any l, d and S.
 
-Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 tokens, a document's queries come in runs
-of d that see the same keys: run r sees compressed tokens 0..r. Folding a run into the head axis gives as many rows as
-keys and the ordinary causal mask, with the kv head outermost:
+Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 tokens, a document's
+queries come in runs of d that see the same keys: run r sees compressed tokens 0..r. Folding a run
+into the head axis gives as many rows as keys and the ordinary causal mask, with the kv head
+outermost:
     [S - (l-1) tokens, padded to I*d; G*h heads] -> [I rows; G*(d*h) heads]
 
-What it costs: one copy of q and one of o forward; of q, o, do and dq backward. K and V are not touched.
+What it costs: one copy of q and one of o forward; of q, o, do and dq backward. K and V are not
+touched.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def fold(
     groups: int,
     geometry: BlockGeometry,
 ) -> Tensor:  # [B, I, G*d*h, D]
-    """Rows of runs; 0 stands where the last run has no token: such a q sees keys, and such a dO gives them nothing."""
+    """Rows of runs; 0 stands where the last run has no token: such a q sees keys, and such a dO
+    gives them nothing.
+    """
     stride, skip = geometry.compress_stride, geometry.compress_block_size - 1
     batch, length, heads, width = x.shape
     runs, per_group = geometry.num_compressed(length), heads // groups
@@ -62,10 +66,11 @@ def unfold(
 
 
 class PackedFold(NamedTuple):
-    """Where the fold of packed documents puts each token, computed on the device without a synchronisation.
+    """Where the fold of packed documents puts each token, computed on the device without a
+    synchronisation.
 
-    R = T // d rows, of which those of ``cu`` belong to documents. A place in a run that has no token repeats the last
-    token of its document, which sees the same keys; ``empty`` marks it.
+    R = T // d rows, of which those of ``cu`` belong to documents. A place in a run that has no
+    token repeats the last token of its document, which sees the same keys; ``empty`` marks it.
     """
 
     cu: Tensor  # int32 [documents + 1]: first row of each document, and of its compressed tokens

@@ -1,4 +1,6 @@
-"""What FlashAttention-2 asks of its operands, granted: equal head widths, multiples of 8, alignment, positive scale."""
+"""What FlashAttention-2 asks of its operands, granted: equal head widths, multiples of 8,
+alignment, positive scale.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,26 @@ def width_of(head_dim: int, v_head_dim: int) -> int:
 
 
 def fit(x: Tensor, width: int) -> Tensor:
-    """``x`` with zeros up to ``width`` in the last axis; untouched where that is its width and its rows are aligned."""
+    """``x`` with zeros up to ``width`` in the last axis; untouched where that is its width and its
+    rows are aligned.
+    """
     if x.shape[-1] != width:
         return pad(x, (0, width - x.shape[-1]))
     whole = _ALIGN // x.element_size()
     strides = [step for size, step in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % _ALIGN == 0 and not any(step % whole for step in strides):
+    if (
+        x.stride(-1) == 1
+        and x.data_ptr() % _ALIGN == 0
+        and not any(step % whole for step in strides)
+    ):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and scale with the scale's sign, or its zero, moved into q: the kernels scale after masking with -inf."""
+    """q and scale with the scale's sign, or its zero, moved into q: the kernels scale after masking
+    with -inf.
+    """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -44,7 +54,9 @@ def _too_many(q: Tensor, how: Attention) -> bool:
         return q.shape[0] > MAX_BATCH
     count = how.packed.cu_q.shape[0] - 1
     if count > MAX_BATCH:
-        raise RuntimeError(f"{count} documents exceed the {MAX_BATCH} of one call of FlashAttention-2; pack fewer")
+        raise RuntimeError(
+            f"{count} documents exceed the {MAX_BATCH} of one call of FlashAttention-2; pack fewer"
+        )
     return False
 
 
@@ -54,7 +66,9 @@ def attend(
     v: Tensor,  # [B, Sk, G, Dv]
     how: Attention,
 ) -> tuple[Tensor, Tensor]:
-    """o [..., Dv], a slice where the head was padded, and lse; every row must see a key, or its lse is NaN."""
+    """o [..., Dv], a slice where the head was padded, and lse; every row must see a key, or its lse
+    is NaN.
+    """
     if _too_many(q, how):
         parts = [attend(a, b, c, how) for a, b, c in zip(*(x.split(MAX_BATCH) for x in (q, k, v)))]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -80,7 +94,9 @@ def attend_backward(
     """dq, dk, dv in the shapes of q, k, v."""
     if _too_many(q, how):
         shares = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
-        dqs, dks, dvs = zip(*(attend_backward(a, b, c, d, e, f, how) for a, b, c, d, e, f in shares))
+        dqs, dks, dvs = zip(
+            *(attend_backward(a, b, c, d, e, f, how) for a, b, c, d, e, f in shares)
+        )
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
     signed, scale = positive(q, how.scale)

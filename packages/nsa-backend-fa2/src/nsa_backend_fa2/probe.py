@@ -12,15 +12,17 @@ from nsa_core.contract import Reason, Request
 OLDEST_GPU = (8, 0)
 NEWEST_GPU = (12, 1)
 MAX_HEADS = 65535  # of the library call: an axis of the kernels' grid
-providers.found()  # loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
+# loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
+providers.found()
 
+# GPUs whose shared memory is too small for PyTorch's backward of 224
 _SMALL = (
     (8, 6),
     (8, 7),
     (8, 9),
     (12, 0),
     (12, 1),
-)  # GPUs whose shared memory is too small for PyTorch's backward of 224
+)
 
 
 def probe(request: Request) -> list[Reason]:
@@ -38,7 +40,9 @@ def _device_reasons(request: Request) -> list[Reason]:
     if request.device != "cuda":
         reasons.append(Reason("device", f"needs cuda, got {request.device}", "use sdpa there"))
     elif have is None:
-        reasons.append(Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
+        reasons.append(
+            Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+        )
     elif have < OLDEST_GPU:
         message = f"needs {_dotted(OLDEST_GPU)}, this GPU is {_dotted(have)}"
         reasons.append(Reason("sm_too_old", message, "use sdpa or triton"))
@@ -60,7 +64,10 @@ def _shape_reasons(request: Request) -> list[Reason]:
     folded = request.slot == "cmp" and request.phase == "prefill"
     heads = request.n_heads * (request.geometry.compress_stride if folded else 1)
     if heads > MAX_HEADS:
-        message = f"{heads} heads of the library call (query heads, times the stride for cmp) exceed {MAX_HEADS}"
+        message = (
+            f"{heads} heads of the library call (query heads, times the stride for cmp) exceed"
+            f" {MAX_HEADS}"
+        )
         reasons.append(Reason("too_many_heads", message, "use sdpa"))
     if request.varlen and request.slot != "sel" and (request.batch or 0) > MAX_BATCH:
         message = f"{request.batch} documents exceed the {MAX_BATCH} of one call"
@@ -69,7 +76,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
 
 
 def _decode_reasons(request: Request) -> list[Reason]:
-    """cmp runs over the cached compressed tokens; the other branches' keys do not lie as the library reads them."""
+    """cmp runs over the cached compressed tokens; the other branches' keys do not lie as the
+    library reads them.
+    """
     reasons = list(_layout_reasons(request))
     serving = providers.first()
     if serving is None:
@@ -77,26 +86,40 @@ def _decode_reasons(request: Request) -> list[Reason]:
     lacks = not isinstance(serving, providers.FlashAttnPackage) or serving.with_cache is None
     if request.slot == "cmp" and lacks:
         message = f"{serving.title} has no attention over a cache that returns the LSE"
-        reasons.append(Reason("no_kvcache", message, f"install a newer flash-attn: {providers.INSTALL}"))
+        reasons.append(
+            Reason("no_kvcache", message, f"install a newer flash-attn: {providers.INSTALL}")
+        )
     return reasons
 
 
 def _layout_reasons(request: Request) -> Iterator[Reason]:
     size, stride = request.geometry.select_block_size, request.geometry.compress_stride
     if request.slot == "win":
-        message = "takes the cached keys of a window from the first on: a ring holds them turned, older ones among them"
+        message = (
+            "takes the cached keys of a window from the first on: a ring holds them turned, older"
+            " ones among them"
+        )
         yield Reason("ring", message, "use triton or sdpa")
     if request.slot == "sel":
-        message = f"takes pages of a multiple of {PAGE_ROWS} rows: chosen blocks of {size} would have to be gathered"
+        message = (
+            f"takes pages of a multiple of {PAGE_ROWS} rows: chosen blocks of {size} would have to"
+            " be gathered"
+        )
         yield Reason("gathered_blocks", message, "use triton or sdpa")
     if request.slot != "cmp":
         return
     widths, rows = (request.head_dim, request.v_head_dim), (request.page_size or 0) // stride
     if widths[0] != widths[1] or widths[0] % 8:
-        message = f"every step would copy the cache to pad head widths {widths[0]}/{widths[1]} to one multiple of 8"
+        message = (
+            f"every step would copy the cache to pad head widths {widths[0]}/{widths[1]} to one"
+            " multiple of 8"
+        )
         yield Reason("head_dim_decode", message, "use triton or sdpa")
     if rows % PAGE_ROWS:
-        message = f"pages of {request.page_size} tokens hold {rows} compressed ones, needs a multiple of {PAGE_ROWS}"
+        message = (
+            f"pages of {request.page_size} tokens hold {rows} compressed ones, needs a multiple of"
+            f" {PAGE_ROWS}"
+        )
         yield Reason("page_size", message, f"use pages of {PAGE_ROWS * stride} tokens, or triton")
 
 
@@ -111,7 +134,9 @@ def _provider_reasons(request: Request) -> list[Reason]:
         reasons.append(providers.not_deterministic())
     width = width_of(request.head_dim, request.v_head_dim)
     if 192 < width <= 224 and request.capability in _SMALL:
-        message = f"PyTorch's backward of heads of {width} does not run on {_dotted(request.capability)}"
+        message = (
+            f"PyTorch's backward of heads of {width} does not run on {_dotted(request.capability)}"
+        )
         reasons.append(Reason("head_dim_backward", message, "install flash-attn, or use sdpa"))
     return reasons
 

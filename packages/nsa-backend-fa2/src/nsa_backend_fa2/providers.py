@@ -1,10 +1,14 @@
-"""The one file that calls FlashAttention-2: the flash-attn package, or else the copy of it inside PyTorch.
+"""The one file that calls FlashAttention-2: the flash-attn package, or else the copy of it inside
+PyTorch.
 
-A provider computes plain attention with equal head widths and its gradient, bottom-right aligned, GQA native:
-    q [B, Sq, H, D]  k, v [B, Sk, G, D]  o [B, Sq, H, D]  lse [B, H, Sq]; packed rows [T, H, D], lse [H, T].
+A provider computes plain attention with equal head widths and its gradient, bottom-right aligned,
+GQA native:
+    q [B, Sq, H, D]  k, v [B, Sk, G, D]  o [B, Sq, H, D]
+    lse [B, H, Sq]; packed rows [T, H, D], lse [H, T].
 D is a multiple of 8, at most 256; the LSE is a natural logarithm, +inf for a row without keys.
 What changed between releases of flash-attn is known here and nowhere else:
-    2.6  softcap joins the arguments; the LSE of packed rows is [H, T], it was [documents, H, longest]
+    2.6  softcap joins the arguments; the LSE of packed rows is [H, T], it was [documents, H,
+         longest]
     2.7  window_size becomes two arguments; the forward returns 4 values, it returned 8
 """
 
@@ -29,8 +33,8 @@ from nsa_core.packing import token_places
 
 OLDEST, TOO_NEW = Version("2.5"), Version("3")
 INSTALL = (
-    "pip install --no-build-isolation flash-attn; it builds much quicker for one GPU architecture, with "
-    "FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
+    "pip install --no-build-isolation flash-attn; it builds much quicker for one GPU architecture,"
+    " with FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
 )
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation flash-attn"
 _ALL = -1  # the libraries' word for "no bound" in a window
@@ -38,7 +42,9 @@ _ALL = -1  # the libraries' word for "no bound" in a window
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Row boundaries of documents, int32 [documents + 1] on the device, and bounds of the longest."""
+    """Row boundaries of documents, int32 [documents + 1] on the device, and bounds of the
+    longest.
+    """
 
     cu_q: Tensor
     cu_k: Tensor
@@ -48,7 +54,9 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which keys a row sees: all of them, those up to it (``causal``), and of those the last ``window``."""
+    """Which keys a row sees: all of them, those up to it (``causal``), and of those the last
+    ``window``.
+    """
 
     scale: float
     causal: bool = True
@@ -117,14 +125,19 @@ class FlashAttnPackage:
         function: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
             self._interface, "flash_attn_with_kvcache", None
         )
-        known = function is not None and "return_softmax_lse" in inspect.signature(function).parameters
+        known = (
+            function is not None and "return_softmax_lse" in inspect.signature(function).parameters
+        )
         return function if known else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
         """o and lse."""
         name = "_flash_attn_forward" if how.packed is None else "_flash_attn_varlen_forward"
         function, given = getattr(self._interface, name), self._arguments(how)
-        if self._version < Version("2.6") and "block_table" in inspect.signature(function).parameters:
+        if (
+            self._version < Version("2.6")
+            and "block_table" in inspect.signature(function).parameters
+        ):
             given["block_table"] = None  # had no default then
         results = function(q, k, v, return_softmax=False, **given)
         o, lse = results[0], results[5 if len(results) == 8 else 1]
@@ -139,7 +152,9 @@ class FlashAttnPackage:
         if how.packed is not None and self._version < Version("2.6"):
             lse = _padded(lse, how.packed)
         given = self._arguments(how)
-        getattr(self._interface, name)(do, q, k, v, o, lse, *grads, deterministic=how.deterministic, **given)
+        getattr(self._interface, name)(
+            do, q, k, v, o, lse, *grads, deterministic=how.deterministic, **given
+        )
         return grads[0], grads[1], grads[2]
 
 
@@ -163,7 +178,9 @@ def _padded(
 
 
 class TorchFlash:
-    """The FlashAttention-2 inside PyTorch, by the aten operators that torch.nn.attention.varlen wraps."""
+    """The FlashAttention-2 inside PyTorch, by the aten operators that torch.nn.attention.varlen
+    wraps.
+    """
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -176,9 +193,17 @@ class TorchFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
         """o and lse."""
         results = self._ops._flash_attention_forward(
-            q, k, v, *_bounds(q, k, how), 0.0, how.causal, False,
-            scale=how.scale, window_size_left=how.left, window_size_right=how.right,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            *_bounds(q, k, how),
+            0.0,
+            how.causal,
+            False,
+            scale=how.scale,
+            window_size_left=how.left,
+            window_size_right=how.right,
+        )
         return results[0], results[1]
 
     def backward(
@@ -187,16 +212,29 @@ class TorchFlash:
         """dq, dk, dv.
 
         Raises:
-            RuntimeError: the same bits every run are demanded, which PyTorch's kernel gives only when all of PyTorch
-                is told so.
+            RuntimeError: the same bits every run are demanded, which PyTorch's kernel gives only
+                when all of PyTorch is told so.
         """
         if how.deterministic and not torch_is_deterministic():
             raise RuntimeError(str(not_deterministic()))
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which there is not
+        # of the dropout, which there is not
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)
         dq, dk, dv = self._ops._flash_attention_backward(
-            do, q, k, v, o, lse, *_bounds(q, k, how), 0.0, how.causal, state, state,
-            scale=how.scale, window_size_left=how.left, window_size_right=how.right,
-        )  # fmt: skip
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            *_bounds(q, k, how),
+            0.0,
+            how.causal,
+            state,
+            state,
+            scale=how.scale,
+            window_size_left=how.left,
+            window_size_right=how.right,
+        )
         return dq, dk, dv
 
 
@@ -208,14 +246,18 @@ def _bounds(q: Tensor, k: Tensor, how: Attention) -> tuple[Tensor | None, Tensor
 
 def torch_is_deterministic() -> bool:
     """torch.use_deterministic_algorithms(True) is on, not merely warning."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def not_deterministic() -> Reason:
     """Why PyTorch's kernels do not take a deterministic backward now."""
     return Reason(
         "not_deterministic",
-        "PyTorch's FlashAttention-2 backward repeats its bits only under torch.use_deterministic_algorithms(True)",
+        "PyTorch's FlashAttention-2 backward repeats its bits only under"
+        " torch.use_deterministic_algorithms(True)",
         "turn that on, or install flash-attn",
     )
 
@@ -234,15 +276,27 @@ def _flash_attn() -> Found:
     try:
         text = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Found(name, None, Reason("package_missing", "the package flash-attn is not installed", INSTALL))
+        return Found(
+            name,
+            None,
+            Reason("package_missing", "the package flash-attn is not installed", INSTALL),
+        )
     try:
         version = Version(text)
     except InvalidVersion:
-        return Found(name, None, Reason("package_version", f"flash-attn has no readable version: {text!r}", INSTALL))
+        return Found(
+            name,
+            None,
+            Reason("package_version", f"flash-attn has no readable version: {text!r}", INSTALL),
+        )
     if version < OLDEST:
         message = f"flash-attn {text} is too old: needs {OLDEST} (the window alone needs 2.3)"
         return Found(
-            name, None, Reason("package_too_old", message, "pip install --upgrade --no-build-isolation flash-attn")
+            name,
+            None,
+            Reason(
+                "package_too_old", message, "pip install --upgrade --no-build-isolation flash-attn"
+            ),
         )
     if version >= TOO_NEW:
         message = f"flash-attn {text} is too new: this backend knows 2.5 to 2.8"
@@ -250,7 +304,10 @@ def _flash_attn() -> Found:
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
     except (ImportError, OSError, RuntimeError) as error:
-        message = f"flash-attn {text} does not load with torch {torch.__version__}: {type(error).__name__}: {error}"
+        message = (
+            f"flash-attn {text} does not load with torch {torch.__version__}:"
+            f" {type(error).__name__}: {error}"
+        )
         hint = f"rebuild it for this torch: {REBUILD}"
         return Found(name, None, Reason("package_abi_mismatch", message, hint))
     return Found(name, FlashAttnPackage(interface, version), None)
@@ -259,13 +316,17 @@ def _flash_attn() -> Found:
 def _torch_flash() -> Found:
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         message = f"torch {torch.__version__} is built without FlashAttention-2 for CUDA"
-        return Found("PyTorch", None, Reason("torch_without_flash", message, "install a CUDA build of torch"))
+        return Found(
+            "PyTorch", None, Reason("torch_without_flash", message, "install a CUDA build of torch")
+        )
     return Found("PyTorch", TorchFlash(), None)
 
 
 @functools.lru_cache(maxsize=1)
 def found() -> tuple[Found, ...]:
-    """Every place FlashAttention-2 can be taken from, in the order of preference; looked up once per process."""
+    """Every place FlashAttention-2 can be taken from, in the order of preference; looked up once
+    per process.
+    """
     return (_flash_attn(), _torch_flash())
 
 

@@ -1,9 +1,10 @@
 """The fold without its copies, for one sequence: the d residues as a batch axis over shared keys.
 
-Token l-1 + r*d + j (run r, place j) sees compressed tokens 0..r. Of one sequence, the tokens of place j lie at one
-stride, so q, o and do are read where they are, as [d places, runs, Hq, D], causal over K and V that all places share
-by stride 0. The tokens of an unfinished last run see all keys: a second, small call without a mask.
-Only dq is copied into its place; dk and dv come per place and are added in fp32.
+Token l-1 + r*d + j (run r, place j) sees compressed tokens 0..r. Of one sequence, the tokens of
+place j lie at one stride, so q, o and do are read where they are, as [d places, runs, Hq, D],
+causal over K and V that all places share by stride 0. The tokens of an unfinished last run see all
+keys: a second, small call without a mask. Only dq is copied into its place; dk and dv come per
+place and are added in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from nsa_core.contract import SlotCall
 
 
 class _Part(NamedTuple):
-    """Tokens ``first .. last-1`` of the sequence in ``places`` interleaved rows, and the keys they see."""
+    """Tokens ``first .. last-1`` of the sequence in ``places`` interleaved rows, and the keys they
+    see.
+    """
 
     first: int
     last: int
@@ -73,7 +76,11 @@ def forward(
     lse = torch.empty((1, heads, length), dtype=torch.float32, device=q.device)
     o[:, :skip] = 0
     lse[:, :, :skip] = -torch.inf
-    keys, values = fit(k_cmp, width), fit(v_cmp, width)  # before they are shared: padding would copy every share
+    # before they are shared: padding would copy every share
+    keys, values = (
+        fit(k_cmp, width),
+        fit(v_cmp, width),
+    )
     for part in _parts(length, call):
         out, stats = attend(part.rows(q), part.shared(keys), part.shared(values), part.how)
         part.rows(o).copy_(out[..., : o.shape[-1]])
@@ -98,7 +105,13 @@ def backward(
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part in _parts(length, call):
         grads = attend_backward(
-            part.rows(do), part.rows(q), part.shared(keys), part.shared(values), part.rows(o), part.stats(lse), part.how
+            part.rows(do),
+            part.rows(q),
+            part.shared(keys),
+            part.shared(values),
+            part.rows(o),
+            part.stats(lse),
+            part.how,
         )
         part.rows(dq).copy_(grads[0])
         for total, grad in zip(sums, grads[1:]):

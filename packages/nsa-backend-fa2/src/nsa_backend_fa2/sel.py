@@ -1,8 +1,10 @@
-"""The selected branch by gathering: every token's chosen keys side by side, one varlen document per token and group.
+"""The selected branch by gathering: every token's chosen keys side by side, one varlen document per
+token and group.
 
-The h heads of a group are the query rows of its document, so its keys are loaded once. Tokens go in chunks of a fixed
-number of gathered keys: memory beyond the inputs and outputs does not grow with S. Reads n*l' keys per token and group
-from memory three times over; right, and slow: an independent check of faster kernels, and a floor where there is none.
+The h heads of a group are the query rows of its document, so its keys are loaded once. Tokens go in
+chunks of a fixed number of gathered keys: memory beyond the inputs and outputs does not grow with
+S. Reads n*l' keys per token and group from memory three times over; right, and slow: an independent
+check of faster kernels, and a floor where there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ KEYS_AT_ONCE = 2**19  # gathered keys of a chunk
 
 
 def keys_per_token(geometry: BlockGeometry, blocks: int, longest: int) -> int:
-    """Keys that ``blocks`` chosen blocks hold at most, in documents of at most ``longest`` tokens."""
+    """Keys that ``blocks`` chosen blocks hold at most, in documents of at most ``longest``
+    tokens.
+    """
     return min(blocks, geometry.num_select_blocks(longest)) * geometry.select_block_size
 
 
@@ -38,7 +42,9 @@ class Chunk(NamedTuple):
 
     first: int
     last: int
-    key: Tensor  # int64 [N*K]: flat index (token * G + group) of each gathered key; of no key: the first past all
+    # int64 [N*K]: flat index (token * G + group) of each gathered key; of no key: the first past
+    # all
+    key: Tensor
     cu: Tensor  # int32 [N + 1]: first gathered key of each token and group
     longest: int
 
@@ -59,7 +65,15 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Ch
         position, start = places.position, places.start
     for first in range(0, batch * length, step):
         last = min(first + step, batch * length)
-        yield _chunk(first, last, flat[first:last], position[first:last], start[first:last], keys, call.geometry)
+        yield _chunk(
+            first,
+            last,
+            flat[first:last],
+            position[first:last],
+            start[first:last],
+            keys,
+            call.geometry,
+        )
 
 
 def _chunk(
@@ -130,7 +144,9 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no block is chosen."""
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no
+    block is chosen.
+    """
     shape, (q, k, v, blocks) = q.shape[:-1], _batched(call, q, k, v, blocks)
     batch, length, heads, _ = q.shape
     per_group, flat = heads // k.shape[2], q.flatten(0, 1)
@@ -139,7 +155,10 @@ def forward(
     for chunk in _chunks(q, k, blocks, call):
         tokens = slice(chunk.first, chunk.last)
         out, stats = attend(
-            _rows(flat, chunk), _gather(k, chunk.key), _gather(v, chunk.key), _attention(chunk, per_group, call)
+            _rows(flat, chunk),
+            _gather(k, chunk.key),
+            _gather(v, chunk.key),
+            _attention(chunk, per_group, call),
         )
         blank = (chunk.cu.diff() == 0).repeat_interleave(per_group).view(-1, heads)
         o[tokens] = out.view(-1, heads, v.shape[-1]).masked_fill(blank.unsqueeze(-1), 0)
@@ -163,18 +182,33 @@ def backward(
     shapes = [x.shape for x in (q, k, v)]
     do, q, k, v, blocks, o, lse = _batched(call, do, q, k, v, blocks, o, lse)
     heads, (batch, length, groups, _) = q.shape[2], k.shape
-    flat_do, flat_q, flat_o, flat_lse = (x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1)))
+    flat_do, flat_q, flat_o, flat_lse = (
+        x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1))
+    )
     dq = torch.empty(flat_q.shape, dtype=q.dtype, device=q.device)
     # One row past the last key takes what the kernel left in the rows of no key.
-    sums = [torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device) for x in (k, v)]
+    sums = [
+        torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device)
+        for x in (k, v)
+    ]
     for chunk in _chunks(q, k, blocks, call):
-        do_rows, q_rows, o_rows, lse_rows = (_rows(x, chunk) for x in (flat_do, flat_q, flat_o, flat_lse))
+        do_rows, q_rows, o_rows, lse_rows = (
+            _rows(x, chunk) for x in (flat_do, flat_q, flat_o, flat_lse)
+        )
         how = _attention(chunk, heads // groups, call)
         grads = attend_backward(
-            do_rows, q_rows, _gather(k, chunk.key), _gather(v, chunk.key), o_rows, lse_rows.view(1, -1), how
+            do_rows,
+            q_rows,
+            _gather(k, chunk.key),
+            _gather(v, chunk.key),
+            o_rows,
+            lse_rows.view(1, -1),
+            how,
         )
         blank = (chunk.cu.diff() == 0).repeat_interleave(heads // groups).view(-1, heads, 1)
-        dq[chunk.first : chunk.last] = grads[0].reshape(-1, heads, q.shape[-1]).masked_fill(blank, 0)
+        dq[chunk.first : chunk.last] = (
+            grads[0].reshape(-1, heads, q.shape[-1]).masked_fill(blank, 0)
+        )
         target = chunk.key.clamp(max=batch * length * groups)
         for total, grad in zip(sums, grads[1:]):
             _add(total, target, grad.squeeze(1), call.deterministic)
@@ -185,6 +219,7 @@ def backward(
 def _add(total: Tensor, index: Tensor, rows: Tensor, deterministic: bool) -> None:
     rows = rows.to(total.dtype)
     if deterministic:
-        total.index_put_((index,), rows, accumulate=True)  # sorts, so that equal indices add in one order
+        # sorts, so that equal indices add in one order
+        total.index_put_((index,), rows, accumulate=True)
     else:
         total.index_add_(0, index, rows)

@@ -1,4 +1,6 @@
-"""The sliding window as one call on the full keys and values: causal, window (w-1, 0), aligned bottom-right."""
+"""The sliding window as one call on the full keys and values: causal, window (w-1, 0), aligned
+bottom-right.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ def _attention(q: Tensor, call: SlotCall) -> Attention:
     if call.cu_seqlens is not None:
         bounds, longest = documents(call.cu_seqlens, q.shape[0]), min(call.max_seqlen, q.shape[0])
         packed = Packed(bounds, bounds, longest, longest)
-    return Attention(call.scale, window=call.geometry.window_size, packed=packed, deterministic=call.deterministic)
+    return Attention(
+        call.scale,
+        window=call.geometry.window_size,
+        packed=packed,
+        deterministic=call.deterministic,
+    )
 
 
 def forward(

@@ -1,9 +1,11 @@
-"""Peak bytes of forward, or of forward and backward, beyond the inputs, what the library allocates inside included.
+"""Peak bytes of forward, or of forward and backward, beyond the inputs, what the library allocates
+inside included.
 
-Not a formula beside the code but the code itself, run on tensors without storage while their bytes are counted; only
-what a library allocates inside a call is written down here, as in flash-attn 2.8.3 (2.5 to 2.7 and PyTorch's copy
-allocate alike). Backward counts o and lse, which live until then. A Request that does not say its size counts as one
-token, one that does not say how many documents are packed as one document.
+Not a formula beside the code but the code itself, run on tensors without storage while their bytes
+are counted; only what a library allocates inside a call is written down here, as in flash-attn
+2.8.3 (2.5 to 2.7 and PyTorch's copy allocate alike). Backward counts o and lse, which live until
+then. A Request that does not say its size counts as one token, one that does not say how many
+documents are packed as one document.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
 from nsa_core.contract import Request, SlotCall
 from nsa_core.dryrun import PeakBytes
 
-_EXACT_CHUNKS = 4  # of sel; beyond them every chunk costs the same, and the rest grows with the tokens
+# of sel; beyond them every chunk costs the same, and the rest grows with the tokens
+_EXACT_CHUNKS = 4
 
 
 def _up(count: int, step: int) -> int:
@@ -32,7 +35,11 @@ def _wide(width: int) -> int:
 
 
 def _multiprocessors() -> int:
-    return int(torch.cuda.get_device_properties().multi_processor_count) if torch.cuda.is_available() else 1
+    return (
+        int(torch.cuda.get_device_properties().multi_processor_count)
+        if torch.cuda.is_available()
+        else 1
+    )
 
 
 def _splits(blocks: int, columns: int) -> int:
@@ -61,10 +68,13 @@ class Hollow:
     title = "allocations only"
 
     def __init__(self, real: providers.Provider | None) -> None:
-        self._contiguous = isinstance(real, providers.TorchFlash)  # PyTorch's backward copies an o or do that is not
+        # PyTorch's backward copies an o or do that is not
+        self._contiguous = isinstance(real, providers.TorchFlash)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
-        """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in fp32."""
+        """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in
+        fp32.
+        """
         o = torch.empty_like(q)
         if how.packed is not None:
             return o, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -79,7 +89,9 @@ class Hollow:
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the group is summed."""
+        """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the
+        group is summed.
+        """
         inside = [x.contiguous() for x in (do, o)] if self._contiguous else []
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         heads, width = q.shape[-2:]
@@ -97,7 +109,9 @@ class Hollow:
 
 
 def _measure(request: Request, batch: int, length: int) -> int:
-    """Peak bytes of the slot's own functions on meta tensors, and of making their results contiguous."""
+    """Peak bytes of the slot's own functions on meta tensors, and of making their results
+    contiguous.
+    """
     geometry, slot = request.geometry, request.slot
     rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
     lead = (length,) if request.varlen else (batch, length)
@@ -106,8 +120,16 @@ def _measure(request: Request, batch: int, length: int) -> int:
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, do = (empty((*lead, request.n_heads, width)) for width in (request.head_dim, request.v_head_dim))
-    inputs = [q, *(empty((*keys, request.n_kv_heads, width)) for width in (request.head_dim, request.v_head_dim))]
+    q, do = (
+        empty((*lead, request.n_heads, width)) for width in (request.head_dim, request.v_head_dim)
+    )
+    inputs = [
+        q,
+        *(
+            empty((*keys, request.n_kv_heads, width))
+            for width in (request.head_dim, request.v_head_dim)
+        ),
+    ]
     if slot == "sel":
         inputs.append(empty((*lead, request.n_kv_heads, geometry.num_selected_blocks), torch.int32))
     cu = empty((batch + 1,), torch.int32) if request.varlen else None
@@ -116,7 +138,10 @@ def _measure(request: Request, batch: int, length: int) -> int:
     count = PeakBytes()
     with providers.instead(Hollow(providers.first())), count:
         if rows == 0 and slot == "cmp":  # nsa_core answers without the backend
-            kept = [empty((*lead, request.n_heads, request.v_head_dim)), empty((*lead, request.n_heads), torch.float32)]
+            kept = [
+                empty((*lead, request.n_heads, request.v_head_dim)),
+                empty((*lead, request.n_heads), torch.float32),
+            ]
             kept += [torch.empty_like(x) for x in inputs] if request.needs_grad else []
             return count.peak
         o, lse = _contiguous(module.forward(*inputs, call=call))
@@ -131,7 +156,9 @@ def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _sizes(request: Request) -> tuple[int, int, int]:
-    """Sequences (documents when packed), the tokens of one (of all when packed), and tokens in all."""
+    """Sequences (documents when packed), the tokens of one (of all when packed), and tokens in
+    all.
+    """
     batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
     return batch, length, length if request.varlen and batch else batch * length
 
@@ -146,7 +173,9 @@ cmp = win
 
 
 def sel(request: Request) -> int:
-    """Bytes of the slot sel: exact for few chunks of tokens, continued in a straight line from there."""
+    """Bytes of the slot sel: exact for few chunks of tokens, continued in a straight line from
+    there.
+    """
     batch, length, tokens = _sizes(request)
     if tokens == 0:
         return 0

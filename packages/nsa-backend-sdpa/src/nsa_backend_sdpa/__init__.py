@@ -1,1 +1,3 @@
-"""Native Sparse Attention on plain PyTorch: every slot, forward and backward, on the CPU and on any GPU."""
+"""Native Sparse Attention on plain PyTorch: every slot, forward and backward, on the CPU and on any
+GPU.
+"""

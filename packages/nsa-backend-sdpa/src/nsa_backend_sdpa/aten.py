@@ -1,11 +1,16 @@
-"""Plain causal attention with as many queries as keys, and its gradient: the one file that calls PyTorch's own kernels.
+"""Plain causal attention with as many queries as keys, and its gradient: the one file that calls
+PyTorch's own kernels.
 
-The public scaled_dot_product_attention returns no LSE, so the operators under it are called. Which one:
-    CPU                        the CPU flash operator, on operands widened to fp32: its bf16 LSE is good to 14 bits
+The public scaled_dot_product_attention returns no LSE, so the operators under it are called. Which
+one:
+    CPU                        the CPU flash operator, on operands widened to fp32: its bf16 LSE is
+                               good to 14 bits
     CUDA bf16/fp16, D <= 256   the FlashAttention-2 operator
-    otherwise                  tiles of engine.py: fp32 stays IEEE, fp64 and wide heads work, and the bits repeat
+    otherwise                  tiles of engine.py: fp32 stays IEEE, fp64 and wide heads work, and
+                               the bits repeat
 
-q [N, H, L, Dk] over k [N, L, Dk], v [N, L, Dv]: N counts batch entries times kv heads; H heads share keys.
+q [N, H, L, Dk] over k [N, L, Dk], v [N, L, Dv]: N counts batch entries times kv heads; H heads
+share keys.
 """
 
 from __future__ import annotations
@@ -24,12 +29,20 @@ _GRID = 65_535  # batch entries of one call: a grid's second axis ends there
 _ops = torch.ops.aten
 
 
-def route(dtype: torch.dtype, device_type: str, width: int, capability: tuple[int, int] | None) -> str:
+def route(
+    dtype: torch.dtype, device_type: str, width: int, capability: tuple[int, int] | None
+) -> str:
     """Which of "cpu", "flash", "tiles" runs heads of ``width`` = max(Dk, Dv)."""
     if device_type == "cpu":
         return "cpu"
     half = dtype in (torch.bfloat16, torch.float16)
-    if device_type == "cuda" and half and width <= _FLASH_WIDTH and capability is not None and capability >= (8, 0):
+    if (
+        device_type == "cuda"
+        and half
+        and width <= _FLASH_WIDTH
+        and capability is not None
+        and capability >= (8, 0)
+    ):
         return "flash"
     return "tiles"
 
@@ -40,16 +53,20 @@ def _route(q: Tensor, v: Tensor) -> str:
 
 
 def _signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """A positive scale, its sign or zero moved into q: the kernels scale after masking with -inf."""
+    """A positive scale, its sign or zero moved into q: the kernels scale after masking with
+    -inf.
+    """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _fit(x: Tensor, width: int) -> Tensor:
-    """``x`` [..., width], zeros behind it, and a last axis of unit stride, which the operators assume unchecked.
+    """``x`` [..., width], zeros behind it, and a last axis of unit stride, which the operators
+    assume unchecked.
 
-    ``pad`` keeps the memory format that the strides suggest: heads of one element suggest channels_last.
+    ``pad`` keeps the memory format that the strides suggest: heads of one element suggest
+    channels_last.
     """
     if x.shape[-1] < width:
         x = pad(x, (0, width - x.shape[-1]))
@@ -63,7 +80,9 @@ def causal(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """o [N, H, L, Dv] in q's dtype (strides are the kernel's) and lse [N, H, L]."""
-    assert q.shape[2] == k.shape[1] == v.shape[1], "is_causal aligns top-left: only for as many queries as keys"
+    assert q.shape[2] == k.shape[1] == v.shape[1], (
+        "is_causal aligns top-left: only for as many queries as keys"
+    )
     how, q_width, v_width = _route(q, v), q.shape[-1], v.shape[-1]
     if how == "tiles":
         return _tiles_forward(q, k, v, scale)
@@ -75,20 +94,28 @@ def causal(
     if how == "cpu":
         wide, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(wide), k.to(wide), v.to(wide), width)
-        o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True, scale=scale)
+        o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
+            q4, k4, v4, 0.0, True, scale=scale
+        )
         # The operator takes a row of NaN scores for one that sees nothing and returns 0.
         lost = q4.isnan().any(-1) | k4[:, :1].isnan().any(-1).cummax(-1).values
         o, lse = o.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     else:
         q4, k4, v4 = _operands(q, k, v, -(-max(q_width, v_width) // 8) * 8)
-        o, lse = _ops._scaled_dot_product_flash_attention(q4, k4, v4, 0.0, True, False, scale=scale)[:2]
+        o, lse = _ops._scaled_dot_product_flash_attention(
+            q4, k4, v4, 0.0, True, False, scale=scale
+        )[:2]
     return o[..., :v_width].to(q.dtype), lse
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """One width, and k, v seen by every head through stride 0: no copy."""
     heads = (-1, q.shape[1], -1, -1)
-    return _fit(q, width), _fit(k, width).unsqueeze(1).expand(heads), _fit(v, width).unsqueeze(1).expand(heads)
+    return (
+        _fit(q, width),
+        _fit(k, width).unsqueeze(1).expand(heads),
+        _fit(v, width).unsqueeze(1).expand(heads),
+    )
 
 
 def causal_backward(
@@ -101,14 +128,21 @@ def causal_backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [N, H, L, Dk]; dk [N, L, Dk] and dv [N, L, Dv] in the statistics' dtype, summed there over the heads."""
-    assert q.shape[2] == k.shape[1] == v.shape[1], "is_causal aligns top-left: only for as many queries as keys"
+    """dq [N, H, L, Dk]; dk [N, L, Dk] and dv [N, L, Dv] in the statistics' dtype, summed there over
+    the heads.
+    """
+    assert q.shape[2] == k.shape[1] == v.shape[1], (
+        "is_causal aligns top-left: only for as many queries as keys"
+    )
     how, q_width, v_width, stats = _route(q, v), q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
     if how == "tiles" or (how == "flash" and deterministic):
         return _tiles_backward(do, q, k, v, o, lse, scale)
     if how == "flash" and len(q) > _GRID:
         cuts = [slice(n, n + _GRID) for n in range(0, len(q), _GRID)]
-        grads = [causal_backward(do[n], q[n], k[n], v[n], o[n], lse[n], scale, deterministic) for n in cuts]
+        grads = [
+            causal_backward(do[n], q[n], k[n], v[n], o[n], lse[n], scale, deterministic)
+            for n in cuts
+        ]
         d_q, d_k, d_v = (torch.cat(parts) for parts in zip(*grads))
         return d_q, d_k, d_v
     signed, positive = _signed(q, scale)
@@ -116,24 +150,50 @@ def causal_backward(
         width = max(q_width, v_width)
         q4, k4, v4 = _operands(signed.to(stats), k.to(stats), v.to(stats), width)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            _fit(do.to(stats), width), q4, k4, v4, _fit(o.to(stats), width), lse, 0.0, True, scale=positive
+            _fit(do.to(stats), width),
+            q4,
+            k4,
+            v4,
+            _fit(o.to(stats), width),
+            lse,
+            0.0,
+            True,
+            scale=positive,
         )
     else:
         width, length = -(-max(q_width, v_width) // 8) * 8, q.shape[2]
         q4, k4, v4 = _operands(signed, k, v, width)
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of the dropout, which there is not
+        # of the dropout, which there is not
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-            _fit(do, width), q4, k4, v4, _fit(o, width), lse.contiguous(),
-            None, None, length, length, 0.0, True, state, state, scale=positive,
-        )  # fmt: skip
+            _fit(do, width),
+            q4,
+            k4,
+            v4,
+            _fit(o, width),
+            lse.contiguous(),
+            None,
+            None,
+            length,
+            length,
+            0.0,
+            True,
+            state,
+            state,
+            scale=positive,
+        )
     dq = dq[..., :q_width].to(q.dtype)
     if scale <= 0:
         dq = -dq if scale < 0 else dq * 0
     return dq, dk[..., :q_width].sum(1, dtype=stats), dv[..., :v_width].sum(1, dtype=stats)
 
 
-def tile_of(count: int, heads: int, length: int, itemsize: int, budget: int) -> tuple[int, int, int]:
-    """Batch entries, query rows and keys of one tile, so that its scores take at most ``budget`` bytes."""
+def tile_of(
+    count: int, heads: int, length: int, itemsize: int, budget: int
+) -> tuple[int, int, int]:
+    """Batch entries, query rows and keys of one tile, so that its scores take at most ``budget``
+    bytes.
+    """
     keys = min(length, 1024)
     rows = max(1, min(length, budget // (heads * keys * itemsize)))
     return max(1, min(count, budget // (heads * keys * rows * itemsize))), rows, keys
@@ -183,7 +243,9 @@ def _tiles_backward(
     dk, dv = (torch.zeros(x.shape, dtype=stats_dtype(x.dtype), device=x.device) for x in (k, v))
     for n, rows, runs in _tiles(q):
         queries = [x[n, :, rows].transpose(1, 2) for x in (do, q, o, lse.unsqueeze(-1))]
-        dq[n, :, rows] = _tile_backward(queries, k[n], v[n], dk[n], dv[n], rows, runs, scale).transpose(1, 2)
+        dq[n, :, rows] = _tile_backward(
+            queries, k[n], v[n], dk[n], dv[n], rows, runs, scale
+        ).transpose(1, 2)
     return dq, dk, dv
 
 
@@ -204,7 +266,11 @@ def _tile_backward(
     do, q = engine.packed_as(do, operand), engine.packed_as(q, operand)
     total: Tensor | None = None
     for keys in runs:
-        tile_k, tile_v, hidden = k[:, keys].to(operand), v[:, keys].to(operand), _hidden(rows, keys, q.device)
+        tile_k, tile_v, hidden = (
+            k[:, keys].to(operand),
+            v[:, keys].to(operand),
+            _hidden(rows, keys, q.device),
+        )
         new = engine.attend_backward(do, delta, q, tile_k, tile_v, lse.squeeze(-1), hidden, scale)
         total = new[0] if total is None else total.add_(new[0])
         dk[:, keys] += new[1]

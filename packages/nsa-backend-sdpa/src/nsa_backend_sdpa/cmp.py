@@ -1,11 +1,15 @@
 """The compressed branch as one plain causal call per document (docs/semantics.md, "the fold").
 
-Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 tokens, a document's queries come in runs
-of d that see the same keys: run r sees compressed tokens 0..r. Folding the run into the head axis gives as many rows
-as keys, and an ordinary causal mask:  [S - (l-1) padded to I*d, G, h, D] -> [G, h*d heads, I rows, D].
+Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 tokens, a document's
+queries come in runs
+of d that see the same keys: run r sees compressed tokens 0..r. Folding the run into the head axis
+gives as many rows
+as keys, and an ordinary causal mask:
+[S - (l-1) padded to I*d, G, h, D] -> [G, h*d heads, I rows, D].
 
-Packed documents are called one by one, which needs their lengths on the host: one synchronisation on CUDA for each
-cu_seqlens, whatever the number of layers, and none while a graph is captured, which is refused.
+Packed documents are called one by one, which needs their lengths on the host: one synchronisation
+on CUDA for each cu_seqlens, whatever the number of layers, and none while a graph is captured,
+which is refused.
 """
 
 from __future__ import annotations
@@ -95,7 +99,9 @@ def forward(
         o.zero_()
         lse.fill_(-torch.inf)
         for t, c in _documents(q, call):
-            _forward_dense(q[None, t], k_cmp[None, c], v_cmp[None, c], o[None, t], lse[None, :, t], call)
+            _forward_dense(
+                q[None, t], k_cmp[None, c], v_cmp[None, c], o[None, t], lse[None, :, t], call
+            )
     return o, lse
 
 
@@ -107,9 +113,15 @@ def _backward_dense(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) 
     groups = k.shape[2]
     folded_lse = _fold(lse.transpose(1, 2).unsqueeze(-1), groups, call).squeeze(-1)
     dq, dk, dv = aten.causal_backward(
-        _fold(do, groups, call), _fold(q, groups, call), _keys(k), _keys(v), _fold(o, groups, call), folded_lse,
-        call.scale, call.deterministic,
-    )  # fmt: skip
+        _fold(do, groups, call),
+        _fold(q, groups, call),
+        _keys(k),
+        _keys(v),
+        _fold(o, groups, call),
+        folded_lse,
+        call.scale,
+        call.deterministic,
+    )
     _unfold(dq, grads[0], call)
     for grad, folded in zip(grads[1:], (dk, dv)):
         grad.copy_(folded.unflatten(0, (-1, groups)).transpose(1, 2))
@@ -125,7 +137,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document get zero."""
+    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document
+    get zero.
+    """
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cmp, v_cmp)]
     tensors = [do, q, k_cmp, v_cmp, o]
     with torch.profiler.record_function("nsa_sdpa.cmp_backward"), ieee_products(q):

@@ -40,5 +40,7 @@ def backward(
         wide = do.to(gates.dtype)
         for branch, o in enumerate((o_cmp, o_sel, o_win)):
             torch.sum(wide * o, -1, out=dgates[..., branch])
-        do_cmp, do_sel, do_win = ((wide * gate).to(do.dtype) for gate in gates.unsqueeze(-2).unbind(-1))
+        do_cmp, do_sel, do_win = (
+            (wide * gate).to(do.dtype) for gate in gates.unsqueeze(-2).unbind(-1)
+        )
         return dgates, do_cmp.contiguous(), do_sel.contiguous(), do_win.contiguous()

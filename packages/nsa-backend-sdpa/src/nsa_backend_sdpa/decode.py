@@ -1,9 +1,9 @@
 """Decode forms: the newest queries of each sequence over keys that lie in a cache.
 
-Queries are taken some at a time, as steps of their own, and keys in runs of a bounded number of tokens (cmp, win,
-select), so extra memory grows neither with the step nor with the cache, but for select's rows of probabilities, of a
-few queries. What a cache holds past a sequence's last token is never multiplied: its values are taken as 0, or other
-keys stand in for it.
+Queries are taken some at a time, as steps of their own, and keys in runs of a bounded number of
+tokens (cmp, win, select), so extra memory grows neither with the step nor with the cache, but for
+select's rows of probabilities, of a few queries. What a cache holds past a sequence's last token is
+never multiplied: its values are taken as 0, or other keys stand in for it.
 """
 
 from __future__ import annotations
@@ -99,9 +99,13 @@ def cmp(
     call: DecodeCall,
 ) -> tuple[Tensor, Tensor]:
     """o [B, m, Hq, Dv] and lse [B, Hq, m] over the compressed tokens that each query sees."""
-    rows = max(_LEAST_ROWS, _within_budget(q, min(_KEYS, call.geometry.num_compressed(call.max_len))))
+    rows = max(
+        _LEAST_ROWS, _within_budget(q, min(_KEYS, call.geometry.num_compressed(call.max_len)))
+    )
     with torch.profiler.record_function("nsa_sdpa.cmp"), ieee_products(q):
-        return _joined([_cmp_step(q[:, part], k_cmp, v_cmp, of) for part, of in _steps(q, rows, call)])
+        return _joined(
+            [_cmp_step(q[:, part], k_cmp, v_cmp, of) for part, of in _steps(q, rows, call)]
+        )
 
 
 def _cmp_step(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -128,7 +132,8 @@ def win(
     call: DecodeCall,
 ) -> tuple[Tensor, Tensor]:
     """o [B, m, Hq, Dv] and lse [B, Hq, m] over the last w tokens up to each query."""
-    rows = max(_LEAST_ROWS, call.geometry.window_size // 4)  # so many see as many keys again, and a quarter more
+    # so many see as many keys again, and a quarter more
+    rows = max(_LEAST_ROWS, call.geometry.window_size // 4)
     with torch.profiler.record_function("nsa_sdpa.win"), ieee_products(q):
         return _joined([_win_step(q[:, part], k, v, of) for part, of in _steps(q, rows, call)])
 
@@ -142,7 +147,10 @@ def _win_step(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor
         part = slice(first, min(first + run, k.shape[1]))
         token = tokens[:, part]
         owned = (token >= 0) & (token < call.lengths[:, None])
-        keys, values = _heads_first(k[:, part], None, operand), _heads_first(v[:, part], owned, operand)
+        keys, values = (
+            _heads_first(k[:, part], None, operand),
+            _heads_first(v[:, part], owned, operand),
+        )
         token = token[:, None, None, None]
         hidden = (token > last) | (token <= last - call.geometry.window_size) | (token < 0)
         total = engine.merge(total, engine.attend(rows, keys, values, hidden, call.scale))
@@ -150,13 +158,17 @@ def _win_step(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor
     return _out(*total, q)
 
 
-def _ring_of_step(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor, Tensor]:
+def _ring_of_step(
+    q: Tensor, k: Tensor, v: Tensor, call: DecodeCall
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the ring [B, R, G, D] that hold what the step sees, and their tokens int64 [B, R]."""
     seen, ring = call.geometry.window_size + q.shape[1] - 1, k.shape[1]
     if 4 * ring < 5 * seen:  # all of them: a copy costs more
         newest = call.lengths.long()[:, None] - 1
         return k, v, newest - (newest - torch.arange(ring, device=q.device)) % ring
-    tokens = call.starts.long()[:, None] + torch.arange(1 - call.geometry.window_size, q.shape[1], device=q.device)
+    tokens = call.starts.long()[:, None] + torch.arange(
+        1 - call.geometry.window_size, q.shape[1], device=q.device
+    )
     sequence = torch.arange(len(q), device=q.device)[:, None]
     return k[sequence, tokens % ring], v[sequence, tokens % ring], tokens
 
@@ -175,28 +187,41 @@ def sel(
     o = q.new_empty((batch, groups, rows, q.shape[2] // groups, v.shape[-1]))
     lse = q.new_empty(o.shape[:-1], dtype=stats_dtype(q.dtype))
     grouped, last = _grouped(q, groups), positions(q, call)
-    per_row = batch * n * size * max(q.shape[2] * lse.itemsize, groups * (k.shape[-1] + v.shape[-1]) * 4)
+    per_row = (
+        batch * n * size * max(q.shape[2] * lse.itemsize, groups * (k.shape[-1] + v.shape[-1]) * 4)
+    )
     run = max(1, engine.score_bytes(q.device.type) // max(1, per_row))
     group = torch.arange(groups, device=q.device)[:, None, None]
     with torch.profiler.record_function("nsa_sdpa.sel"), ieee_products(q):
         for first in range(0, rows, run):
             part = slice(first, min(first + run, rows))
             here = last[:, None, part, None]
-            number, counted = distinct(blocks[:, part].transpose(1, 2), here.div(size, rounding_mode="floor"))
+            number, counted = distinct(
+                blocks[:, part].transpose(1, 2), here.div(size, rounding_mode="floor")
+            )
             number = number.where(counted, number[..., :1])  # the first counts, if any does
-            seen = (here - number * size).clamp_(0, size - 1)  # [B, G, r, n], last key of a block that the query sees
+            # [B, G, r, n], last key of a block that the query sees
+            seen = (here - number * size).clamp_(0, size - 1)
             page, row = _rows(k, number * size, call)
             inside = torch.arange(size, device=q.device)
-            # A key that the query does not see gives way to one that it does: what it would be is not multiplied by 0.
+            # A key that the query does not see gives way to one that it does: what it would be is
+            # not multiplied by 0.
             picked = torch.minimum(inside, seen[..., None]).mul_(groups)
             picked.add_(((page * k.shape[1] + row) * groups + group)[..., None])
             hidden = inside > seen.masked_fill(~counted, -1)[..., None]  # [B, G, r, n, l']
             keys, values = (_picked(x, picked).flatten(3, 4).to(operand) for x in (k, v))
             got, got_lse = engine.attend(
-                grouped[:, :, part, None], keys, values, hidden.flatten(3, 4)[:, :, :, None, None], call.scale
+                grouped[:, :, part, None],
+                keys,
+                values,
+                hidden.flatten(3, 4)[:, :, :, None, None],
+                call.scale,
             )
             none = ~counted[..., 0, None, None]
-            o[:, :, part], lse[:, :, part] = got[..., 0, :, :].masked_fill_(none, 0), got_lse[..., 0, :]
+            o[:, :, part], lse[:, :, part] = (
+                got[..., 0, :, :].masked_fill_(none, 0),
+                got_lse[..., 0, :],
+            )
     return _out(o, lse, q)
 
 
@@ -206,7 +231,9 @@ def _picked(
 ) -> Tensor:  # [..., D]
     """Rows of a store for each head, copied."""
     if store.is_contiguous():
-        return store.view(-1, store.shape[3]).index_select(0, index.flatten()).view(*index.shape, -1)
+        return (
+            store.view(-1, store.shape[3]).index_select(0, index.flatten()).view(*index.shape, -1)
+        )
     rest, head = index.div(store.shape[2], rounding_mode="floor"), index % store.shape[2]
     return store[rest.div(store.shape[1], rounding_mode="floor"), rest % store.shape[1], head]
 
@@ -221,19 +248,26 @@ def select(
     """blocks int32 [B, m, G, n], ascending, -1 at the end."""
     rows = max(_LEAST_CHOOSING, _within_budget(q, columns(call.geometry, max(1, call.max_len))))
     with torch.profiler.record_function("nsa_sdpa.select"), ieee_products(q):
-        parts = [_select_step(q[:, part], k_cmp, lse[..., part], of) for part, of in _steps(q, rows, call)]
+        parts = [
+            _select_step(q[:, part], k_cmp, lse[..., part], of)
+            for part, of in _steps(q, rows, call)
+        ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _select_step(q: Tensor, k_cmp: Tensor, lse: Tensor, call: DecodeCall) -> Tensor:
     geometry, groups, longest = call.geometry, k_cmp.shape[2], max(1, call.max_len)
-    index = torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_taps()[0][0]
+    index = (
+        torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_taps()[0][0]
+    )
     rows, last = _grouped(q, groups), positions(q, call)
     stats = lse.unflatten(1, (groups, -1)).transpose(2, 3)[..., None]  # [B, G, m, h, 1]
     p = lse.new_empty((*rows.shape[:-1], len(index)))
     for first in range(0, len(index), run := _run(q, len(index))):
         some = index[first : first + run]
-        k = _heads_first(k_cmp[_rows(k_cmp, some.clamp(min=0).expand(len(q), -1), call)], None, rows.dtype)
+        k = _heads_first(
+            k_cmp[_rows(k_cmp, some.clamp(min=0).expand(len(q), -1), call)], None, rows.dtype
+        )
         flat = product(rows.flatten(2, 3).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
         part = flat.view(*rows.shape[:-1], len(some)).mul_(call.scale).sub_(stats).exp_()
         ends = some * geometry.compress_stride + geometry.compress_block_size - 1

@@ -1,13 +1,17 @@
-"""Attention of a tile of queries over a tile of keys, and its gradient, with fp32 (fp64) scores and statistics.
+"""Attention of a tile of queries over a tile of keys, and its gradient, with fp32 (fp64) scores and
+statistics.
 
     s = scale * q k^T        p = exp(s - lse)        o = p v
-    dv = p^T do              ds = p * (do v^T - rowsum(do * o))        dq = scale * ds k        dk = scale * ds^T q
+    dv = p^T do              ds = p * (do v^T - rowsum(do * o))        dq = scale * ds k
+    dk = scale * ds^T q
 
-A tile is R query rows with H heads each over L keys those heads share: q [..., R, H, Dk], k [..., L, Dk],
-v [..., L, Dv]. ``hidden`` (bool, broadcast against [..., R, H, L]) marks what may not be seen: it contributes exactly
-zero whatever finite value k and v hold there. A row that sees nothing gives o = 0, lse = -inf and zero gradients.
+A tile is R query rows with H heads each over L keys those heads share: q [..., R, H, Dk], k [...,
+L, Dk], v [..., L, Dv]. ``hidden`` (bool, broadcast against [..., R, H, L]) marks what may not be
+seen: it contributes exactly zero whatever finite value k and v hold there. A row that sees nothing
+gives o = 0, lse = -inf and zero gradients.
 
-Operands are bf16/fp16 only on CUDA, whose matrix units return fp32; elsewhere they are widened first.
+Operands are bf16/fp16 only on CUDA, whose matrix units return fp32; elsewhere they are widened
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Bytes of one tile of scores, which bound the extra memory of every slot: a core's cache, or enough to fill a GPU.
+# Bytes of one tile of scores, which bound the extra memory of every slot: a core's cache, or enough
+# to fill a GPU.
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 NARROW_DEVICES = {"cuda"}  # where products take bf16/fp16 operands and return fp32
 MAX_KEYS = 4096  # in one product; more are accumulated with running statistics
@@ -41,7 +46,9 @@ def operand_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def packed_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` contiguous in ``dtype``, by one copy at most (`to` leaves the strides of what has the dtype already)."""
+    """``x`` contiguous in ``dtype``, by one copy at most (`to` leaves the strides of what has the
+    dtype already).
+    """
     return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
@@ -64,7 +71,8 @@ def _tf32() -> tuple[object, str, object, object]:
 
 @contextlib.contextmanager
 def ieee_products(tensor: Tensor) -> Iterator[None]:
-    """Keep fp32 products on CUDA from being rounded to TF32, which the caller may have allowed for other layers.
+    """Keep fp32 products on CUDA from being rounded to TF32, which the caller may have allowed for
+    other layers.
 
     The setting is the process's: while it is held here, another thread's products are exact too.
     """
@@ -94,7 +102,9 @@ def _scores(
     scale: float,
 ) -> Tensor:  # [..., R, H, L]
     *lead, rows, heads, width = q.shape
-    flat = product(q.reshape(-1, rows * heads, width), k.reshape(-1, k.shape[-2], width).transpose(1, 2))
+    flat = product(
+        q.reshape(-1, rows * heads, width), k.reshape(-1, k.shape[-2], width).transpose(1, 2)
+    )
     return flat.mul_(scale).view(*lead, rows, heads, k.shape[-2])
 
 
@@ -117,7 +127,9 @@ def attend(
     p.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     lse = total.log().add_(top).squeeze(-1)
-    o = product(_rows(p.to(v.dtype)), v.reshape(-1, v.shape[-2], v.shape[-1])).view(*p.shape[:-1], v.shape[-1])
+    o = product(_rows(p.to(v.dtype)), v.reshape(-1, v.shape[-2], v.shape[-1])).view(
+        *p.shape[:-1], v.shape[-1]
+    )
     return o.div_(total.masked_fill_(total == 0, 1)), lse
 
 
@@ -141,8 +153,11 @@ def attend_backward(
     hidden: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [..., R, H, Dk], dk [..., L, Dk], dv [..., L, Dv] of one tile, in the statistics' dtype."""
-    # After the exponential, because a row whose lse is -inf or NaN would make NaN of what is hidden from it.
+    """dq [..., R, H, Dk], dk [..., L, Dk], dv [..., L, Dv] of one tile, in the statistics'
+    dtype.
+    """
+    # After the exponential, because a row whose lse is -inf or NaN would make NaN of what is hidden
+    # from it.
     p = _scores(q, k, scale).sub_(lse.unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
     flat_do, flat_q = _rows(do), _rows(q)
     flat_k, flat_v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])

@@ -26,7 +26,8 @@ def nsa_register_backends() -> BackendSpec:
         name="sdpa",
         api_version=(1, 0),
         slots={
-            # cuDNN's and PyTorch's flash backward use atomics; asked for determinism, cmp takes the block engine.
+            # cuDNN's and PyTorch's flash backward use atomics; asked for determinism, cmp takes the
+            # block engine.
             "cmp": _slot("cmp", "nsa_sdpa.cmp", deterministic=False),
             "select": _slot("select", "nsa_sdpa.select", backward=False),
             "sel": _slot("sel", "nsa_sdpa.sel"),

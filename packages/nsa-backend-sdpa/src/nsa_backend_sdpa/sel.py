@@ -1,8 +1,8 @@
 """The selected branch: every query gathers the blocks chosen for its group and attends to them.
 
-K and V are laid out once as blocks of l' rows per document ([NB, G, l'*D]); then runs of queries gather n blocks each,
-so extra memory is O(S) plus a bounded tile. Backward gathers again and recomputes. Gradients of k and v are added in
-fp32 (fp64) in a fixed order.
+K and V are laid out once as blocks of l' rows per document ([NB, G, l'*D]); then runs of queries
+gather n blocks each, so extra memory is O(S) plus a bounded tile. Backward gathers again and
+recomputes. Gradients of k and v are added in fp32 (fp64) in a fixed order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class _Picked(NamedTuple):
 
 
 def _places(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
-    """For each row: its position in its document, and the tile its document starts with; int64 [T]."""
+    """For each row: its position in its document, and the tile its document starts with; int64
+    [T].
+    """
     if call.cu_seqlens is None:
         row = torch.arange(tiles.total, device=q.device)
         document = row // q.shape[1]
@@ -39,7 +41,9 @@ def _places(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
 
 
 def distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-    """Block numbers [..., n] made ascending, and which of them count: in range, not in the future, once."""
+    """Block numbers [..., n] made ascending, and which of them count: in range, not in the future,
+    once.
+    """
     beyond = torch.iinfo(torch.int64).max
     blocks = blocks.long()
     blocks = blocks.masked_fill((blocks < 0) | (blocks > current), beyond).sort(dim=-1).values
@@ -48,8 +52,12 @@ def distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.masked_fill_(~counted, 0), counted
 
 
-def queries_per_run(heads: int, groups: int, keys: int, width: int, stats: int, operand: int, budget: int) -> int:
-    """How many queries keep both the scores and the gathered keys (``width`` = Dk + Dv) of a run within ``budget``."""
+def queries_per_run(
+    heads: int, groups: int, keys: int, width: int, stats: int, operand: int, budget: int
+) -> int:
+    """How many queries keep both the scores and the gathered keys (``width`` = Dk + Dv) of a run
+    within ``budget``.
+    """
     return max(1, budget // (keys * max(heads * stats, groups * width * operand)))
 
 
@@ -80,7 +88,9 @@ def _in_blocks(x: Tensor, tiles: Tiles) -> Tensor:
 def _from_blocks(grad: Tensor, tiles: Tiles, x: Tensor, packed: bool) -> Tensor:
     """Inverse of :func:`_in_blocks` for the gradient of ``x``, rounded once."""
     rows = torch.empty((tiles.total + 1, *x.shape[-2:]), dtype=x.dtype, device=x.device)
-    values = grad.to(x.dtype).view(len(tiles), x.shape[-2], tiles.size, -1).transpose(1, 2).flatten(0, 1)
+    values = (
+        grad.to(x.dtype).view(len(tiles), x.shape[-2], tiles.size, -1).transpose(1, 2).flatten(0, 1)
+    )
     rows.index_copy_(0, tiles.targets(), values)
     return from_rows(rows[:-1], x, packed)
 
@@ -117,7 +127,9 @@ def _seen(blocks: Tensor, run: _Picked) -> Tensor:
     return blocks.index_select(0, run.block).view(len(run.hidden), run.hidden.shape[-1], -1)
 
 
-def _forward_run(q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, run: _Picked, scale: float) -> None:
+def _forward_run(
+    q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, run: _Picked, scale: float
+) -> None:
     """Store the run's rows of o [T, G, 1, h, Dv] and lse [T, G, 1, h]."""
     tile = _tile(q, run, operand_dtype(q))
     tile_o, tile_lse = engine.attend(tile, _seen(keys, run), _seen(values, run), run.hidden, scale)
@@ -140,7 +152,10 @@ def backward(
     with torch.profiler.record_function("nsa_sdpa.sel_backward"), ieee_products(q):
         packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
         tiles = make_tiles(q, call.geometry.select_block_size, call)
-        rows = [as_rows(x, packed).unflatten(1, (groups, 1, -1)) for x in (do, q, o, lse.transpose(-1, -2))]
+        rows = [
+            as_rows(x, packed).unflatten(1, (groups, 1, -1))
+            for x in (do, q, o, lse.transpose(-1, -2))
+        ]
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
         dk, dv = (torch.zeros(x.shape, dtype=stats, device=x.device) for x in (keys, values))
         dq = torch.empty(rows[1].shape, dtype=q.dtype, device=q.device)
@@ -152,11 +167,20 @@ def backward(
 
 
 def _backward_run(
-    rows: list[Tensor], keys: Tensor, values: Tensor, grads: list[Tensor], run: _Picked, scale: float
+    rows: list[Tensor],
+    keys: Tensor,
+    values: Tensor,
+    grads: list[Tensor],
+    run: _Picked,
+    scale: float,
 ) -> None:
     """Store the run's rows of dq [T, G, 1, h, Dk]; add to dk, dv [NB * G, l' * D]."""
     operand, stats = operand_dtype(rows[1]), stats_dtype(rows[1].dtype)
-    do, q, lse = _tile(rows[0], run, operand), _tile(rows[1], run, operand), _tile(rows[3], run, stats)
+    do, q, lse = (
+        _tile(rows[0], run, operand),
+        _tile(rows[1], run, operand),
+        _tile(rows[3], run, stats),
+    )
     delta = (do.to(stats) * _tile(rows[2], run, operand)).sum(-1)
     seen_k, seen_v = _seen(keys, run), _seen(values, run)
     dq, dk, dv = engine.attend_backward(do, delta, q, seen_k, seen_v, lse, run.hidden, scale)

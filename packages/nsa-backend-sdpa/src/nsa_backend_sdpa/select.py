@@ -1,9 +1,10 @@
 """Choice of blocks from the probabilities of the compressed branch (Eq. 8 to 12).
 
-    p[h,t,i] = exp(scale * q.k_cmp[i] - lse)        score[t,j] = sum over heads of sum over taps of weight * p
+    p[h,t,i] = exp(scale * q.k_cmp[i] - lse)
+    score[t,j] = sum over heads of sum over taps of weight * p
 
-per tile of queries of one document, so that no tensor of tokens times blocks exists. Taps are added in ascending i,
-then heads in ascending order; a stable sort gives equal scores to the lower index.
+per tile of queries of one document, so that no tensor of tokens times blocks exists. Taps are added
+in ascending i, then heads in ascending order; a stable sort gives equal scores to the lower index.
 """
 
 from __future__ import annotations
@@ -23,22 +24,36 @@ from nsa_core.packing import compressed_cu_seqlens
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a call is cut into tiles; integers only, so that the memory it takes can be told beforehand."""
+    """How a call is cut into tiles; integers only, so that the memory it takes can be told
+    beforehand.
+    """
 
     size: int  # queries of a tile
     tiles: int  # of one step
     groups: int  # kv heads of one step
 
     @classmethod
-    def of(cls, geometry: BlockGeometry, longest: int, groups: int, heads: int, itemsize: int, budget: int) -> Cut:
-        """Tiles of at most ``budget`` bytes of probabilities, if 64 queries are not too many already."""
+    def of(
+        cls,
+        geometry: BlockGeometry,
+        longest: int,
+        groups: int,
+        heads: int,
+        itemsize: int,
+        budget: int,
+    ) -> Cut:
+        """Tiles of at most ``budget`` bytes of probabilities, if 64 queries are not too many
+        already.
+        """
         size = max(1, min(64, longest))
         together = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
         return cls(size, max(1, together // groups), min(groups, together))
 
 
 def columns(geometry: BlockGeometry, longest: int) -> int:
-    """Compressed tokens that overlap any selection block of ``longest`` tokens, those before the first included."""
+    """Compressed tokens that overlap any selection block of ``longest`` tokens, those before the
+    first included.
+    """
     per_block = geometry.select_block_size // geometry.compress_stride
     return geometry.num_select_blocks(longest) * per_block - geometry.overlap_taps()[0][0]
 
@@ -92,7 +107,9 @@ def block_scores(
 
 
 def tap_sums(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
-    """Eq. 9 per head, [..., h, NB] for the blocks of ``longest`` tokens: probabilities [..., h, columns()] weighted."""
+    """Eq. 9 per head, [..., h, NB] for the blocks of ``longest`` tokens: probabilities [..., h,
+    columns()] weighted.
+    """
     taps, count = geometry.overlap_taps(), geometry.num_select_blocks(longest)
     first, every = taps[0][0], geometry.select_block_size // geometry.compress_stride
     total: Tensor | None = None
@@ -112,13 +129,17 @@ def head_sums(scores: Tensor) -> Tensor:
 
 
 def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: SlotCall) -> Tensor:
-    """Eq. 8, [g, tiles, c, h, columns], from the first compressed token that overlaps block 0 on, which is negative.
+    """Eq. 8, [g, tiles, c, h, columns], from the first compressed token that overlaps block 0 on,
+    which is negative.
 
     Exactly 0 for what is no compressed token or not visible.
     """
     (q, k, lse), geometry, operand = rows, call.geometry, operand_dtype(rows[0])
     queries = step.clamp(step.rows()[0])
-    index = torch.arange(columns(geometry, step.longest), device=q.device) + geometry.overlap_taps()[0][0]
+    index = (
+        torch.arange(columns(geometry, step.longest), device=q.device)
+        + geometry.overlap_taps()[0][0]
+    )
     last = index * geometry.compress_stride + geometry.compress_block_size - 1
     hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)
     if not len(k):
@@ -136,12 +157,15 @@ def choose(
     position: Tensor,  # [...] of the query in its document, broadcast against score's leading axes
     geometry: BlockGeometry,
 ) -> Tensor:  # int64 [..., n]
-    """The forced blocks and the best others, min(n, candidates) of them, ascending, -1 at the end."""
+    """The forced blocks and the best others, min(n, candidates) of them, ascending, -1 at the
+    end.
+    """
     count, n = score.shape[-1], geometry.num_selected_blocks
     current = (position // geometry.select_block_size)[..., None]
     block = torch.arange(count, device=score.device)
     forced = (block < geometry.init_blocks) | (block > current - geometry.local_blocks)
-    rank = score.masked_fill(score.isnan(), -1.0)  # below every score, which is >= 0, above what is no candidate
+    # below every score, which is >= 0, above what is no candidate
+    rank = score.masked_fill(score.isnan(), -1.0)
     rank = rank.masked_fill_(forced, torch.inf).masked_fill_(block > current, -torch.inf)
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :n]
     taken = torch.arange(best.shape[-1], device=score.device) <= current

@@ -19,7 +19,9 @@ class Sizes:
     @property
     def dtype(self) -> torch.dtype:
         """Of q."""
-        return torch.float64 if self.request.dtype == "float64" else getattr(torch, self.request.dtype)
+        return (
+            torch.float64 if self.request.dtype == "float64" else getattr(torch, self.request.dtype)
+        )
 
     @property
     def item(self) -> int:
@@ -78,7 +80,9 @@ class Sizes:
     @property
     def outputs(self) -> int:
         """o and lse."""
-        return self.tokens * self.request.n_heads * (self.request.v_head_dim * self.item + self.stat)
+        return (
+            self.tokens * self.request.n_heads * (self.request.v_head_dim * self.item + self.stat)
+        )
 
     @property
     def width(self) -> int:
@@ -90,11 +94,17 @@ class Sizes:
         return scores * (self.stat + self.narrow) + rows * self.request.v_head_dim * self.stat
 
     def attend_backward(self, rows: int, keys: int, scores: int) -> int:
-        """What engine.attend_backward allocates for ``rows`` query heads and ``keys`` keys, all kv heads together."""
+        """What engine.attend_backward allocates for ``rows`` query heads and ``keys`` keys, all kv
+        heads together.
+        """
         d_k, d_v = self.request.head_dim, self.request.v_head_dim
         middle = 2 * scores * self.stat + keys * d_v * self.stat
         return max(middle, scores * self.operand + (keys * self.width + rows * d_k) * self.stat)
 
     def delta(self, rows: int) -> int:
         """rowsum(do * o): a product, do widened, o gathered."""
-        return rows * self.request.v_head_dim * (self.stat + (self.stat if self.narrow else 0) + self.operand)
+        return (
+            rows
+            * self.request.v_head_dim
+            * (self.stat + (self.stat if self.narrow else 0) + self.operand)
+        )

@@ -1,7 +1,9 @@
-"""Query tiles that never cross a document, found on the device: one form for batches and for packed documents.
+"""Query tiles that never cross a document, found on the device: one form for batches and for packed
+documents.
 
-A batch [B, S, ...] is B documents of S rows each. Every document is cut into tiles of ``size`` rows from its first
-row on, so a document's tiles, and with them its bits, are the same alone, in a batch and packed.
+A batch [B, S, ...] is B documents of S rows each. Every document is cut into tiles of ``size`` rows
+from its first row on, so a document's tiles, and with them its bits, are the same alone, in a batch
+and packed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ def from_rows(rows: Tensor, x: Tensor, packed: bool) -> Tensor:
     return rows if packed else rows.view(*x.shape[:2], *rows.shape[1:])
 
 
-def runs(tiles: int, count: int, size: int, longest: int, per_document: int) -> Iterator[tuple[slice, int]]:
-    """Runs of at most ``count`` tiles, and how many rows of its document any tile of the run can see."""
+def runs(
+    tiles: int, count: int, size: int, longest: int, per_document: int
+) -> Iterator[tuple[slice, int]]:
+    """Runs of at most ``count`` tiles, and how many rows of its document any tile of the run can
+    see.
+    """
     for a in range(0, tiles, count):
         last, seen = min(a + count, tiles) - 1, longest
         if per_document and a // per_document == last // per_document:
@@ -37,9 +43,11 @@ def runs(tiles: int, count: int, size: int, longest: int, per_document: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of ``size`` rows: first row, and the first and past-the-last row of their document, int64 [tiles].
+    """Tiles of ``size`` rows: first row, and the first and past-the-last row of their document,
+    int64 [tiles].
 
-    Packed tiles are an upper bound that needs no lengths: those past the last document hold no valid row.
+    Packed tiles are an upper bound that needs no lengths: those past the last document hold no
+    valid row.
     """
 
     size: int
@@ -58,9 +66,17 @@ class Tiles:
     def split(self, count: int) -> Iterator[Tiles]:
         """Runs of at most ``count`` tiles."""
         for part, longest in runs(len(self), count, self.size, self.longest, self.per_document):
-            first, start, end, document = (x[part] for x in (self.first, self.start, self.end, self.document))
+            first, start, end, document = (
+                x[part] for x in (self.first, self.start, self.end, self.document)
+            )
             yield dataclasses.replace(
-                self, first=first, start=start, end=end, document=document, longest=longest, per_document=0
+                self,
+                first=first,
+                start=start,
+                end=end,
+                document=document,
+                longest=longest,
+                per_document=0,
             )
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -69,13 +85,19 @@ class Tiles:
         return rows, (rows < self.end[:, None]) & (rows >= 0) & (rows < self.total)
 
     def clamp(self, rows: Tensor) -> Tensor:
-        """``rows`` [tiles, ...] moved into the tile's own document, and into memory whatever cu_seqlens holds."""
+        """``rows`` [tiles, ...] moved into the tile's own document, and into memory whatever
+        cu_seqlens holds.
+        """
         shape = (-1,) + (1,) * (rows.dim() - 1)
-        rows = torch.minimum(torch.maximum(rows, self.start.view(shape)), (self.end - 1).view(shape))
+        rows = torch.minimum(
+            torch.maximum(rows, self.start.view(shape)), (self.end - 1).view(shape)
+        )
         return rows.clamp_(0, self.total - 1)
 
     def targets(self) -> Tensor:
-        """Where to store each place's result, flat: its row, or the spare row T for places that are no row."""
+        """Where to store each place's result, flat: its row, or the spare row T for places that are
+        no row.
+        """
         rows, valid = self.rows()
         return rows.masked_fill_(~valid, self.total).flatten()
 
@@ -86,11 +108,16 @@ def make_tiles(x: Tensor, size: int, call: SlotCall) -> Tiles:
     if call.cu_seqlens is None:
         batch, length = x.shape[:2]
         count = -(-length // size)
-        index, offsets = torch.arange(batch * count, device=device), torch.arange(batch, device=device) * count
+        index, offsets = (
+            torch.arange(batch * count, device=device),
+            torch.arange(batch, device=device) * count,
+        )
         document = index // count
         start = document * length
         first = start + (index - document * count) * size
-        return Tiles(size, batch * length, first, start, start + length, document, offsets, length, count)
+        return Tiles(
+            size, batch * length, first, start, start + length, document, offsets, length, count
+        )
     total, bounds = len(x), call.cu_seqlens.long()
     counts = (bounds.diff() + size - 1).div(size, rounding_mode="floor").clamp_(min=0)
     ends = counts.cumsum(0)
@@ -99,7 +126,9 @@ def make_tiles(x: Tensor, size: int, call: SlotCall) -> Tiles:
     start = bounds[document]
     first = start + (index - (ends - counts)[document]) * size
     longest = min(call.max_seqlen, total)
-    return Tiles(size, total, first, start, bounds[document + 1], document, ends - counts, longest, 0)
+    return Tiles(
+        size, total, first, start, bounds[document + 1], document, ends - counts, longest, 0
+    )
 
 
 def gather(

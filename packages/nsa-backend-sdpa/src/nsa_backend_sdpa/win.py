@@ -1,8 +1,9 @@
-"""The sliding window: each tile of c = clamp(w, 64, 512) queries over the w + c - 1 keys it can see, O(S*w) in time.
+"""The sliding window: each tile of c = clamp(w, 64, 512) queries over the w + c - 1 keys it can
+see, O(S*w) in time.
 
-Extra memory is O(S) for fp32 gradients of k and v, and a bounded tile of scores. A window that covers the whole
-sequence is the plain causal call. Tiles never cross a document, so packed equals separate, bit for bit where both
-choose the same c.
+Extra memory is O(S) for fp32 gradients of k and v, and a bounded tile of scores. A window that
+covers the whole sequence is the plain causal call. Tiles never cross a document, so packed equals
+separate, bit for bit where both choose the same c.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from nsa_core.contract import SlotCall
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a call is cut into tiles; integers only, so that the memory it takes can be told beforehand."""
+    """How a call is cut into tiles; integers only, so that the memory it takes can be told
+    beforehand.
+    """
 
     window: int  # at most the longest document
     size: int  # queries of a tile
@@ -30,7 +33,15 @@ class Cut:
 
     @classmethod
     def of(
-        cls, window: int, tokens: int, documents: int, longest: int, groups: int, heads: int, itemsize: int, budget: int
+        cls,
+        window: int,
+        tokens: int,
+        documents: int,
+        longest: int,
+        groups: int,
+        heads: int,
+        itemsize: int,
+        budget: int,
     ) -> Cut:
         """Tiles of at most ``budget`` bytes of scores; small ones where documents are short."""
         window = max(1, min(window, longest))
@@ -54,7 +65,9 @@ def _cut(q: Tensor, k: Tensor, call: SlotCall) -> Cut:
         documents, tokens, longest = len(call.cu_seqlens) - 1, len(q), min(call.max_seqlen, len(q))
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
-    return Cut.of(call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget)
+    return Cut.of(
+        call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget
+    )
 
 
 def _covers(q: Tensor, call: SlotCall) -> bool:
@@ -100,20 +113,28 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
     for step in tiles.split(cut.tiles):
         for g in range(0, groups, cut.groups):
             part = slice(g, g + cut.groups)
-            _forward_step([x[:, part] for x in rows], o[:, part], lse[:, part], step, cut.window, call.scale)
+            _forward_step(
+                [x[:, part] for x in rows], o[:, part], lse[:, part], step, cut.window, call.scale
+            )
     lse_rows = from_rows(lse[:-1].flatten(1, 2), q, packed)
     return from_rows(o[:-1].flatten(1, 2), q, packed), lse_rows.transpose(-1, -2).contiguous()
 
 
-def _forward_step(rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, window: int, scale: float) -> None:
-    """Attention of the step's queries, stored into rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
+def _forward_step(
+    rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, window: int, scale: float
+) -> None:
+    """Attention of the step's queries, stored into rows of o [T + 1, g, h, Dv] and lse [T + 1, g,
+    h].
+    """
     q, k, v = rows
     operand = operand_dtype(q)
     tile = gather(q, step.clamp(step.rows()[0]), operand)
     total: tuple[Tensor, Tensor] | None = None
     for keys, hidden in _key_parts(step, window):
         places = step.clamp(keys)
-        new = engine.attend(tile, gather(k, places, operand), gather(v, places, operand), hidden, scale)
+        new = engine.attend(
+            tile, gather(k, places, operand), gather(v, places, operand), hidden, scale
+        )
         total = engine.merge(total, new)
     assert total is not None
     store(o, step.targets(), total[0])
@@ -123,14 +144,17 @@ def _forward_step(rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, windo
 def _key_parts(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(key rows [tiles, L], hidden [tiles, R, 1, L]) for each run of at most MAX_KEYS keys.
 
-    Place j of a tile's w + c - 1 keys is row first - (w - 1) + j, which its query r sees where r <= j < r + w.
+    Place j of a tile's w + c - 1 keys is row first - (w - 1) + j, which its query r sees where r <=
+    j < r + w.
     """
     device, count = step.first.device, window + step.size - 1
     query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
     for a in range(0, count, engine.MAX_KEYS):
         place = torch.arange(a, min(a + engine.MAX_KEYS, count), device=device)
         keys = step.first[:, None] + (place - (window - 1))
-        hidden = ((place < query) | (place >= query + window)) | (keys < step.start[:, None])[:, None, :]
+        hidden = ((place < query) | (place >= query + window)) | (keys < step.start[:, None])[
+            :, None, :
+        ]
         yield keys, hidden.logical_or_(no_query[:, :, None]).unsqueeze(2)
 
 
@@ -152,8 +176,13 @@ def backward(
         keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         tile_do, tile_q, tile_o = (_by_group(x, groups) for x in (do, q, o))
         tile_lse = lse.unflatten(1, (groups, -1)).flatten(0, 1)
-        grads = aten.causal_backward(tile_do, tile_q, keys, values, tile_o, tile_lse, call.scale, True)
-        dk, dv = (g.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous() for g in grads[1:])
+        grads = aten.causal_backward(
+            tile_do, tile_q, keys, values, tile_o, tile_lse, call.scale, True
+        )
+        dk, dv = (
+            g.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous()
+            for g in grads[1:]
+        )
         return _by_token(grads[0], batch), dk, dv
 
 
@@ -163,10 +192,14 @@ def _tiled_backward(
     packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
     cut = _cut(q, k, call)
     tiles = make_tiles(q, cut.size, call)
-    rows = [as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o, lse.transpose(-1, -2))]
+    rows = [
+        as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o, lse.transpose(-1, -2))
+    ]
     rows += [as_rows(k, packed), as_rows(v, packed)]
     dq = q.new_empty((tiles.total + 1, *rows[1].shape[1:]))
-    dk, dv = (torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:])
+    dk, dv = (
+        torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
+    )
     for step in tiles.split(cut.tiles):
         for g in range(0, groups, cut.groups):
             part = slice(g, g + cut.groups)
@@ -176,17 +209,25 @@ def _tiled_backward(
     return d_q, from_rows(dk[:-1].to(k.dtype), k, packed), from_rows(dv[:-1].to(v.dtype), v, packed)
 
 
-def _backward_step(rows: list[Tensor], grads: list[Tensor], step: Tiles, window: int, scale: float) -> None:
+def _backward_step(
+    rows: list[Tensor], grads: list[Tensor], step: Tiles, window: int, scale: float
+) -> None:
     """Store the step's rows of dq [T + 1, g, h, Dk]; add to those of dk, dv [T + 1, g, D]."""
     do, q, o, lse, k, v = rows
     operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), step.clamp(step.rows()[0])
-    tile_do, tile_q, tile_lse = gather(do, queries, operand), gather(q, queries, operand), gather(lse, queries, stats)
+    tile_do, tile_q, tile_lse = (
+        gather(do, queries, operand),
+        gather(q, queries, operand),
+        gather(lse, queries, stats),
+    )
     delta = (tile_do.to(stats) * gather(o, queries, operand)).sum(-1)
     total: Tensor | None = None
     for keys, hidden in _key_parts(step, window):
         places = step.clamp(keys)
         tile_k, tile_v = gather(k, places, operand), gather(v, places, operand)
-        dq, dk, dv = engine.attend_backward(tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale)
+        dq, dk, dv = engine.attend_backward(
+            tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale
+        )
         del tile_k, tile_v, hidden
         total = dq if total is None else total.add_(dq)
         _add(grads[1], keys, step, dk)
@@ -196,11 +237,14 @@ def _backward_step(rows: list[Tensor], grads: list[Tensor], step: Tiles, window:
 
 
 def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
-    """Add [g, tiles, L, D] to the rows [T + 1, g, D] that ``keys`` [tiles, L] names, in a fixed order.
+    """Add [g, tiles, L, D] to the rows [T + 1, g, D] that ``keys`` [tiles, L] names, in a fixed
+    order.
 
     Runs of ``size`` keys of different tiles never meet, so each run is one copy without a race.
     """
-    outside = (keys < step.start[:, None].clamp(min=0)) | (keys >= step.end[:, None].clamp(max=step.total))
+    outside = (keys < step.start[:, None].clamp(min=0)) | (
+        keys >= step.end[:, None].clamp(max=step.total)
+    )
     target = keys.masked_fill(outside, step.total)
     for a in range(0, keys.shape[1], step.size):
         run = slice(a, a + step.size)

@@ -15,7 +15,11 @@ MODULES = {
 
 
 def _slot(
-    name: str, *evidence: str, backward: bool = True, deterministic: bool = True, warmup_tokens: int = 128
+    name: str,
+    *evidence: str,
+    backward: bool = True,
+    deterministic: bool = True,
+    warmup_tokens: int = 128,
 ) -> SlotSpec:
     return SlotSpec(
         forward=f"{_HOME}.{MODULES[name]}:forward",
@@ -39,7 +43,13 @@ def nsa_register_backends() -> BackendSpec:
             "cmp": _slot("cmp", "span_forward", "decode_span"),
             "select": _slot("select", "select_forward", "decode_span", backward=False),
             # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
-            "sel": _slot("sel", "sel_forward_kernel", "decode_sel", deterministic=False, warmup_tokens=1 << 14),
+            "sel": _slot(
+                "sel",
+                "sel_forward_kernel",
+                "decode_sel",
+                deterministic=False,
+                warmup_tokens=1 << 14,
+            ),
             "win": _slot("win", "span_forward", "decode_span"),
             "combine": _slot("combine", "combine_forward"),
         },

@@ -7,7 +7,8 @@ import re
 from nsa_backend_triton.host import configs
 from nsa_core.contract import Reason, Request
 
-# What torch 2.8, the oldest torch that nsa-core takes, was released with; older ones have no triton.knobs.
+# What torch 2.8, the oldest torch that nsa-core takes, was released with; older ones have no
+# triton.knobs.
 OLDEST_TRITON = (3, 4)
 OLDEST_GPU, NEWEST_GPU = min(a for a in configs.TABLES if a), max(configs.TABLES)
 MAX_WIDTH = 256
@@ -26,7 +27,11 @@ except ModuleNotFoundError as error:
     # Under TRITON_INTERPRET=1 triton itself needs numpy, which it does not install.
     _package = (error.name or "triton").partition(".")[0]
     _missing = "triton (Linux)" if _package == "triton" else _package
-    _trouble = Reason("triton_missing", f"triton cannot be imported: {error}", f"pip install {_missing}, or use sdpa")
+    _trouble = Reason(
+        "triton_missing",
+        f"triton cannot be imported: {error}",
+        f"pip install {_missing}, or use sdpa",
+    )
 except (ImportError, OSError, RuntimeError) as error:
     _trouble = Reason("triton_broken", f"importing triton failed: {error}", "reinstall triton")
 
@@ -49,7 +54,8 @@ def probe(request: Request) -> list[Reason]:
             Reason(
                 "no_configuration",
                 f"no tile of {kernel} fits the shared memory that table {name} stands for",
-                "use smaller heads, a narrower dtype, for blocks of many compressed tokens a longer stride, or sdpa",
+                "use smaller heads, a narrower dtype, for blocks of many compressed tokens a longer"
+                " stride, or sdpa",
             )
             for kernel in lacking
         ]
@@ -67,7 +73,11 @@ def _version_reason(version: str) -> Reason | None:
     if numbers >= OLDEST_TRITON:
         return None
     wanted = ".".join(map(str, OLDEST_TRITON))
-    return Reason("triton_too_old", f"needs triton {wanted} or later, found {version}", "upgrade torch and triton")
+    return Reason(
+        "triton_too_old",
+        f"needs triton {wanted} or later, found {version}",
+        "upgrade torch and triton",
+    )
 
 
 def _device(request: Request) -> tuple[int | None, list[Reason]]:
@@ -77,16 +87,26 @@ def _device(request: Request) -> tuple[int | None, list[Reason]]:
     import torch
 
     if torch.version.hip is not None:
-        text = f"kernels are written for NVIDIA GPUs; this torch is built for ROCm {torch.version.hip}"
+        text = (
+            f"kernels are written for NVIDIA GPUs; this torch is built for ROCm {torch.version.hip}"
+        )
         return None, [Reason("rocm", text, "use sdpa")]
     if request.capability is None:
-        return None, [Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+        return None, [
+            Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+        ]
     major, minor = request.capability
     have = 10 * major + minor
     if have < OLDEST_GPU:
-        return None, [Reason("sm_too_old", f"needs sm_{OLDEST_GPU}, this GPU is sm_{have}", "use sdpa")]
+        return None, [
+            Reason("sm_too_old", f"needs sm_{OLDEST_GPU}, this GPU is sm_{have}", "use sdpa")
+        ]
     if have > NEWEST_GPU:
-        return None, [Reason("sm_too_new", f"knows GPUs up to sm_{NEWEST_GPU}, this GPU is sm_{have}", "use sdpa")]
+        return None, [
+            Reason(
+                "sm_too_new", f"knows GPUs up to sm_{NEWEST_GPU}, this GPU is sm_{have}", "use sdpa"
+            )
+        ]
     if have not in configs.TABLES:
         known = ", ".join(f"sm_{a}" for a in configs.TABLES if a)
         return None, [Reason("sm_unknown", f"knows {known}, this GPU is sm_{have}", "use sdpa")]
@@ -94,7 +114,11 @@ def _device(request: Request) -> tuple[int | None, list[Reason]]:
 
 
 def _too_wide(request: Request) -> bool:
-    widths = (request.v_head_dim,) if request.slot == "combine" else (request.head_dim, request.v_head_dim)
+    widths = (
+        (request.v_head_dim,)
+        if request.slot == "combine"
+        else (request.head_dim, request.v_head_dim)
+    )
     return max(widths) > MAX_WIDTH
 
 
@@ -119,7 +143,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
 
 
 def detail() -> list[str]:
-    """Triton's version, and for each GPU here the table of tile shapes that serves it; a line each."""
+    """Triton's version, and for each GPU here the table of tile shapes that serves it; a line
+    each.
+    """
     if _trouble is not None:
         return [str(_trouble)]
     old = _version_reason(_found or "")
@@ -131,7 +157,11 @@ def detail() -> list[str]:
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name, here = torch.cuda.get_device_name(index), 10 * major + minor
-        serves = f"tile shapes of table {configs.TABLES[here]}" if here in configs.TABLES else "no tile shapes"
+        serves = (
+            f"tile shapes of table {configs.TABLES[here]}"
+            if here in configs.TABLES
+            else "no tile shapes"
+        )
         known = "measured" if here in configs.MEASURED else "never measured on this kind of GPU"
         lines.append(f"GPU {index}, {name}, sm_{here}: {serves}, {known}")
     return lines if len(lines) > 1 else [*lines, "no CUDA GPU is visible"]

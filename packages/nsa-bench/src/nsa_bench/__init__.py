@@ -1,1 +1,3 @@
-"""Timing NSA backends against dense attention: correctness first, all candidates interleaved in one run."""
+"""Timing NSA backends against dense attention: correctness first, all candidates interleaved in one
+run.
+"""

@@ -1,7 +1,9 @@
-"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or from a checkpoint.
+"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or
+from a checkpoint.
 
-Not a model of nsa_models.lm, whose layer sees single bytes: a layer by itself, or above another that is as new, has not
-learned to choose after the hundred steps that benchmarks/real_blocks.py takes.
+Not a model of nsa_models.lm, whose layer sees single bytes: a layer by itself, or above another
+that is as new, has not learned to choose after the hundred steps that benchmarks/real_blocks.py
+takes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.util import safetensors_io
 
-# What a token knows without attention, as lower layers would tell it: the last bytes one by one, enough to look for an
-# earlier occurrence of them, and the sum of the last 16 and 64, which changes slowly from token to token.
+# What a token knows without attention, as lower layers would tell it: the last bytes one by one,
+# enough to look for an earlier occurrence of them, and the sum of the last 16 and 64, which changes
+# slowly from token to token.
 RECENT, BAGS = 4, (16, 64)
 FORMAT = "nsa-byte-model 1"
 
@@ -31,13 +34,16 @@ class Activations(NamedTuple):
     """What the layer hands to its kernels."""
 
     q: torch.Tensor  # [B, S, Hq, Dk]
-    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k_cmp [B, n_c, G, Dk], then those of sel and win [B, S, G, Dk]
-    v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # v_cmp [B, n_c, G, Dv], then those of sel and win [B, S, G, Dv]
+    # k_cmp [B, n_c, G, Dk], then those of sel and win [B, S, G, Dk]
+    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    # v_cmp [B, n_c, G, Dv], then those of sel and win [B, S, G, Dv]
+    v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     gates: torch.Tensor  # [B, S, Hq, 3]
 
 
 class ByteModel(nn.Module):
-    """logits of the next byte = W norm(x + NSAttention(norm(x))), x the sum of embeddings of what precedes.
+    """logits of the next byte = W norm(x + NSAttention(norm(x))), x the sum of embeddings of what
+    precedes.
 
     ``backends`` is that of :class:`nsa_core.NSAttention`.
     """
@@ -85,8 +91,11 @@ def untrained(config: NSAConfig, seed: int, backends: str | None = None) -> Byte
         return ByteModel(config, backends)
 
 
-def tokens_of(text: bytes, batch: int, length: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """The first batch * length bytes of ``text``, repeated where it is shorter: int64 [batch, length].
+def tokens_of(
+    text: bytes, batch: int, length: int, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """The first batch * length bytes of ``text``, repeated where it is shorter: int64 [batch,
+    length].
 
     Raises:
         InvalidInput: the text is empty.
@@ -105,13 +114,17 @@ def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = F
         BackendUnavailable: safetensors is not installed.
         InvalidInput: the file exists and ``force`` is False.
     """
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in model.state_dict().items()}
+    tensors = {
+        name: t.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, t in model.state_dict().items()
+    }
     header = {"config": dataclasses.asdict(model.config), "facts": dict(facts)}
     safetensors_io.write(path, FORMAT, tensors, header, force)
 
 
 def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
-    """The model in a file that :func:`save` wrote, in fp32 on the CPU, and the facts beside it. Never unpickles.
+    """The model in a file that :func:`save` wrote, in fp32 on the CPU, and the facts beside it.
+    Never unpickles.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
@@ -121,7 +134,9 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
         config, facts = NSAConfig(**header["config"]), dict(header["facts"])
         with torch.device("meta"):
             model = ByteModel(config)
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        model.load_state_dict(
+            {name: tensor.float() for name, tensor in tensors.items()}, assign=True
+        )
     return model, facts
 
 

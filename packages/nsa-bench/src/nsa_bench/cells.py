@@ -1,4 +1,6 @@
-"""The works of one cell on the same tensors: combinations whole, each of their kernels alone, the dense rivals."""
+"""The works of one cell on the same tensors: combinations whole, each of their kernels alone, the
+dense rivals.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,26 @@ def part_key(slot: str, plan: Plan) -> str:
 
 
 def works_of(
-    x: Inputs, config: NSAConfig, phase: str, plans: Mapping[str, Plan], rivals: Sequence[Dense], parts: bool = True
+    x: Inputs,
+    config: NSAConfig,
+    phase: str,
+    plans: Mapping[str, Plan],
+    rivals: Sequence[Dense],
+    parts: bool = True,
 ) -> list[Work]:
-    """Everything to time on ``x``: dense kernels, "total <combo>", other rivals, and with ``parts`` each kernel alone.
+    """Everything to time on ``x``: dense kernels, "total <combo>", other rivals, and with ``parts``
+    each kernel alone.
 
-    In this order, which is that of importance: a time limit cuts from the end. Rivals go by their name, a kernel
-    alone is "<slot> <backend>", or "compress".
+    In this order, which is that of importance: a time limit cuts from the end. Rivals go by their
+    name, a kernel alone is "<slot> <backend>", or "compress".
     """
     works: list[Work] = []
     for rival in (r for r in rivals if r.kind == "dense"):
         works.append(Work(rival.name, _phased(_rival(rival, x), _leaves(x)[:3], x.do, phase), True))
     for name, plan in plans.items():
-        works.append(Work(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True))
+        works.append(
+            Work(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
+        )
     for rival in (r for r in rivals if r.kind != "dense"):
         make = _phased(_rival(rival, x), _leaves(x), x.do, phase)
         works.append(Work(rival.name, guarded(make), True))
@@ -63,7 +73,9 @@ def works_of(
     for plan in plans.values():
         for slot in SLOTS:
             key = part_key(slot, plan)
-            if key not in seen and not (slot == "select" and phase == "backward"):  # it has no backward
+            if key not in seen and not (
+                slot == "select" and phase == "backward"
+            ):  # it has no backward
                 seen.add(key)
                 works.append(part_work(x, config, plan, slot, phase))
     if plans:
@@ -74,11 +86,13 @@ def works_of(
 Call = Callable[[], Any]
 
 
-def _phased(forward: Callable[..., Any], leaves: Sequence[torch.Tensor], do: Any, phase: str) -> Callable[[], Call]:
+def _phased(
+    forward: Callable[..., Any], leaves: Sequence[torch.Tensor], do: Any, phase: str
+) -> Callable[[], Call]:
     """A setup that returns the call of ``phase`` of ``forward``, a function of ``leaves``.
 
-    Each setup has leaves of its own over the same memory: autograd ends a backward on the stream where a leaf was first
-    used, and a CUDA graph that captures on another stream would be invalid.
+    Each setup has leaves of its own over the same memory: autograd ends a backward on the stream
+    where a leaf was first used, and a CUDA graph that captures on another stream would be invalid.
     """
 
     def make() -> Call:
@@ -127,8 +141,12 @@ def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -
         if slot == "select":
             kernel = plan.select
             return lambda: kernel(*tensors)
-        leaves, blocks = ([t for t in tensors if t.is_floating_point() is floats] for floats in (True, False))
-        return _phased(lambda *own: _first(getattr(plan, slot)(*own, *blocks)), leaves, x.do, phase)()
+        leaves, blocks = (
+            [t for t in tensors if t.is_floating_point() is floats] for floats in (True, False)
+        )
+        return _phased(
+            lambda *own: _first(getattr(plan, slot)(*own, *blocks)), leaves, x.do, phase
+        )()
 
     return Work(part_key(slot, plan), make)
 
@@ -148,5 +166,11 @@ def _received(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch
     if slot == "select":
         return [x.q, k_cmp, lse]
     if slot == "combine":
-        return [x.gates, o_cmp, o_cmp.clone(), o_cmp.clone()]  # the values do not matter, three buffers do
+        # the values do not matter, three buffers do
+        return [
+            x.gates,
+            o_cmp,
+            o_cmp.clone(),
+            o_cmp.clone(),
+        ]
     return [x.q, x.k, x.v, plan.select(x.q, k_cmp, lse)]

@@ -1,10 +1,10 @@
 """Clocks: how a call is set up, warmed up, and one sample of it taken.
 
-CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it (as
-triton.testing.do_bench does); a call that the host may hold up is captured into a CUDA graph and replayed, so that what
-is timed is the kernels. CPU: torch.utils.benchmark over as many calls as fill 5 ms, at a stated thread count; a call
-that takes longer by itself is timed by perf_counter, because Timer would make it three times for one sample. Caches are
-as the previous work left them.
+CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it
+(as triton.testing.do_bench does); a call that the host may hold up is captured into a CUDA graph
+and replayed, so that what is timed is the kernels. CPU: torch.utils.benchmark over as many calls as
+fill 5 ms, at a stated thread count; a call that takes longer by itself is timed by perf_counter,
+because Timer would make it three times for one sample. Caches are as the previous work left them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ SAMPLE_MS = 5.0  # shortest CPU sample
 HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
 
 
-Run = Callable[[Callable[[str], None]], Any]  # a call that tells its argument the name of each part that has ended
+# a call that tells its argument the name of each part that has ended
+Run = Callable[[Callable[[str], None]], Any]
 
 
 def host_may_bind(event_ms: float, host_ms: float) -> bool:
-    """Whether the host may add more than HOST_SHARE to a call that takes ``event_ms`` by CUDA events.
+    """Whether the host may add more than HOST_SHARE to a call that takes ``event_ms`` by CUDA
+    events.
 
-    A call takes at most the kernels' own time and the ``host_ms`` in which the host launches them: of ``event_ms``, no
-    more than host_ms / event_ms is the host's, whichever of the two the call waits for.
+    A call takes at most the kernels' own time and the ``host_ms`` in which the host launches them:
+    of ``event_ms``, no more than host_ms / event_ms is the host's, whichever of the two the call
+    waits for.
     """
     return host_ms > HOST_SHARE * event_ms
 
@@ -62,9 +65,9 @@ def _until(run: Run, last: str) -> None:
 class CpuClock:
     """Wall time on the CPU.
 
-    glibc returns freed memory above a threshold to the system, and faults it in again at the next call, until a larger
-    block has been freed once: the first cells would be up to four times slower than the same cells later on. So a
-    block of about the highest threshold is freed first.
+    glibc returns freed memory above a threshold to the system, and faults it in again at the next
+    call, until a larger block has been freed once: the first cells would be up to four times slower
+    than the same cells later on. So a block of about the highest threshold is freed first.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,9 @@ class CudaClock:
         return self._timed(call)[0]
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """Milliseconds of one call after an L2 flush, and those after which the host has launched all of it."""
+        """Milliseconds of one call after an L2 flush, and those after which the host has launched
+        all of it.
+        """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         start.record()
@@ -162,7 +167,9 @@ class CudaClock:
                 prepared.not_captured = f"a call takes over {SLOW_MS:g} ms"
             return prepared
         again = self._timed(call)
-        prepared.estimate_ms, prepared.host_ms = (min(pair) for pair in zip((event_ms, host_ms), again))
+        prepared.estimate_ms, prepared.host_ms = (
+            min(pair) for pair in zip((event_ms, host_ms), again)
+        )
         if not host_may_bind(prepared.estimate_ms, prepared.host_ms):
             return prepared
         eager = [event_ms, again[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
@@ -174,10 +181,12 @@ class CudaClock:
         )
 
     def laps(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
-        """What takes, at each call, milliseconds of each part of ``run``, a graph if it can be one; and the method.
+        """What takes, at each call, milliseconds of each part of ``run``, a graph if it can be one;
+        and the method.
 
-        A part's time is that of ``run`` up to its end less that up to its beginning, each a graph of its own: an event
-        that a graph records between two kernels takes 3 us itself, some kernels no longer.
+        A part's time is that of ``run`` up to its end less that up to its beginning, each a graph
+        of its own: an event that a graph records between two kernels takes 3 us itself, some
+        kernels no longer.
         """
         parts: list[str] = []
         run(parts.append)
@@ -188,18 +197,25 @@ class CudaClock:
 
         def taken() -> dict[str, float]:
             ends = [0.0, *(self.sample(call, 1) for call in calls if call is not None)]
-            return {part: end - start for part, (start, end) in zip(parts, itertools.pairwise(ends))}
+            return {
+                part: end - start for part, (start, end) in zip(parts, itertools.pairwise(ends))
+            }
 
         return taken, "within graph" if whole else "within events"
 
-    def _captured(self, make: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any] | None, str]:
-        """The call as a graph; or None, and why it cannot be captured (it waits for the device, say)."""
+    def _captured(
+        self, make: Callable[[], Callable[[], Any]]
+    ) -> tuple[Callable[[], Any] | None, str]:
+        """The call as a graph; or None, and why it cannot be captured (it waits for the device,
+        say).
+        """
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         graph, pool, captures = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
         try:
             with torch.cuda.stream(stream):
-                call = make()  # a backward runs on its forward's stream: both on the one that captures
+                # a backward runs on its forward's stream: both on the one that captures
+                call = make()
                 call()
                 with _waiting_raises():
                     call()
@@ -226,7 +242,9 @@ class CudaClock:
 
 @contextlib.contextmanager
 def _waiting_raises() -> Iterator[None]:
-    """Make what waits for the device raise RuntimeError: met in a capture, it would leave the allocator in disorder."""
+    """Make what waits for the device raise RuntimeError: met in a capture, it would leave the
+    allocator in disorder.
+    """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # that the mode is a prototype
         warnings.simplefilter("ignore")
@@ -240,15 +258,20 @@ def _waiting_raises() -> Iterator[None]:
 def _give_back(pool: Any) -> None:
     """End the capture into ``pool``, which has failed, for the allocator too.
 
-    torch (2.11 is one) leaves it open there: then no cached memory is freed any more, and a GPU fills up.
+    torch (2.11 is one) leaves it open there: then no cached memory is freed any more, and a GPU
+    fills up.
     """
-    with contextlib.suppress(RuntimeError, AttributeError):  # a torch that has ended it itself, or hides how
+    with contextlib.suppress(
+        RuntimeError, AttributeError
+    ):  # a torch that has ended it itself, or hides how
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 class EagerClock:
-    """Wall time on the current CUDA device: the longer of what the host takes to launch and the device to run."""
+    """Wall time on the current CUDA device: the longer of what the host takes to launch and the
+    device to run.
+    """
 
     CALLS = 20
 
@@ -268,7 +291,9 @@ class EagerClock:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         estimate = self.sample(call, self.CALLS)
-        return Prepared(call, "eager", self.CALLS, estimate, torch.cuda.max_memory_allocated() - before)
+        return Prepared(
+            call, "eager", self.CALLS, estimate, torch.cuda.max_memory_allocated() - before
+        )
 
 
 def clock_for(device: str) -> CpuClock | CudaClock:

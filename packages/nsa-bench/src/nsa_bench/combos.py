@@ -36,7 +36,9 @@ def parse_combo(text: str) -> Combo:
     for word in words:
         slot, equals, name = (part.strip() for part in word.partition("="))
         if not equals or not name:
-            raise InvalidInput(f"combo must be like win=sdpa,cmp=fa2 or one backend's name, got {text!r}")
+            raise InvalidInput(
+                f"combo must be like win=sdpa,cmp=fa2 or one backend's name, got {text!r}"
+            )
         if slot not in SLOTS:
             raise InvalidInput(f"combo {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)}")
         if slot in backends:
@@ -44,7 +46,9 @@ def parse_combo(text: str) -> Combo:
         backends[slot] = name
     if not backends:
         raise InvalidInput("combo must not be empty")
-    return Combo(",".join(f"{slot}={backends[slot]}" for slot in SLOTS if slot in backends), backends)
+    return Combo(
+        ",".join(f"{slot}={backends[slot]}" for slot in SLOTS if slot in backends), backends
+    )
 
 
 def ready_combos(
@@ -56,10 +60,18 @@ def ready_combos(
     phase: str = "prefill",
     page_size: int | None = None,
 ) -> list[Combo]:
-    """ "auto", and per ready backend the combination that uses it wherever it accepts; each assignment once."""
+    """ "auto", and per ready backend the combination that uses it wherever it accepts; each
+    assignment once.
+    """
     answers = survey(
-        config, device=device, dtype=dtype, needs_grad=needs_grad, phase=phase, page_size=page_size, registry=registry
-    )  # fmt: skip
+        config,
+        device=device,
+        dtype=dtype,
+        needs_grad=needs_grad,
+        phase=phase,
+        page_size=page_size,
+        registry=registry,
+    )
     accepted = {slot: [c.backend for c in answers.candidates[slot] if c.accepted] for slot in SLOTS}
     best = {slot: names[0] for slot, names in accepted.items() if names}
     found = [Combo("auto", {})]

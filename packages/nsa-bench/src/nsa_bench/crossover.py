@@ -36,7 +36,9 @@ def _eager(performance: Performance) -> float:
     return performance.eager_ms
 
 
-def _fastest_dense(measurements: Sequence[Measurement], took: Took) -> dict[tuple[Problem, int], float]:
+def _fastest_dense(
+    measurements: Sequence[Measurement], took: Took
+) -> dict[tuple[Problem, int], float]:
     """Per (problem, length) the time of the fastest dense kernel."""
     best: dict[tuple[Problem, int], float] = {}
     for m in measurements:
@@ -60,14 +62,18 @@ def _pairs(
 def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     """(length, sentence) for ascending (length, own time / dense time).
 
-    The length after which every measured ratio is below 1, interpolated on log-log axes between the two measured
-    lengths around it; None where the longest ratio is not below 1, or nothing was measured.
+    The length after which every measured ratio is below 1, interpolated on log-log axes between the
+    two measured lengths around it; None where the longest ratio is not below 1, or nothing was
+    measured.
     """
     if not pairs:
         return None, "not known: no length where both were measured"
     last, ratio = pairs[-1]
     if ratio >= 1:
-        return None, f"dense is faster up to {last} tokens ({_times(ratio)} times as fast at {last})"
+        return (
+            None,
+            f"dense is faster up to {last} tokens ({_times(ratio)} times as fast at {last})",
+        )
     slower = [index for index, (_, r) in enumerate(pairs) if r >= 1]
     if not slower:
         return pairs[0][0], f"faster than dense at every measured length, from {pairs[0][0]} tokens"

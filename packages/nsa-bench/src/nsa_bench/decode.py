@@ -1,4 +1,6 @@
-"""One run of the decode bench: gates first, then every cell; whole steps, their slots, a layer's step, dense rivals."""
+"""One run of the decode bench: gates first, then every cell; whole steps, their slots, a layer's
+step, dense rivals.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """What to measure; ``combos`` empty: all that are ready; ``cells`` empty: those of the device."""
+    """What to measure; ``combos`` empty: all that are ready; ``cells`` empty: those of the
+    device.
+    """
 
     cells: Sequence[Cell] = ()
     dtypes: Sequence[str] = ("float32",)
@@ -71,11 +75,22 @@ class DecodeSettings:
     def as_json(self) -> dict[str, Any]:
         """The settings as a result file holds them."""
         kept: dict[str, Any] = {
-            n: getattr(self, n) for n in ("device", "seed", "budget_s", "cell_limit_s", "time_limit_s")
+            n: getattr(self, n)
+            for n in ("device", "seed", "budget_s", "cell_limit_s", "time_limit_s")
         }
-        cells = [f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}" for c in self.cells]
-        kept |= {"cells": cells, "dtypes": list(self.dtypes), "combos": [c.name for c in self.combos]}
-        kept |= {"shapes": list(dict.fromkeys(c.shape.name for c in self.cells)), "blocks": list(self.blocks)}
+        cells = [
+            f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}"
+            for c in self.cells
+        ]
+        kept |= {
+            "cells": cells,
+            "dtypes": list(self.dtypes),
+            "combos": [c.name for c in self.combos],
+        }
+        kept |= {
+            "shapes": list(dict.fromkeys(c.shape.name for c in self.cells)),
+            "blocks": list(self.blocks),
+        }
         return kept | {
             "phases": ["decode"],
             "inputs": ["random"],
@@ -87,8 +102,12 @@ class DecodeSettings:
 class DecodeBench:
     """A run under way."""
 
-    def __init__(self, settings: DecodeSettings, registry: Registry, versions: dict[str, Any]) -> None:
-        self.settings = dataclasses.replace(settings, cells=settings.cells or default_cells(settings.device))
+    def __init__(
+        self, settings: DecodeSettings, registry: Registry, versions: dict[str, Any]
+    ) -> None:
+        self.settings = dataclasses.replace(
+            settings, cells=settings.cells or default_cells(settings.device)
+        )
         self.registry, self._versions = registry, versions
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
@@ -102,18 +121,25 @@ class DecodeBench:
         """The cells, each in each dtype."""
         return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
 
-    def run(self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER) -> Result:
-        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each finished cell.
+    def run(
+        self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER
+    ) -> Result:
+        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each
+        finished cell.
 
         Raises:
-            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
+            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot
+                run here.
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
         self._stop = stop
         with stop.cuts_short():
             plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.problems()}
             if not stop.came:
-                peaks |= {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
+                peaks |= {
+                    name: roofline.measure_peaks(s.device, getattr(torch, name))
+                    for name in s.dtypes
+                }
                 self._clock = clock_for(s.device)
             for cell, dtype in self.problems():
                 if stop.came:
@@ -124,26 +150,43 @@ class DecodeBench:
                 left -= not stop.came
                 advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
         return Result(
-            settings=s.as_json(), environment=self._versions | machine(s.device), combos=self._combos,
-            skipped=self._skipped, peaks=peaks, gates=self._gates, measurements=self._measurements, crossovers=[],
+            settings=s.as_json(),
+            environment=self._versions | machine(s.device),
+            combos=self._combos,
+            skipped=self._skipped,
+            peaks=peaks,
+            gates=self._gates,
+            measurements=self._measurements,
+            crossovers=[],
             seconds=round(time.monotonic() - self._started, 2),
             interrupted=Interrupted.by(stop, left, len(self.problems())),
-        )  # fmt: skip
+        )
 
     def _open(self, cell: Cell, dtype_text: str) -> dict[str, Plan]:
         """The plans of a cell by combination, and the gates of its shape class."""
         s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
-        combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, False, "decode", cell.page_size)
+        combos = list(s.combos) or ready_combos(
+            self.registry, config, s.device, dtype, False, "decode", cell.page_size
+        )
         plans = {}
         for combo in combos:
             if self._stop.came:
                 break
             plans[combo.name] = plan = resolve(
-                config, device=s.device, dtype=dtype, backends=dict(combo.backends), phase="decode",
-                page_size=cell.page_size, batch=cell.batch, seq_len=cell.length, registry=self.registry,
-            )  # fmt: skip
-            entries.note_combo(self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}")
+                config,
+                device=s.device,
+                dtype=dtype,
+                backends=dict(combo.backends),
+                phase="decode",
+                page_size=cell.page_size,
+                batch=cell.batch,
+                seq_len=cell.length,
+                registry=self.registry,
+            )
+            entries.note_combo(
+                self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
+            )
             self._judge(combo, config, cell, dtype)
         return plans
 
@@ -153,11 +196,17 @@ class DecodeBench:
         if key not in self._judged:
             self._judged.add(key)
             subject = Subject(combo.backends, self.settings.device, self.registry)
-            self._gates.append(decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed))
+            self._gates.append(
+                decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed)
+            )
 
     def _cell(self, cell: Cell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)
-        wrong = {g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)}
+        wrong = {
+            g.combo
+            for g in self._gates
+            if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)
+        }
         timed = {name: plan for name, plan in plans.items() if name not in wrong}
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
@@ -165,7 +214,9 @@ class DecodeBench:
         try:
             x = make_state(cell, config, dtype, s.device, s.seed)
             rivals, skipped = dense_works(x, config)
-            self._skipped |= {f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()}
+            self._skipped |= {
+                f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
+            }
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
             works = [*rivals]
             for name, plan in timed.items():
@@ -175,7 +226,9 @@ class DecodeBench:
             outcomes |= measure(works, self._clock, **limits, least=REPEATS)
             if cuda:
                 again = [
-                    dataclasses.replace(w, key=w.key + EAGER) for w in works if w.key not in subjects or w.key in plans
+                    dataclasses.replace(w, key=w.key + EAGER)
+                    for w in works
+                    if w.key not in subjects or w.key in plans
                 ]
                 outcomes |= measure(again, EagerClock(), **limits)
             for name, plan in timed.items():
@@ -184,7 +237,9 @@ class DecodeBench:
                 found = within_step(plan, x, self._clock, s.budget_s)
                 outcomes |= {slot_key(name, slot): Outcome(lap) for slot, lap in found.items()}
         except torch.OutOfMemoryError:
-            outcomes |= {name: Outcome(reason="out of memory") for name in subjects if name not in outcomes}
+            outcomes |= {
+                name: Outcome(reason="out of memory") for name in subjects if name not in outcomes
+            }
         except (NSAError, RuntimeError) as error:
             said = f"{FAILED}: {describe_error(error)}"
             outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
@@ -203,9 +258,14 @@ class DecodeBench:
         return [*works, Work(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
 
     def _record(
-        self, cell: Cell, dtype: str, plans: dict[str, Plan], subjects: dict[str, str], outcomes: dict[str, Outcome],
+        self,
+        cell: Cell,
+        dtype: str,
+        plans: dict[str, Plan],
+        subjects: dict[str, str],
+        outcomes: dict[str, Outcome],
         peaks: Peaks,
-    ) -> None:  # fmt: skip
+    ) -> None:
         kinds = dict(subjects)
         for key in outcomes:
             if key not in kinds and any(key.startswith(name + ", ") for name in plans):
@@ -222,25 +282,42 @@ class DecodeBench:
                 if plan is not None and by_slots
                 else {}
             )
-            outcome = outcomes.get(subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE))
+            outcome = outcomes.get(
+                subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE)
+            )
             made.append(
                 entries.measurement(
-                    kind, outcome, costs["dense" if kind == "dense" else "total"], peaks, subject=subject,
-                    shape=cell.shape.name, dtype=dtype, inputs=cell.inputs, phase="decode", batch=cell.batch,
-                    length=cell.length, parts=parts,
+                    kind,
+                    outcome,
+                    costs["dense" if kind == "dense" else "total"],
+                    peaks,
+                    subject=subject,
+                    shape=cell.shape.name,
+                    dtype=dtype,
+                    inputs=cell.inputs,
+                    phase="decode",
+                    batch=cell.batch,
+                    length=cell.length,
+                    parts=parts,
                 )
-            )  # fmt: skip
+            )
         self._measurements += entries.beside_dense(made)
 
 
-def decode_gate(combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int) -> Gate:
-    """Judge a combination's decode forms, the fused step among them, on a few steps of the cell's class."""
+def decode_gate(
+    combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int
+) -> Gate:
+    """Judge a combination's decode forms, the fused step among them, on a few steps of the cell's
+    class.
+    """
     started = time.perf_counter()
     case = dataclasses.replace(gate_case(config, subject.device, seed), rows=None)
     longest = case.lengths[0]
     lengths = (longest, longest - 1, longest // 2, longest // 3)
     page = cell.page_size
-    named = dataclasses.replace(case, name=f"{cell.shape.name} steps at {lengths} tokens, page {page or 'none'}")
+    named = dataclasses.replace(
+        case, name=f"{cell.shape.name} steps at {lengths} tokens, page {page or 'none'}"
+    )
     step = Step(named, lengths, (4,) * 4, rows=4, page_size=page)
     try:
         found = [*decode_parity(subject, step, dtype), *judge_fused(subject, step, dtype)]
@@ -268,5 +345,7 @@ def _parts(
 
 
 def shape_named(text: str) -> Shape:
-    """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere in the bench."""
+    """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere
+    in the bench.
+    """
     return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

@@ -1,4 +1,6 @@
-"""The works of one decode cell on the same cache: whole steps, the slots within one, a layer's step, dense rivals."""
+"""The works of one decode cell on the same cache: whole steps, the slots within one, a layer's
+step, dense rivals.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Sequences of ``length`` cached tokens, the step's own among them, in pages of ``page_size`` (None: one piece)."""
+    """Sequences of ``length`` cached tokens, the step's own among them, in pages of ``page_size``
+    (None: one piece).
+    """
 
     shape: Shape
     batch: int
@@ -40,7 +44,9 @@ class Cell:
 
 
 def default_cells(device: str) -> list[Cell]:
-    """The cells of docs/bench.md: 4 GiB of keys and values and the reports' step on a GPU, small ones on the CPU."""
+    """The cells of docs/bench.md: 4 GiB of keys and values and the reports' step on a GPU, small
+    ones on the CPU.
+    """
     reports = [Cell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
     if not device.startswith("cuda"):
         return [*reports, Cell(Shape(8, 2, 32, 32), 4, 2048, 128)]
@@ -59,7 +65,9 @@ class State:
 
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole sequences [B, S, G, D]: the same memory, whatever page it is of."""
+        """Keys and values of whole sequences [B, S, G, D]: the same memory, whatever page it is
+        of.
+        """
         batch, length = len(self.q), self.call.max_len
         k, v = (self.stores[name] for name in ("k_sel", "v_sel"))
         k, v = (x.view(batch, -1, *x.shape[2:])[:, :length] for x in (k, v))
@@ -82,7 +90,11 @@ def make_state(cell: Cell, config: NSAConfig, dtype: torch.dtype, device: str, s
         outer = cell.batch if branch == "win" else cell.batch * pages
         for name, width in (("k", config.qk_dim), ("v", config.v_dim)):
             stores[f"{name}_{branch}"] = normal(outer, count, config.n_kv_heads, width)
-    table = torch.randperm(cell.batch * pages, generator=generator, device=device).int().view(cell.batch, pages)
+    table = (
+        torch.randperm(cell.batch * pages, generator=generator, device=device)
+        .int()
+        .view(cell.batch, pages)
+    )
     lengths = torch.full((cell.batch,), cell.length, dtype=torch.int32, device=device)
     call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, table, cell.length)
     gates = normal(cell.batch, 1, config.n_heads, 3, kind=stats_dtype(dtype)).sigmoid()
@@ -105,12 +117,18 @@ def one_by_one(plan: Plan, x: State, mark: Callable[[str], Any] = lambda slot: N
     return o
 
 
-def within_step(plan: Plan, x: State, clock: CpuClock | CudaClock, budget_s: float) -> dict[str, Performance]:
-    """Each slot's time inside the step: alone, it would find its data in the caches, or pay for a graph of its own."""
+def within_step(
+    plan: Plan, x: State, clock: CpuClock | CudaClock, budget_s: float
+) -> dict[str, Performance]:
+    """Each slot's time inside the step: alone, it would find its data in the caches, or pay for a
+    graph of its own.
+    """
     samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
     taken, method = clock.laps(lambda ended: one_by_one(plan, x, ended))
     started = time.perf_counter()
-    while len(samples["cmp"]) < MAX_ROUNDS and (len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s):
+    while len(samples["cmp"]) < MAX_ROUNDS and (
+        len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s
+    ):
         for slot, lap in taken().items():
             samples[slot].append(lap)
     return {slot: summarise(laps, method, 1) for slot, laps in samples.items()}
@@ -124,7 +142,8 @@ def fused_step(plan: Plan, x: State) -> Any:
 
 
 def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
-    """A step of a whole layer of the cell's heads, with the default options, over a cache as full as the cell says.
+    """A step of a whole layer of the cell's heads, with the default options, over a cache as full
+    as the cell says.
 
     Every call appends a token; there is room for LAYER_ROOM of them.
     """
@@ -134,8 +153,13 @@ def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Calla
         attn = NSAttention(config).to(device, dtype).requires_grad_(False)
         x = torch.randn(cell.batch, 1, config.dim).to(device, dtype)
     cache = attn.new_cache(
-        cell.batch, cell.length + LAYER_ROOM, page_size=cell.page_size, max_step=1, plan=plan, dtype=dtype
-    )  # fmt: skip
+        cell.batch,
+        cell.length + LAYER_ROOM,
+        page_size=cell.page_size,
+        max_step=1,
+        plan=plan,
+        dtype=dtype,
+    )
     before = [cell.length - 1] * cell.batch
     cache.admit(before)
     for store in cache.stores.tensors():
@@ -150,13 +174,16 @@ def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSACon
 
 
 def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]]:
-    """Dense attention of the step over the whole cache by SDPA and flash-attn; and why one cannot run here."""
+    """Dense attention of the step over the whole cache by SDPA and flash-attn; and why one cannot
+    run here.
+    """
     (k, v), scale = x.dense, config.softmax_scale
     groups = config.n_heads // config.n_kv_heads
 
     def sdpa() -> torch.Tensor:
         q, keys, values = (t.transpose(1, 2) for t in (x.q, k, v))
-        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)  # all keys, no mask
+        # all keys, no mask
+        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)
 
     works, skipped = [Work("dense SDPA", lambda: sdpa, True)], dict[str, str]()
     if not x.q.is_cuda:
@@ -171,29 +198,47 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]
 
         lengths = x.call.lengths
         works.append(
-            Work(name, lambda: lambda: flash_attn_with_kvcache(x.q, k, v, cache_seqlens=lengths, softmax_scale=scale))
+            Work(
+                name,
+                lambda: (
+                    lambda: flash_attn_with_kvcache(
+                        x.q, k, v, cache_seqlens=lengths, softmax_scale=scale
+                    )
+                ),
+            )
         )
     return works, skipped
 
 
 def step_costs(config: NSAConfig, batch: int, length: int, element_bytes: int) -> dict[str, Cost]:
-    """Cost of each slot, of the whole step ("total") and of dense attention ("dense"): every row read once.
+    """Cost of each slot, of the whole step ("total") and of dense attention ("dense"): every row
+    read once.
 
-    The total counts compressed keys once: a fused step may score them for cmp and select in one reading.
+    The total counts compressed keys once: a fused step may score them for cmp and select in one
+    reading.
     """
     geometry, heads, kv = config.geometry, config.n_heads, config.n_kv_heads
     dk, dv, t = config.qk_dim, config.v_dim, length - 1
     block = geometry.select_block_size
     chosen = min(geometry.num_selected_blocks, t // block + 1)
-    tokens = {"cmp": geometry.num_compressed(length), "win": min(geometry.window_size, length), "dense": length}
+    tokens = {
+        "cmp": geometry.num_compressed(length),
+        "win": min(geometry.window_size, length),
+        "dense": length,
+    }
     tokens["sel"] = (chosen - 1) * block + t % block + 1
     rows = batch * heads * (dk + dv) * element_bytes  # q and o
     costs = {
-        name: Cost(2 * batch * heads * (dk + dv) * count, batch * kv * (dk + dv) * count * element_bytes + rows)
+        name: Cost(
+            2 * batch * heads * (dk + dv) * count,
+            batch * kv * (dk + dv) * count * element_bytes + rows,
+        )
         for name, count in tokens.items()
     }
     scored = batch * kv * dk * tokens["cmp"] * element_bytes
-    costs["select"] = Cost(2 * batch * heads * dk * tokens["cmp"], scored + batch * heads * dk * element_bytes)
+    costs["select"] = Cost(
+        2 * batch * heads * dk * tokens["cmp"], scored + batch * heads * dk * element_bytes
+    )
     costs["combine"] = Cost(6 * batch * heads * dv, batch * heads * (4 * dv * element_bytes + 12))
     keys = sum(costs[name].bytes - rows for name in ("cmp", "sel", "win"))
     total = Cost(sum(costs[slot].flops for slot in SLOTS), keys + rows + batch * heads * 12)

@@ -21,7 +21,10 @@ def device_name(device: str | torch.device) -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """Device facts for a result file; what cannot be found out is None."""
-    found: dict[str, Any] = {"device": device_name(device), "device_type": torch.device(device).type}
+    found: dict[str, Any] = {
+        "device": device_name(device),
+        "device_type": torch.device(device).type,
+    }
     found |= {"torch_cuda": torch.version.cuda, **source()}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,6 +1,8 @@
-"""What is timed on: random tensors, or the activations that a layer, trained or not, makes of a text.
+"""What is timed on: random tensors, or the activations that a layer, trained or not, makes of a
+text.
 
-Block locality changes speed: neighbours of a trained layer choose alike, those of random tensors do not.
+Block locality changes speed: neighbours of a trained layer choose alike, those of random tensors do
+not.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ def make_inputs(
     text: bytes = b"",
     model: ByteModel | None = None,
 ) -> Inputs:
-    """The tensors of a problem, made on ``device`` from ``seed``; q, k, v and gates require a gradient.
+    """The tensors of a problem, made on ``device`` from ``seed``; q, k, v and gates require a
+    gradient.
 
-    "real": q, k, v and gates of ``model``, or of an untrained one of width 256, over the bytes of ``text``, repeated
-    where it is shorter than batch * length.
+    "real": q, k, v and gates of ``model``, or of an untrained one of width 256, over the bytes of
+    ``text``, repeated where it is shorter than batch * length.
 
     Raises:
         InvalidInput: unknown kind, or "real" without text.
@@ -56,7 +59,9 @@ def make_inputs(
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int) -> torch.Tensor:
-        return torch.randn(batch, length, heads, width, generator=generator, dtype=torch.float32, device=device)
+        return torch.randn(
+            batch, length, heads, width, generator=generator, dtype=torch.float32, device=device
+        )
 
     do = normal(config.n_heads, config.v_dim).to(dtype)
     if kind == "real":
@@ -84,7 +89,9 @@ class Checkpoint(NamedTuple):
     facts: dict[str, Any]
 
 
-def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]) -> dict[str, Checkpoint]:
+def load_models(
+    checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]
+) -> dict[str, Checkpoint]:
     """Shape name -> the trained model behind its real inputs; empty without checkpoints.
 
     Raises:
@@ -102,5 +109,7 @@ def load_models(checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Seq
         found[name] = Checkpoint(model, {"file": path.name, **facts})
     wanted = {shape.name for shape in shapes}
     if found and found.keys() != wanted:
-        raise InvalidInput(f"checkpoints are of shapes {', '.join(found)}; needed: one each of {', '.join(wanted)}")
+        raise InvalidInput(
+            f"checkpoints are of shapes {', '.join(found)}; needed: one each of {', '.join(wanted)}"
+        )
     return found

@@ -1,4 +1,6 @@
-"""Which source a figure was measured with: the commit, where one can be found, and what the installed files hash to."""
+"""Which source a figure was measured with: the commit, where one can be found, and what the
+installed files hash to.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,25 @@ _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def source() -> dict[str, Any]:
-    """For a result file: ``git_commit`` (None: ``git_commit_reason`` says why), and ``source_trees``.
+    """For a result file: ``git_commit`` (None: ``git_commit_reason`` says why), and
+    ``source_trees``.
 
-    ``source_trees`` has for each package of ours and each backend's what git calls the tree of its files: a commit has
-    the same files where ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core`` prints the same.
+    ``source_trees`` has for each package of ours and each backend's what git calls the tree of its
+    files: a commit has the same files where ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core``
+    prints the same.
     """
     commit, reason = git_commit()
     return {"git_commit": commit, "git_commit_reason": reason, "source_trees": source_trees()}
 
 
 def git_commit() -> tuple[str | None, str]:
-    """(commit, "") of the source that runs, "+" behind it where tracked files of its checkout differ; or (None, why).
+    """(commit, "") of the source that runs, "+" behind it where tracked files of its checkout
+    differ; or (None, why).
 
-    Looked for in this order: the checkout that the files lie in; the commit that pip noted when it installed from a
-    repository; the checkout that pip noted when it installed from one; the checkout around the working directory.
-    The last two count only where they hold the very files that are installed.
+    Looked for in this order: the checkout that the files lie in; the commit that pip noted when it
+    installed from a repository; the checkout that pip noted when it installed from one; the
+    checkout around the working directory. The last two count only where they hold the very files
+    that are installed.
     """
     why = []
     for where, root, exact in _places():
@@ -103,14 +109,21 @@ def _said(root: Path, *words: str) -> str | None:
 
     The checkout is named outright: a GIT_DIR of whoever started this process means another one.
     """
-    return printed(*_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words)
+    return printed(
+        *_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words
+    )
 
 
 def printed(*command: str) -> str | None:
     """What a command prints, or None where it is missing, fails or takes longer than 10 s."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=True,
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -118,7 +131,9 @@ def printed(*command: str) -> str | None:
 
 
 def source_trees() -> dict[str, str]:
-    """Import name -> :func:`tree_id` of nsa_core, nsa_cli and every backend's package; nothing is imported."""
+    """Import name -> :func:`tree_id` of nsa_core, nsa_cli and every backend's package; nothing is
+    imported.
+    """
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     names = {"nsa_core", "nsa_cli", *(point.value.split(":")[0].split(".")[0] for point in points)}
     found = {}
@@ -135,7 +150,9 @@ def source_trees() -> dict[str, str]:
 
 
 def tree_id(folder: Path) -> str | None:
-    """What git would call the tree of ``folder``'s files, byte code left out; None where there is no such folder."""
+    """What git would call the tree of ``folder``'s files, byte code left out; None where there is
+    no such folder.
+    """
     try:
         tree = _tree(folder)
     except OSError:

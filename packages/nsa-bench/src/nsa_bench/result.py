@@ -1,4 +1,6 @@
-"""The result file: dataclasses, written as JSON with a schema_version, and read back with every field checked."""
+"""The result file: dataclasses, written as JSON with a schema_version, and read back with every
+field checked.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One subject (a combination, a dense kernel, a whole layer, or somebody else's NSA) on one problem in one phase.
+    """One subject (a combination, a dense kernel, a whole layer, or somebody else's NSA) on one
+    problem in one phase.
 
-    ``performance`` is null where ``reason`` says why: the gate failed, out of memory, time limit, refused.
-    ``ratio_to_dense`` is the fastest dense kernel's time over this one's: above 1 this is faster.
+    ``performance`` is null where ``reason`` says why: the gate failed, out of memory, time limit,
+    refused. ``ratio_to_dense`` is the fastest dense kernel's time over this one's: above 1 this is
+    faster.
     """
 
     kind: str  # combo, dense, layer or rival
@@ -71,14 +75,20 @@ class Measurement:
         if self.performance is None:
             return {}
         whole = self.performance.median_ms
-        return {name: part.performance.median_ms / whole for name, part in self.parts.items() if part.performance}
+        return {
+            name: part.performance.median_ms / whole
+            for name, part in self.parts.items()
+            if part.performance
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class Crossover:
-    """From which length on a combination is faster than the fastest dense kernel; null: at no measured length.
+    """From which length on a combination is faster than the fastest dense kernel; null: at no
+    measured length.
 
-    ``eager_length``: the same where both are called without a CUDA graph; ``sentence`` tells of it where they differ.
+    ``eager_length``: the same where both are called without a CUDA graph; ``sentence`` tells of it
+    where they differ.
     """
 
     subject: str
@@ -94,7 +104,9 @@ class Crossover:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """Which signal ended a run before its last cell, and how many cells it left, the one that it cut short included."""
+    """Which signal ended a run before its last cell, and how many cells it left, the one that it
+    cut short included.
+    """
 
     signal: str
     cells_left: int
@@ -126,14 +138,23 @@ class Result:
     @property
     def failed(self) -> bool:
         """Some combination is not correct, or broke while it was timed."""
-        reasons = [r for m in self.measurements if m.kind == "combo" for r in (m.reason, *_reasons(m.parts))]
-        return any(reason.startswith(FAILED) for reason in reasons) or any(not gate.ok for gate in self.gates)
+        reasons = [
+            r
+            for m in self.measurements
+            if m.kind == "combo"
+            for r in (m.reason, *_reasons(m.parts))
+        ]
+        return any(reason.startswith(FAILED) for reason in reasons) or any(
+            not gate.ok for gate in self.gates
+        )
 
     def to_json(self) -> str:
         """The result file's text."""
         fields = []
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, list):  # an entry a line: small, and a difference of two files can be read
+            if isinstance(
+                value, list
+            ):  # an entry a line: small, and a difference of two files can be read
                 rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
                 fields.append(f'"{name}": [\n  {rows}\n ]')
             else:
@@ -149,7 +170,8 @@ def read_result(path: Path) -> Result:
     """The result in a file.
 
     Raises:
-        InvalidInput: the file cannot be read, is no JSON, or is no result of this schema; the field is named.
+        InvalidInput: the file cannot be read, is no JSON, or is no result of this schema; the field
+            is named.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
@@ -161,7 +183,9 @@ def read_result(path: Path) -> Result:
         raise InvalidInput(f"{path} is not a result of nsa bench")
     if document.get("schema_version") != SCHEMA_VERSION:
         found = document.get("schema_version")
-        raise InvalidInput(f"{path} has schema_version {found!r}, this version reads {SCHEMA_VERSION}")
+        raise InvalidInput(
+            f"{path} has schema_version {found!r}, this version reads {SCHEMA_VERSION}"
+        )
     try:
         result = _value(Result, document, "")
     except _WrongError as error:
@@ -204,12 +228,16 @@ def _value(kind: Any, found: Any, where: str) -> Any:
         return float(found)
     if origin is None and isinstance(found, kind) and (kind is bool or not isinstance(found, bool)):
         return found
-    raise _WrongError(f"{where.lstrip('.')} must be {getattr(kind, '__name__', kind)}, got {str(found)[:60]!r}")
+    raise _WrongError(
+        f"{where.lstrip('.')} must be {getattr(kind, '__name__', kind)}, got {str(found)[:60]!r}"
+    )
 
 
 def _record(kind: type, found: Any, where: str) -> Any:
     if not isinstance(found, dict):
-        raise _WrongError(f"{where.lstrip('.') or 'the file'} must be an object, got {str(found)[:60]!r}")
+        raise _WrongError(
+            f"{where.lstrip('.') or 'the file'} must be an object, got {str(found)[:60]!r}"
+        )
     fields, hints = dataclasses.fields(kind), _hints(kind)
     missing = [f.name for f in fields if f.name not in found and f.default is dataclasses.MISSING]
     if missing:

@@ -1,4 +1,5 @@
-"""Other people's NSA, where it is installed: timed beside ours in the same run, on the same tensors, never judged.
+"""Other people's NSA, where it is installed: timed beside ours in the same run, on the same
+tensors, never judged.
 
 Whatever their code raises is a reason in its row of the result.
 """
@@ -31,11 +32,17 @@ def check_rivals(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in KNOWN:
-            raise InvalidInput(f"rival must be of {', '.join(KNOWN)}, got {name!r}{did_you_mean(name, KNOWN)}")
+            raise InvalidInput(
+                f"rival must be of {', '.join(KNOWN)}, got {name!r}{did_you_mean(name, KNOWN)}"
+            )
 
 
-def rivals(names: Sequence[str] | None, config: NSAConfig, device: str, dtype: torch.dtype) -> list[Dense]:
-    """Those of ``names`` (None: all known on a GPU, none elsewhere), each that cannot run with the reason."""
+def rivals(
+    names: Sequence[str] | None, config: NSAConfig, device: str, dtype: torch.dtype
+) -> list[Dense]:
+    """Those of ``names`` (None: all known on a GPU, none elsewhere), each that cannot run with the
+    reason.
+    """
     if names is None:
         names = list(KNOWN) if device.startswith("cuda") else []
     found = []
@@ -47,7 +54,9 @@ def rivals(names: Sequence[str] | None, config: NSAConfig, device: str, dtype: t
 
 
 def guarded(make: Callable[[], Call]) -> Callable[[], Call]:
-    """A setup whose errors, and those of the call it returns, are RuntimeErrors that quote what was raised."""
+    """A setup whose errors, and those of the call it returns, are RuntimeErrors that quote what was
+    raised.
+    """
 
     def tried(function: Callable[..., Any]) -> Any:
         try:
@@ -65,11 +74,15 @@ def guarded(make: Callable[[], Call]) -> Callable[[], Call]:
 
 
 def _refusal(rival: Dense, config: NSAConfig, device: str, dtype: torch.dtype) -> str:
-    """Why a forward and backward over twice the chosen tokens fails; "" when it does not. Compiles what compiles."""
+    """Why a forward and backward over twice the chosen tokens fails; "" when it does not. Compiles
+    what compiles.
+    """
     length = 2 * config.num_selected_blocks * config.select_block_size
 
     def once() -> Any:
-        x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=0)
+        x = make_inputs(
+            "random", config, batch=1, length=length, dtype=dtype, device=device, seed=0
+        )
         return lambda: torch.autograd.grad(rival.forward(x), [x.q, x.k, x.v, x.gates], x.do)
 
     try:
@@ -80,7 +93,9 @@ def _refusal(rival: Dense, config: NSAConfig, device: str, dtype: torch.dtype) -
 
 
 def _fla(config: NSAConfig) -> Dense:
-    """flash-linear-attention (fla-core): mean compression of whole selection blocks, window by flash-attn."""
+    """flash-linear-attention (fla-core): mean compression of whole selection blocks, window by
+    flash-attn.
+    """
     block, heads = config.select_block_size, config.n_heads // config.n_kv_heads
     computes = dataclasses.replace(config, compress_block_size=block, compress_stride=block)
 
@@ -90,9 +105,15 @@ def _fla(config: NSAConfig) -> Dense:
             raise ImportError("its window needs the package flash-attn, which is not installed")
         gates = x.gates.to(x.q.dtype).unbind(-1)
         o: torch.Tensor = module.parallel_nsa(
-            x.q, x.k, x.v, *(gate.contiguous() for gate in gates), block_counts=config.num_selected_blocks,
-            block_size=block, window_size=config.window_size, scale=config.softmax_scale,
-        )  # fmt: skip
+            x.q,
+            x.k,
+            x.v,
+            *(gate.contiguous() for gate in gates),
+            block_counts=config.num_selected_blocks,
+            block_size=block,
+            window_size=config.window_size,
+            scale=config.softmax_scale,
+        )
         return o
 
     reason = ""
@@ -101,7 +122,10 @@ def _fla(config: NSAConfig) -> Dense:
     elif heads < 16 or heads & (heads - 1):
         reason = f"needs 16, 32, 64, ... query heads to a kv head, got {heads}"
     elif (config.init_blocks, config.local_blocks) != (1, 2):
-        reason = f"always takes 1 first and 2 last blocks, not {config.init_blocks} and {config.local_blocks}"
+        reason = (
+            f"always takes 1 first and 2 last blocks, not {config.init_blocks} and"
+            f" {config.local_blocks}"
+        )
     return Dense(f"fla NSA, l=d={block}", forward, reason, KIND, computes)
 
 

@@ -1,4 +1,6 @@
-"""One run of the bench: gates first, then every cell, shortest lengths first, and what follows from the figures."""
+"""One run of the bench: gates first, then every cell, shortest lengths first, and what follows from
+the figures.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,27 @@ class Settings:
     seed: int = 0
     text: bytes = b""
     text_name: str = ""
-    checkpoints: Sequence[Path] = ()  # empty: an untrained layer makes the real inputs; else one for every shape
+    checkpoints: Sequence[
+        Path
+    ] = ()  # empty: an untrained layer makes the real inputs; else one for every shape
     budget_s: float = 0.3
     max_call_s: float = 5.0
     cell_limit_s: float = 60.0
     time_limit_s: float = 420.0
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as a result file holds them: the text's length for the text, and how time was taken."""
+        """The settings as a result file holds them: the text's length for the text, and how time
+        was taken.
+        """
         kept = dataclasses.asdict(self)
         kept["shapes"] = [shape.name for shape in self.shapes]
         kept["combos"] = [combo.name for combo in self.combos]
         kept.pop("checkpoints")
-        kept |= {"text_bytes": len(kept.pop("text")), "threads": torch.get_num_threads(), "methods": METHODS}
+        kept |= {
+            "text_bytes": len(kept.pop("text")),
+            "threads": torch.get_num_threads(),
+            "methods": METHODS,
+        }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
 
 
@@ -77,16 +87,22 @@ class Bench:
     def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
         if "decode" in settings.phases:
             given = ", ".join(settings.phases)
-            raise InvalidInput(f"phase decode is measured by itself, apart from other phases, got {given}")
+            raise InvalidInput(
+                f"phase decode is measured by itself, apart from other phases, got {given}"
+            )
         unknown = [phase for phase in settings.phases if phase not in cells.PHASES]
         if unknown:
-            raise InvalidInput(f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}")
+            raise InvalidInput(
+                f"phase must be of {', '.join(cells.PHASES)}, decode, got {', '.join(unknown)}"
+            )
         check_rivals(settings.rivals or ())
         self.settings, self.registry, self._versions = settings, registry, versions
         self._gradients = any(phase != "forward" for phase in settings.phases)
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
-        self._plans: dict[tuple[str, str, bool], dict[str, Plan]] = {}  # of a shape, a dtype, and whether it is long
+        self._plans: dict[
+            tuple[str, str, bool], dict[str, Plan]
+        ] = {}  # of a shape, a dtype, and whether it is long
         self._gates: list[Gate] = []
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
@@ -107,11 +123,15 @@ class Bench:
             for phase in s.phases
         ]
 
-    def run(self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER) -> Result:
-        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each finished gate and cell.
+    def run(
+        self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER
+    ) -> Result:
+        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each
+        finished gate and cell.
 
         Raises:
-            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot run here.
+            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot
+                run here.
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
         self._stop = stop
@@ -120,16 +140,23 @@ class Bench:
                 self._open(shape, dtype)
                 advance(f"gate {shape.name}, {dtype}")
             if not stop.came:
-                peaks |= {name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes}
+                peaks |= {
+                    name: roofline.measure_peaks(s.device, getattr(torch, name))
+                    for name in s.dtypes
+                }
                 self._clock = clock_for(s.device)
             for problem in self.problems():
                 if stop.came:
                     break
                 self._cell(problem, peaks[problem.dtype])
                 left -= not stop.came
-                advance(f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase}, S={problem.length}")
+                advance(
+                    f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase},"
+                    f" S={problem.length}"
+                )
         return Result(
-            settings=s.as_json() | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
+            settings=s.as_json()
+            | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
             environment=self._versions | machine(s.device),
             combos=self._combos,
             skipped=self._skipped,
@@ -143,29 +170,47 @@ class Bench:
 
     def _open(self, shape: Shape, dtype_name: str) -> None:
         """Plan and judge the combinations of a shape class."""
-        s, dtype, config = self.settings, getattr(torch, dtype_name), shape.config(self.settings.blocks)
-        combos = list(s.combos) or ready_combos(self.registry, config, s.device, dtype, self._gradients)
+        s, dtype, config = (
+            self.settings,
+            getattr(torch, dtype_name),
+            shape.config(self.settings.blocks),
+        )
+        combos = list(s.combos) or ready_combos(
+            self.registry, config, s.device, dtype, self._gradients
+        )
         case = gate_case(config, s.device, s.seed)
         judged = []
-        for long, combo in itertools.product(sorted({is_long(n, False) for n in s.lengths}), combos):
+        for long, combo in itertools.product(
+            sorted({is_long(n, False) for n in s.lengths}), combos
+        ):
             if self._stop.came:
                 return
-            plan, small = self._plan(config, dtype, combo, long), self._plan(case.config, dtype, combo, long)
+            plan, small = (
+                self._plan(config, dtype, combo, long),
+                self._plan(case.config, dtype, combo, long),
+            )
             self._plans.setdefault((shape.name, dtype_name, long), {})[combo.name] = plan
             where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
             entries.note_combo(self._combos, combo.name, plan, where)
             who = {slot: choice.backend for slot, choice in small.choices.items()}
             if (combo, who) not in judged:
                 judged.append((combo, who))
-                gate = pass_gate(combo.name, small, case, dtype, s.device, self._gradients, shape.name)
+                gate = pass_gate(
+                    combo.name, small, case, dtype, s.device, self._gradients, shape.name
+                )
                 self._gates.append(gate)
 
     def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combo, long: bool) -> Plan:
         """As a call has it that names these backends."""
         return resolve(
-            config, device=self.settings.device, dtype=dtype, backends=dict(combo.backends),
-            needs_grad=self._gradients, seq_len=LONG_SEQUENCE if long else None, registry=self.registry,
-        )  # fmt: skip
+            config,
+            device=self.settings.device,
+            dtype=dtype,
+            backends=dict(combo.backends),
+            needs_grad=self._gradients,
+            seq_len=LONG_SEQUENCE if long else None,
+            registry=self.registry,
+        )
 
     def _plans_of(self, problem: Problem) -> dict[str, Plan]:
         return self._plans.get((problem.shape, problem.dtype, is_long(problem.length, False)), {})
@@ -182,12 +227,20 @@ class Bench:
 
     def _cell(self, problem: Problem, peaks: Peaks) -> None:
         s = self.settings
-        gates = [gate for gate in self._gates if (gate.shape, gate.dtype) == (problem.shape, problem.dtype)]
+        gates = [
+            gate
+            for gate in self._gates
+            if (gate.shape, gate.dtype) == (problem.shape, problem.dtype)
+        ]
         correct = {gate.combo for gate in gates} - {gate.combo for gate in gates if not gate.ok}
         plans = self._plans_of(problem)
         others = {rival.name: rival for rival in self._rivals(problem)}
         why: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
-        why |= {name: text for name in [*plans, *others] if name not in why and (text := self._too_long(problem, name))}
+        why |= {
+            name: text
+            for name in [*plans, *others]
+            if name not in why and (text := self._too_long(problem, name))
+        }
         timed = {name: plan for name, plan in plans.items() if name not in why}
         wanted = [rival for name, rival in others.items() if name not in why]
         outcomes: dict[str, Outcome] = {}
@@ -196,7 +249,9 @@ class Bench:
                 outcomes = self._measured(problem, timed, wanted)
             except torch.OutOfMemoryError:
                 why |= dict.fromkeys([*timed, *others], "out of memory")
-            except RuntimeError as error:  # a kernel that broke the device takes what follows with it
+            except (
+                RuntimeError
+            ) as error:  # a kernel that broke the device takes what follows with it
                 why |= dict.fromkeys([*timed, *others], f"{FAILED}: {describe_error(error)}")
         self._record(problem, peaks, outcomes, why, [*plans], others)
         gc.collect()  # retained graphs hold most of the memory
@@ -204,22 +259,38 @@ class Bench:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def _measured(self, problem: Problem, timed: dict[str, Plan], wanted: list[Dense]) -> dict[str, Outcome]:
+    def _measured(
+        self, problem: Problem, timed: dict[str, Plan], wanted: list[Dense]
+    ) -> dict[str, Outcome]:
         s = self.settings
         x = make_inputs(
-            problem.inputs, problem.config, batch=problem.batch, length=problem.length,
-            dtype=getattr(torch, problem.dtype), device=s.device, seed=s.seed, text=s.text,
+            problem.inputs,
+            problem.config,
+            batch=problem.batch,
+            length=problem.length,
+            dtype=getattr(torch, problem.dtype),
+            device=s.device,
+            seed=s.seed,
+            text=s.text,
             model=self._models[problem.shape].model if self._models else None,
-        )  # fmt: skip
-        # What "both" spends where is what forward and backward tell: timed alone only where they are not.
+        )
+        # What "both" spends where is what forward and backward tell: timed alone only where they
+        # are not.
         parts = problem.phase != "both" or not {"forward", "backward"} <= {*s.phases}
         works = cells.works_of(x, problem.config, problem.phase, timed, wanted, parts)
         return measure(
-            works, self._clock, budget_s=s.budget_s, deadline=self._deadline, limit_s=s.cell_limit_s, stop=self._stop
+            works,
+            self._clock,
+            budget_s=s.budget_s,
+            deadline=self._deadline,
+            limit_s=s.cell_limit_s,
+            stop=self._stop,
         )
 
     def _too_long(self, problem: Problem, subject: str) -> str:
-        """Why a call is not even tried: its time, as it grew over the last two lengths (S^2 after one), is too long."""
+        """Why a call is not even tried: its time, as it grew over the last two lengths (S^2 after
+        one), is too long.
+        """
         known = self._known_ms.get(_curve(problem, subject))
         if known is None:
             return ""
@@ -227,15 +298,25 @@ class Bench:
         if len(known) > 1:
             before, earlier_ms = known[-2]
             power = min(2.0, max(1.0, math.log(time_ms / earlier_ms) / math.log(length / before)))
-        expected, limit = time_ms * (problem.length / length) ** power / 1e3, self.settings.max_call_s
+        expected, limit = (
+            time_ms * (problem.length / length) ** power / 1e3,
+            self.settings.max_call_s,
+        )
         if expected <= limit:
             return ""
-        return f"{NOT_MEASURED}: a call would take about {expected:.2g} s, over --max-call {limit:g}"
+        return (
+            f"{NOT_MEASURED}: a call would take about {expected:.2g} s, over --max-call {limit:g}"
+        )
 
     def _record(
-        self, problem: Problem, peaks: Peaks, outcomes: dict[str, Outcome], why: dict[str, str],
-        plans: list[str], others: dict[str, Dense],
-    ) -> None:  # fmt: skip
+        self,
+        problem: Problem,
+        peaks: Peaks,
+        outcomes: dict[str, Outcome],
+        why: dict[str, str],
+        plans: list[str],
+        others: dict[str, Dense],
+    ) -> None:
         element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
         size = (problem.batch, problem.length, element, problem.phase)
         costs = roofline.part_costs(problem.config, *size)
@@ -243,23 +324,52 @@ class Bench:
         made = []
         for name in [*plans, *others]:
             combo = name in plans
-            outcome = Outcome(reason=why[name]) if name in why else outcomes.get(cells.TOTAL * combo + name, late)
-            parts = self._parts(problem, name, outcomes, costs, peaks) if combo and name not in why else {}
+            outcome = (
+                Outcome(reason=why[name])
+                if name in why
+                else outcomes.get(cells.TOTAL * combo + name, late)
+            )
+            parts = (
+                self._parts(problem, name, outcomes, costs, peaks)
+                if combo and name not in why
+                else {}
+            )
             kind, own = ("combo", None) if combo else (others[name].kind, others[name].config)
-            cost = roofline.part_costs(own, *size)["total"] if own else costs["total" if combo else "dense"]
+            cost = (
+                roofline.part_costs(own, *size)["total"]
+                if own
+                else costs["total" if combo else "dense"]
+            )
             time_ms = outcome.performance.median_ms if outcome.performance else None
             if time_ms is not None:
-                self._known_ms.setdefault(_curve(problem, name), []).append((problem.length, time_ms))
+                self._known_ms.setdefault(_curve(problem, name), []).append(
+                    (problem.length, time_ms)
+                )
             made.append(
                 entries.measurement(
-                    kind, outcome, cost, peaks, subject=name, shape=problem.shape, dtype=problem.dtype,
-                    inputs=problem.inputs, phase=problem.phase, batch=problem.batch, length=problem.length, parts=parts,
+                    kind,
+                    outcome,
+                    cost,
+                    peaks,
+                    subject=name,
+                    shape=problem.shape,
+                    dtype=problem.dtype,
+                    inputs=problem.inputs,
+                    phase=problem.phase,
+                    batch=problem.batch,
+                    length=problem.length,
+                    parts=parts,
                 )
-            )  # fmt: skip
+            )
         self._measurements += entries.beside_dense(made)
 
     def _parts(
-        self, problem: Problem, combo: str, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
+        self,
+        problem: Problem,
+        combo: str,
+        outcomes: dict[str, Outcome],
+        costs: dict[str, Cost],
+        peaks: Peaks,
     ) -> dict[str, Part]:
         plan = self._plans_of(problem)[combo]
         keys = {"compress": ("nsa_core", "compress")}

@@ -15,7 +15,9 @@ PAPER_BLOCKS = (32, 16, 64, 16, 512)  # l, d, l', n, w
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads of an attention: Hq query heads over G key/value heads, widths Dk and Dv; written Hq/G/Dk[/Dv]."""
+    """Heads of an attention: Hq query heads over G key/value heads, widths Dk and Dv; written
+    Hq/G/Dk[/Dv].
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -46,11 +48,20 @@ class Shape:
             raise InvalidInput(f"blocks must be five integers l,d,l',n,w, got {list(blocks)}")
         size, stride, select, n, window = blocks
         return NSAConfig(
-            dim=self.n_heads * self.head_dim, n_heads=self.n_heads, n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_dim, v_head_dim=self.v_head_dim, compress_block_size=size, compress_stride=stride,
-            select_block_size=select, num_selected_blocks=n, window_size=window, compress="mean", shared_kv=True,
+            dim=self.n_heads * self.head_dim,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            compress_block_size=size,
+            compress_stride=stride,
+            select_block_size=select,
+            num_selected_blocks=n,
+            window_size=window,
+            compress="mean",
+            shared_kv=True,
             rope=self.head_dim % 2 == 0,
-        )  # fmt: skip
+        )
 
 
 def parse_shape(text: str) -> Shape:
@@ -63,7 +74,9 @@ def parse_shape(text: str) -> Shape:
     if len(parts) not in (3, 4) or not all(part.isdecimal() and int(part) > 0 for part in parts):
         known = ", ".join(f"{name} ({shape})" for name, shape in NAMED.items())
         hint = did_you_mean(text, NAMED)
-        raise InvalidInput(f"shape must be Hq/G/Dk or Hq/G/Dk/Dv or one of {known}, got {text!r}{hint}")
+        raise InvalidInput(
+            f"shape must be Hq/G/Dk or Hq/G/Dk/Dv or one of {known}, got {text!r}{hint}"
+        )
     hq, g, dk, *dv = map(int, parts)
     if hq % g:
         raise InvalidInput(f"shape {text!r}: {hq} query heads do not divide over {g}")

@@ -1,4 +1,5 @@
-"""Timing: works of one cell run round by round, interleaved, so that what drifts (clocks, neighbours) hits all alike.
+"""Timing: works of one cell run round by round, interleaved, so that what drifts (clocks,
+neighbours) hits all alike.
 
 How a sample is taken: nsa_bench.clocks.
 """
@@ -29,7 +30,9 @@ METHODS = {
     "benchmark": "torch.utils.benchmark, caches as left by the previous work",
     "eager": "wall clock of successive calls with one synchronisation behind them, warm L2",
     "within": "perf_counter between the slots of one step",
-    "within graph": "CUDA graphs of the step up to a slot and up to the one before, their difference, cold L2",
+    "within graph": (
+        "CUDA graphs of the step up to a slot and up to the one before, their difference, cold L2"
+    ),
     "within events": "as within graph, of steps that are not captured",
     "perf_counter": "perf_counter, caches as left by the previous work",
 }
@@ -37,7 +40,9 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """Times of one work, ms per call. Result files of before they were there lack the fields with a default."""
+    """Times of one work, ms per call. Result files of before they were there lack the fields with a
+    default.
+    """
 
     median_ms: float
     q1_ms: float
@@ -45,9 +50,12 @@ class Performance:
     method: str  # a key of METHODS
     calls_per_sample: int
     samples_ms: list[float]
-    host_ms: float | None = None  # that the host takes to launch a call, where the method was chosen by it
-    not_captured: str = ""  # why a call whose time the host may hold up was not captured all the same
-    eager: Performance | None = None  # where ``method`` is graph: the same call without it, by events
+    # that the host takes to launch a call, where the method was chosen by it
+    host_ms: float | None = None
+    # why a call whose time the host may hold up was not captured all the same
+    not_captured: str = ""
+    # where ``method`` is graph: the same call without it, by events
+    eager: Performance | None = None
 
     @property
     def eager_ms(self) -> float:
@@ -57,7 +65,9 @@ class Performance:
 
 @dataclasses.dataclass
 class Work:
-    """Something to time. ``make`` sets it up (a forward whose backward is timed, say) and returns the call."""
+    """Something to time. ``make`` sets it up (a forward whose backward is timed, say) and returns
+    the call.
+    """
 
     key: str
     make: Callable[[], Callable[[], Any]]
@@ -92,7 +102,9 @@ class Prepared:
         found = summarise(self.samples, self.method, self.calls)
         host_ms = None if self.host_ms is None else float(f"{self.host_ms:.4g}")
         eager = summarise(self.eager, "events", 1) if self.eager else None
-        return dataclasses.replace(found, host_ms=host_ms, not_captured=self.not_captured, eager=eager)
+        return dataclasses.replace(
+            found, host_ms=host_ms, not_captured=self.not_captured, eager=eager
+        )
 
 
 class Clock(Protocol):
@@ -115,17 +127,21 @@ def measure(
     least: int = MIN_ROUNDS,
     stop: Interruption = NEVER,
 ) -> dict[str, Outcome]:
-    """Time all works, interleaved: ``least`` to 20 rounds each, about ``budget_s`` seconds each where that allows more.
+    """Time all works, interleaved: ``least`` to 20 rounds each, about ``budget_s`` seconds each
+    where that allows more.
 
-    Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is prepared, and what is
-    prepared is timed once; once ``stop`` has come, nothing more is timed at all. A work that is left out, runs out of
-    memory or whose kernel refuses has a reason instead of times.
+    Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is
+    prepared, and what is prepared is timed once; once ``stop`` has come, nothing more is timed at
+    all. A work that is left out, runs out of memory or whose kernel refuses has a reason instead of
+    times.
     """
     limits = {LATE: deadline, CELL_LATE.format(limit_s): time.monotonic() + limit_s}
 
     def late() -> str:
         return (
-            INTERRUPTED if stop.came else next((reason for reason, end in limits.items() if time.monotonic() > end), "")
+            INTERRUPTED
+            if stop.came
+            else next((reason for reason, end in limits.items() if time.monotonic() > end), "")
         )
 
     outcomes: dict[str, Outcome] = {}
@@ -140,8 +156,15 @@ def measure(
             outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
-            rounds = min(MAX_ROUNDS, max(least, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))))
-            if len(prepared.samples) >= rounds or outcomes[key].reason or (late() and (prepared.samples or stop.came)):
+            rounds = min(
+                MAX_ROUNDS,
+                max(least, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))),
+            )
+            if (
+                len(prepared.samples) >= rounds
+                or outcomes[key].reason
+                or (late() and (prepared.samples or stop.came))
+            ):
                 continue
             with _reasons(outcomes[key], stop):
                 prepared.samples.append(clock.sample(prepared.call, prepared.calls))
@@ -162,7 +185,8 @@ def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
         outcome.reason = "out of memory"
         gc.collect()
     except (NSAError, RuntimeError) as error:
-        # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+        # A signal to a group of processes ends the compilers that run for a kernel, too: no fault
+        # of the kernel's.
         outcome.reason = INTERRUPTED if stop.came else f"{FAILED}: {describe_error(error)}"
 
 
@@ -176,7 +200,9 @@ def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:
 
 
 def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | None:
-    """Standard deviation over mean of the medians of ``repeats`` runs of successive samples; None for too few."""
+    """Standard deviation over mean of the medians of ``repeats`` runs of successive samples; None
+    for too few.
+    """
     samples = torch.tensor(performance.samples_ms, dtype=torch.float64)
     if len(samples) < repeats:
         return None

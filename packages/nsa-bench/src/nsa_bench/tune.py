@@ -1,4 +1,6 @@
-"""Which backend is fastest for each slot of a shape class on this device: judged first, then timed side by side."""
+"""Which backend is fastest for each slot of a shape class on this device: judged first, then timed
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,11 @@ def tune(
     budget_s: float = 0.5,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Tuning:
-    """Judge and time every backend that takes a slot, forward (inference) and forward with backward (training).
+    """Judge and time every backend that takes a slot, forward (inference) and forward with backward
+    (training).
 
-    A backend that fails its gate is not timed, and leaves its slot's record out altogether: `auto` must not be told to
-    prefer, nor to pass over, what is wrong here.
+    A backend that fails its gate is not timed, and leaves its slot's record out altogether: `auto`
+    must not be told to prefer, nor to pass over, what is wrong here.
 
     Raises:
         Unsupported, BackendUnavailable: a slot has nobody to run it.
@@ -77,16 +80,24 @@ def tune(
         wrong: dict[tuple[str, str], str] = {}
         for slot, backend in plans:
             small = resolve(
-                case.config, device=device, dtype=dtype, backends={slot: backend}, needs_grad=training,
+                case.config,
+                device=device,
+                dtype=dtype,
+                backends={slot: backend},
+                needs_grad=training,
                 registry=registry,
-            )  # fmt: skip
-            gate = pass_gate(f"{slot}={backend}", small, case, dtype, device, training, Shape.of(config).name)
+            )
+            gate = pass_gate(
+                f"{slot}={backend}", small, case, dtype, device, training, Shape.of(config).name
+            )
             gates.append(gate)
             named = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
             if any(said in line for line in gate.failures for said in named):
                 wrong[slot, backend] = NOT_CORRECT
             advance(f"gate {slot}={backend}, {use}")
-        x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed)
+        x = make_inputs(
+            "random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed
+        )
         works = [
             part_work(x, config, plan, slot, "forward" if slot == "select" else phase)
             for (slot, backend), plan in plans.items()
@@ -104,9 +115,16 @@ def tune(
 
 
 def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
-    """How often :func:`tune` tells ``advance``: of each backend that takes a slot, and of each use."""
-    asked = [survey(config, device=device, dtype=dtype, needs_grad=grad, registry=registry) for grad in (False, True)]
-    return len(PHASES) + sum(c.accepted for answers in asked for of in answers.candidates.values() for c in of)
+    """How often :func:`tune` tells ``advance``: of each backend that takes a slot, and of each
+    use.
+    """
+    asked = [
+        survey(config, device=device, dtype=dtype, needs_grad=grad, registry=registry)
+        for grad in (False, True)
+    ]
+    return len(PHASES) + sum(
+        c.accepted for answers in asked for of in answers.candidates.values() for c in of
+    )
 
 
 def _plans(
@@ -116,7 +134,12 @@ def _plans(
     answers = survey(config, device=device, dtype=dtype, needs_grad=training, registry=registry)
     return {
         (slot, c.backend): resolve(
-            config, device=device, dtype=dtype, backends={slot: c.backend}, needs_grad=training, registry=registry
+            config,
+            device=device,
+            dtype=dtype,
+            backends={slot: c.backend},
+            needs_grad=training,
+            registry=registry,
         )
         for slot in SLOTS
         for c in answers.candidates[slot]
@@ -124,7 +147,9 @@ def _plans(
     }
 
 
-def _records(times: list[SlotTime], plans: dict[tuple[str, str], Plan], device: str, length: int) -> list[tuned.Record]:
+def _records(
+    times: list[SlotTime], plans: dict[tuple[str, str], Plan], device: str, length: int
+) -> list[tuned.Record]:
     records = []
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     for slot in SLOTS:
@@ -136,7 +161,14 @@ def _records(times: list[SlotTime], plans: dict[tuple[str, str], Plan], device: 
         versions = {t.backend: t.version for t in of}
         records.append(
             tuned.Record(
-                device, tuned.torch_version(), tuned.shape_class(request), slot, known, versions, length, today
+                device,
+                tuned.torch_version(),
+                tuned.shape_class(request),
+                slot,
+                known,
+                versions,
+                length,
+                today,
             )
         )
     return records

@@ -20,8 +20,9 @@ _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, explain and ve
 
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
 """
-_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage, unknown name or invalid input; 3 known, but unsupported or
-unavailable here; 4 nothing can work; 5 could not write; 130 interrupted, 143 by SIGTERM; 141 the output was closed."""
+_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage, unknown name or invalid input; 3 known, but
+unsupported or unavailable here; 4 nothing can work; 5 could not write; 130 interrupted, 143 by
+SIGTERM; 141 the output was closed."""
 
 app = typer.Typer(
     name="nsa",
@@ -53,12 +54,20 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    safe: Annotated[bool, typer.Option("--safe", help="Load this project's own plugins only.")] = False,
+    safe: Annotated[
+        bool, typer.Option("--safe", help="Load this project's own plugins only.")
+    ] = False,
     plugin_limit: Annotated[
-        float, typer.Option(help="Seconds a third-party plugin may take to load in a child process.", min=0.1)
+        float,
+        typer.Option(
+            help="Seconds a third-party plugin may take to load in a child process.", min=0.1
+        ),
     ] = 20.0,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Options that every command shares."""
@@ -68,7 +77,8 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``nsa`` with the process's arguments (or these) and leave with its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # The command is invoked without typer's own main, which answers Ctrl-C and closed pipes with codes of its own.
+    # The command is invoked without typer's own main, which answers Ctrl-C and closed pipes with
+    # codes of its own.
     command = typer.main.get_command(app)
     output.prepare_streams()
     code = 0

@@ -1,4 +1,6 @@
-"""The documents that `nsa backends list` and `show` print, as JSON or as tables. Torch only where probes run."""
+"""The documents that `nsa backends list` and `show` print, as JSON or as tables. Torch only where
+probes run.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,19 @@ def unprobed() -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "probed": False, "request": None, "backends": rows}
 
 
-def probed(registry: Registry | None = None, phase: str = "prefill") -> tuple[Registry, dict[str, Any]]:
+def probed(
+    registry: Registry | None = None, phase: str = "prefill"
+) -> tuple[Registry, dict[str, Any]]:
     """Every backend and what it says to an ordinary request of ``phase`` on this machine."""
     registry = output.find_backends() if registry is None else registry
     summary, answers = _ask(registry, phase)
     rows = [_row(entry, answers) for entry in registry.entries]
-    return registry, {"schema_version": SCHEMA_VERSION, "probed": True, "request": summary, "backends": rows}
+    return registry, {
+        "schema_version": SCHEMA_VERSION,
+        "probed": True,
+        "request": summary,
+        "backends": rows,
+    }
 
 
 def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Candidate]]:
@@ -54,8 +63,15 @@ def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Can
     from nsa_core.dispatch.plan import describe_request
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    answers = survey(NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry, phase=phase)
-    by_slot = {(c.backend, slot): c for slot, of in answers.candidates.items() for c in of if c.status == "ready"}
+    answers = survey(
+        NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry, phase=phase
+    )
+    by_slot = {
+        (c.backend, slot): c
+        for slot, of in answers.candidates.items()
+        for c in of
+        if c.status == "ready"
+    }
     return describe_request(answers.requests["cmp"]), by_slot
 
 
@@ -69,7 +85,11 @@ def add_details(document: dict[str, Any], registry: Registry) -> None:
 
 
 def _reason_row(reason: Reason | None) -> dict[str, str] | None:
-    return None if reason is None else {"code": reason.code, "message": reason.message, "hint": reason.hint}
+    return (
+        None
+        if reason is None
+        else {"code": reason.code, "message": reason.message, "hint": reason.hint}
+    )
 
 
 def _row(entry: BackendEntry, answers: dict[tuple[str, str], Candidate]) -> dict[str, Any]:
@@ -97,7 +117,9 @@ def _slot_row(entry: BackendEntry, slot: str, answer: Candidate | None) -> dict[
     return {
         "forward": offered is not None,
         "backward": offered is not None and offered.backward is not None,
-        "decode": offered is not None and (offered.decode is not None or slot == "combine"),  # whose forward serves
+        "decode": (
+            offered is not None and (offered.decode is not None or slot == "combine")
+        ),  # whose forward serves
         "accepted": answer is not None and answer.accepted,
         "deterministic": offered.deterministic if offered else None,
         "reads_boundaries": offered.reads_boundaries if offered else None,
@@ -116,13 +138,17 @@ def _offer(slot: dict[str, Any]) -> str:
 
 
 def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """(reason, hint) in words: the backend's own, or those of its slots that refuse, equal ones together."""
+    """(reason, hint) in words: the backend's own, or those of its slots that refuse, equal ones
+    together.
+    """
     if row["reason"]:
         return [(output.one_line(row["reason"]["message"]), output.one_line(row["reason"]["hint"]))]
     slots: dict[tuple[str, str], list[str]] = {}
     for name, slot in (row["slots"] or {}).items():
         for reason in slot["reasons"] if slot["forward"] else []:
-            slots.setdefault((output.one_line(reason["message"]), output.one_line(reason["hint"])), []).append(name)
+            slots.setdefault(
+                (output.one_line(reason["message"]), output.one_line(reason["hint"])), []
+            ).append(name)
     return [(f"{', '.join(names)}: {message}", hint) for (message, hint), names in slots.items()]
 
 
@@ -130,16 +156,26 @@ _STYLES = {"ready": "green", "broken": "red", "incompatible": "red"}
 
 
 def print_list(document: dict[str, Any]) -> None:
-    """One row per backend; what a slot offers stands in parentheses where it refuses the request on this machine."""
+    """One row per backend; what a slot offers stands in parentheses where it refuses the request on
+    this machine.
+    """
     from rich.text import Text
 
     slots = SLOTS if document["probed"] else ()
-    made = output.plain_table("backend", "version", "distribution", "status", *slots, "reason", "hint")
+    made = output.plain_table(
+        "backend", "version", "distribution", "status", *slots, "reason", "hint"
+    )
     for row in document["backends"]:
         title = [output.one_line(row[key]) for key in ("name", "version", "distribution")]
         offers = [_offer(row["slots"][slot]) for slot in slots]
         for message, hint in _said(row) or [("", "")]:
-            made.add_row(*title, Text(row["status"], _STYLES.get(row["status"], "yellow")), *offers, message, hint)
+            made.add_row(
+                *title,
+                Text(row["status"], _STYLES.get(row["status"], "yellow")),
+                *offers,
+                message,
+                hint,
+            )
             title, offers = [""] * 3, [""] * len(offers)
     console = output.console()
     console.print(made)
@@ -151,20 +187,40 @@ def print_details(document: dict[str, Any]) -> None:
     """Every field of every row, one to a line."""
     console = output.console()
     for row in document["backends"]:
-        for key in ("name", "version", "distribution", "entry_point", "first_party", "status", "summary"):
+        for key in (
+            "name",
+            "version",
+            "distribution",
+            "entry_point",
+            "first_party",
+            "status",
+            "summary",
+        ):
             console.print(f"{key:13} {output.one_line(row[key])}")
         if row["reason"]:
             for key in ("message", "hint"):
-                console.print(f"{'reason' if key == 'message' else key:13} {output.one_line(row['reason'][key])}")
+                console.print(
+                    f"{'reason' if key == 'message' else key:13}"
+                    f" {output.one_line(row['reason'][key])}"
+                )
             continue
         for line in row["details"]:
             console.print(f"{'detail':13} {line}")
         console.print(f"{'contract':13} {'.'.join(map(str, row['api_version']))}")
-        columns = ("deterministic", "workspace", "priority", *(["rank"] if _ranks(row) else []), "reads_boundaries")
+        columns = (
+            "deterministic",
+            "workspace",
+            "priority",
+            *(["rank"] if _ranks(row) else []),
+            "reads_boundaries",
+        )
         made = output.plain_table("slot", "offers", *columns, "refuses, because")
         for name, slot in row["slots"].items():
             said = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])
-            stated = [str(slot[key]) if slot["forward"] and slot[key] is not None else "-" for key in columns]
+            stated = [
+                str(slot[key]) if slot["forward"] and slot[key] is not None else "-"
+                for key in columns
+            ]
             made.add_row(name, _offer(slot), *stated, said)
         console.print(made)
         console.print(f"{'asked':13} {document['request']}")

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _HELP = """List the backends, show one, or explain who would run a request and why.
 
-NSA_PLUGINS=name,... loads only these third-party plugins ("" none); NSA_DISABLE_PLUGINS=name,... leaves these out
-("1" or "all": every third-party plugin). Names are those of entry points or distributions.
+NSA_PLUGINS=name,... loads only these third-party plugins ("" none); NSA_DISABLE_PLUGINS=name,...
+leaves these out ("1" or "all": every third-party plugin). Names are those of entry points or
+distributions.
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None)
 
@@ -29,11 +30,15 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_ve
 def list_backends(
     json: _Json = False,
     probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="--no-probe reads the metadata only and loads nothing.")
+        bool,
+        typer.Option(
+            "--probe/--no-probe", help="--no-probe reads the metadata only and loads nothing."
+        ),
     ] = True,
     phase: _Phase = "prefill",
 ) -> None:
-    """Every installed backend: version, status, what each slot offers, and the reason when it is not ready.
+    """Every installed backend: version, status, what each slot offers, and the reason when it is
+    not ready.
 
     Probed with the shape 12/2/64 in float32 on the CPU, or bfloat16 on CUDA where there is a GPU.
     Exit code 4 when nothing can work.
@@ -57,7 +62,9 @@ def list_backends(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A backend's name.")], json: _Json = False, phase: _Phase = "prefill"
+    name: Annotated[str, typer.Argument(help="A backend's name.")],
+    json: _Json = False,
+    phase: _Phase = "prefill",
 ) -> None:
     """Everything known about one backend."""
     from nsa_cli import backend_rows as rows
@@ -76,8 +83,12 @@ def show(
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="The backend's name: lower-case words joined by '-'.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to create, or an empty one.")],
+    name: Annotated[
+        str, typer.Argument(help="The backend's name: lower-case words joined by '-'.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory to create, or an empty one.")
+    ],
 ) -> None:
     """Write a working plugin package: one slot in plain PyTorch, its conformance test, its README.
 
@@ -90,14 +101,18 @@ def new(
         console = output.console()
         for path in written:
             console.print(str(path))
-        console.print(f"next: pip install -e {shlex.quote(f'{folder}[test]')}; nsa conformance {name}")
+        console.print(
+            f"next: pip install -e {shlex.quote(f'{folder}[test]')}; nsa conformance {name}"
+        )
 
 
 _ValueWidth = Annotated[
-    int | None, typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False)
+    int | None,
+    typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False),
 ]
 _PageSize = Annotated[
-    int | None, typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False)
+    int | None,
+    typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False),
 ]
 _Slot = typer.Option(help="Backend asked for; left out, the best that accepts.", show_default=False)
 
@@ -114,17 +129,28 @@ def explain(
     v_head_dim: _ValueWidth = None,
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Sequences; left out, unknown.", min=0, show_default=False)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens; left out, unknown.", min=0, show_default=False)] = None,
-    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")] = False,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")
+    ] = "auto",
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences; left out, unknown.", min=0, show_default=False)
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens; left out, unknown.", min=0, show_default=False)
+    ] = None,
+    grad: Annotated[
+        bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")
+    ] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Demand equal bits every run.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Demand equal bits every run.")
+    ] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
     page_size: _PageSize = None,
     json: _Json = False,
 ) -> None:
-    """Who would run each slot of a request: every candidate, accepted or with each reason and its hint.
+    """Who would run each slot of a request: every candidate, accepted or with each reason and its
+    hint.
 
     Exit code 3 when a slot has nobody to run it.
     """
@@ -142,7 +168,8 @@ def explain(
                 n_kv_heads=n_kv_heads,
                 head_dim=head_dim,
                 v_head_dim=v_head_dim,
-                rope=False,  # rotary embedding is not a slot: an odd head width is a question that may be asked
+                # rotary embedding is not a slot: an odd head width is a question that may be asked
+                rope=False,
             ),
             device=pick_device(device),
             dtype=dtype,

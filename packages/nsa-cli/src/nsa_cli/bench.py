@@ -1,4 +1,6 @@
-"""`nsa bench`: time combinations of backends against dense attention, compare results, and report on one."""
+"""`nsa bench`: time combinations of backends against dense attention, compare results, and report
+on one.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
     from nsa_bench.result import Result
     from nsa_bench.run import Settings
 
-_HELP = """Time combinations of backends, each branch and the whole, against dense attention in the same run.
+_HELP = """Time combinations of backends, each branch and the whole, against dense attention in the
+same run.
 
-Core: mean compression, three branches, selection and gates; q, k, v and gates in, o out. Correctness first: a
-combination is judged against the float64 truth before it is timed; one that fails has no figure, and exit code 1.
+Core: mean compression, three branches, selection and gates; q, k, v and gates in, o out.
+Correctness first: a combination is judged against the float64 truth before it is timed; one that
+fails has no figure, and exit code 1.
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
 
@@ -65,7 +69,10 @@ def bench(
     with output.exit_codes(), held() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         _check(preset, decode, options_said(context))
-        quick = {"budget_s": options.BUDGET_S.get(preset), "time_limit_s": options.TIME_LIMIT_S.get(preset)}
+        quick = {
+            "budget_s": options.BUDGET_S.get(preset),
+            "time_limit_s": options.TIME_LIMIT_S.get(preset),
+        }
         limits = {"budget_s": budget, "time_limit_s": time_limit}
         if decode:
             from nsa_cli import bench_decode
@@ -75,11 +82,27 @@ def bench(
             result = bench_decode.run(cells, *how, limits, preset, cell_limit, stop)
         else:
             settings = _settings(
-                preset, given, combo or [], block_sizes(blocks), device,
-                {"batch": batch, "seed": seed, "rivals": rival, "max_call_s": max_call, "cell_limit_s": cell_limit}
-                | {name: default if limits[name] is None else limits[name] for name, default in quick.items()},
-                inputs, text, checkpoint or [], threads,
-            )  # fmt: skip
+                preset,
+                given,
+                combo or [],
+                block_sizes(blocks),
+                device,
+                {
+                    "batch": batch,
+                    "seed": seed,
+                    "rivals": rival,
+                    "max_call_s": max_call,
+                    "cell_limit_s": cell_limit,
+                }
+                | {
+                    name: default if limits[name] is None else limits[name]
+                    for name, default in quick.items()
+                },
+                inputs,
+                text,
+                checkpoint or [],
+                threads,
+            )
             result = _run(settings, stop)
         _write(result, json_file, html, png, svg, force)
         _print(result)
@@ -91,9 +114,13 @@ def compare_files(
     old: Annotated[Path, typer.Argument(help="Result file to compare with.")],
     new: Annotated[Path, typer.Argument(help="Result file to judge.")],
     fail_over: Annotated[str, typer.Option(help="Tolerated slow-down.")] = "5%",
-    force: Annotated[bool, typer.Option("--force", help="Compare results of different devices.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare results of different devices.")
+    ] = False,
 ) -> None:
-    """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the noise, or lost."""
+    """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the
+    noise, or lost.
+    """
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
         from nsa_bench.render.tables import changes_rows
@@ -106,8 +133,14 @@ def compare_files(
         console.print(_table(changes_rows([c for c in changes if c.verdict != "same"])))
         for file, cut in ((old, before.interrupted), (new, after.interrupted)):
             if cut is not None:
-                console.print(f"{file} was interrupted: {cut.cells_left} of {cut.cells} cells left", style="yellow")
-        counts = {v: sum(c.verdict == v for c in changes) for v in ("slower", "lost", "faster", "same", "missing")}
+                console.print(
+                    f"{file} was interrupted: {cut.cells_left} of {cut.cells} cells left",
+                    style="yellow",
+                )
+        counts = {
+            v: sum(c.verdict == v for c in changes)
+            for v in ("slower", "lost", "faster", "same", "missing")
+        }
         line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"{len(changes)} figures: {line}", style="bold red" if bad else "bold green")
     raise typer.Exit(output.FAILED if bad else 0)
@@ -121,7 +154,9 @@ def report(
     svg: options.Svg = None,
     force: options.Force = False,
 ) -> None:
-    """Print a result file, and write its report or plots. Exit code 1 where a combination had failed."""
+    """Print a result file, and write its report or plots. Exit code 1 where a combination had
+    failed.
+    """
     with output.exit_codes():
         from nsa_bench.result import read_result
 
@@ -155,8 +190,14 @@ def _check(preset: str, decode: bool, said: set[str]) -> None:
         raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
     if over := [name for name in options.PREFILL if decode and name in said]:
         raise InvalidInput(f"{spelt(over)}: not for --phase decode; leave it out")
-    if over := [name for name in ("batch", "page_size") if decode and name in said and not {"shape", "length"} & said]:
-        raise InvalidInput(f"{spelt(over)}: give --shape or --length with it; the device's own cells have theirs")
+    if over := [
+        name
+        for name in ("batch", "page_size")
+        if decode and name in said and not {"shape", "length"} & said
+    ]:
+        raise InvalidInput(
+            f"{spelt(over)}: give --shape or --length with it; the device's own cells have theirs"
+        )
     if "page_size" in said and not decode:
         raise InvalidInput("--page-size is for --phase decode; leave it out")
 
@@ -174,9 +215,17 @@ def _percentage(text: str) -> float:
 
 
 def _settings(
-    preset: str, given: dict[str, str | None], combos: Sequence[str], blocks: tuple[int, ...], device: str,
-    numbers: dict[str, Any], inputs: str, text: Path | None, checkpoints: Sequence[Path], threads: int,
-) -> Settings:  # fmt: skip
+    preset: str,
+    given: dict[str, str | None],
+    combos: Sequence[str],
+    blocks: tuple[int, ...],
+    device: str,
+    numbers: dict[str, Any],
+    inputs: str,
+    text: Path | None,
+    checkpoints: Sequence[Path],
+    threads: int,
+) -> Settings:
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
     of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
@@ -225,7 +274,12 @@ def _run(settings: Settings, stop: Interruption) -> Result:
 
 
 def _write(
-    result: Result, json_file: Path | None, html: Path | None, png: Path | None, svg: Path | None, force: bool
+    result: Result,
+    json_file: Path | None,
+    html: Path | None,
+    png: Path | None,
+    svg: Path | None,
+    force: bool,
 ) -> None:
     if json_file is not None:
         output.write_atomic(json_file, result.to_json(), force)

@@ -23,7 +23,11 @@ def cells(shape: str | None, length: str | None, batch: int, page_size: int | No
     if shape is None and length is None:
         return []
     shapes = [shape_named(word) for word in (shape or "reports").split(",")]
-    return [Cell(one, batch, n, page_size) for one in shapes for n in parse_lengths(length or "512,1024,2048")]
+    return [
+        Cell(one, batch, n, page_size)
+        for one in shapes
+        for n in parse_lengths(length or "512,1024,2048")
+    ]
 
 
 def run(
@@ -47,12 +51,19 @@ def run(
     dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
     defaults = {"budget_s": bench_options.BUDGET_S, "time_limit_s": bench_options.TIME_LIMIT_S}
     numbers: dict[str, Any] = {
-        name: given if given is not None else defaults[name][preset] for name, given in limits.items()
+        name: given if given is not None else defaults[name][preset]
+        for name, given in limits.items()
     }
     settings = DecodeSettings(
-        cells=chosen, dtypes=dtypes, combos=[parse_combo(word) for word in combos], blocks=blocks, device=place,
-        seed=seed, cell_limit_s=cell_limit_s, **numbers,
-    )  # fmt: skip
+        cells=chosen,
+        dtypes=dtypes,
+        combos=[parse_combo(word) for word in combos],
+        blocks=blocks,
+        device=place,
+        seed=seed,
+        cell_limit_s=cell_limit_s,
+        **numbers,
+    )
     bench = DecodeBench(settings, output.find_backends(), output.environment())
     with output.progress(len(bench.problems())) as advance:
         return bench.run(advance, stop)

@@ -1,4 +1,6 @@
-"""What options that several commands share stand for: devices, dtypes, block sizes, combinations. Torch comes last."""
+"""What options that several commands share stand for: devices, dtypes, block sizes, combinations.
+Torch comes last.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
 
 def options_said(context: typer.Context) -> set[str]:
     """Parameters that stand on the command line, and are no defaults."""
-    return {n for n in context.params if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+    return {
+        n
+        for n in context.params
+        if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"
+    }
 
 
 def spelt(names: Sequence[str]) -> str:
@@ -26,16 +32,19 @@ def spelt(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def said_as_options(names: Mapping[str, str]) -> Iterator[None]:
-    """An InvalidInput about a field names the option instead: ``names`` has the parameter of each ("lr").
+    """An InvalidInput about a field names the option instead: ``names`` has the parameter of each
+    ("lr").
 
-    Fields stand where a message begins to speak of one ("clip must", "batch 3 does", "graph=True needs"): a path in
-    it stays as it is.
+    Fields stand where a message begins to speak of one ("clip must", "batch 3 does", "graph=True
+    needs"): a path in it stays as it is.
     """
     try:
         yield
     except InvalidInput as error:
         fields = rf"(^|; | over )({'|'.join(names)})(=True|(?= must | \d))"
-        raise InvalidInput(re.sub(fields, lambda m: m[1] + spelt([names[m[2]]]), str(error))) from error
+        raise InvalidInput(
+            re.sub(fields, lambda m: m[1] + spelt([names[m[2]]]), str(error))
+        ) from error
 
 
 def words(text: str) -> list[str]:
@@ -54,7 +63,9 @@ def dtype_names(text: str) -> list[str]:
     names = list(dict.fromkeys(words(text)))
     wrong = [name for name in names if name not in DTYPES]
     if wrong or not names:
-        raise InvalidInput(f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}")
+        raise InvalidInput(
+            f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}"
+        )
     return names
 
 
@@ -82,12 +93,15 @@ def named_backends(text: str) -> dict[str, str] | None:
 
 
 def quiet_profiler() -> None:
-    """Call it before torch loads: some builds of its profiler write to stderr at every start and stop."""
+    """Call it before torch loads: some builds of its profiler write to stderr at every start and
+    stop.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pick_device(text: str, threads: int | None = None) -> str:
-    """The device of --device, "auto" being cuda where there is one; torch uses ``threads`` CPU threads from here on.
+    """The device of --device, "auto" being cuda where there is one; torch uses ``threads`` CPU
+    threads from here on.
 
     Raises:
         InvalidInput: torch knows no such device.

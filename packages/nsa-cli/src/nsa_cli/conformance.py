@@ -23,22 +23,36 @@ def conformance(
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.auto,
     preset: Annotated[Preset, typer.Option(help="Cases of the verify checks.")] = Preset.quick,
     only: Annotated[
-        str, typer.Option("-k", help="Run only tests that match this pytest expression.", show_default=False)
+        str,
+        typer.Option(
+            "-k", help="Run only tests that match this pytest expression.", show_default=False
+        ),
     ] = "",
     stop: Annotated[bool, typer.Option("-x", help="Stop at the first failure.")] = False,
-    verbose: Annotated[bool, typer.Option("-v", help="A line per test, and why a test was skipped.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", help="A line per test, and why a test was skipped.")
+    ] = False,
 ) -> None:
-    """Run the conformance suite of nsa_verify.conformance on one backend: what it declares decides what runs.
+    """Run the conformance suite of nsa_verify.conformance on one backend: what it declares decides
+    what runs.
 
-    Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here or takes nothing that is
-    asked, or pytest is not installed; 4: pytest itself failed.
+    Exit code 0: all passed; 1: a test failed; 2: unknown backend; 3: it cannot run here or takes
+    nothing that is asked, or pytest is not installed; 4: pytest itself failed.
     """
     with output.exit_codes(), held() as interruption:
         code = _run(name, device.value, preset.value, only, stop, verbose, interruption)
     raise typer.Exit(code)
 
 
-def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bool, interruption: Interruption) -> int:
+def _run(
+    name: str,
+    device: str,
+    preset: str,
+    only: str,
+    stop: bool,
+    verbose: bool,
+    interruption: Interruption,
+) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
     from nsa_core.util.extras import needed
 
@@ -53,14 +67,30 @@ def _run(name: str, device: str, preset: str, only: str, stop: bool, verbose: bo
 
     if device != "auto":
         known_device(device)
-    torch.set_num_threads(1)  # the cases are small: handing them to more threads takes longer than computing them
+    # the cases are small: handing them to more threads takes longer than computing them
+    torch.set_num_threads(1)
     import nsa_verify.conformance
 
     home = Path(nsa_verify.conformance.__file__).parent
     run = _Run(name, device, preset, interruption)
     # Nothing of the caller's own pytest settings, conftest files or cache.
-    arguments = [str(home / "collected.py"), "-c", os.devnull, "--rootdir", str(home), "--confcutdir", str(home)]
-    arguments += ["-p", "no:cacheprovider", "--import-mode=importlib", "-o", "addopts=", "--no-header"]
+    arguments = [
+        str(home / "collected.py"),
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(home),
+        "--confcutdir",
+        str(home),
+    ]
+    arguments += [
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-o",
+        "addopts=",
+        "--no-header",
+    ]
     # The suite asserts nothing by itself: pytest need not rewrite what is loaded already.
     arguments += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     arguments += ["-rs", "-v"] if verbose else ["-q"]
@@ -87,7 +117,9 @@ class _Run:
 
     def __init__(self, name: str, device: str, preset: str, interruption: Interruption) -> None:
         self.options = {"nsa_backend": name, "nsa_device": device, "nsa_preset": preset}
-        self.judged = 0  # tests that passed or failed, the one that only loads the backend and asks its probe left out
+        # tests that passed or failed, the one that only loads the backend and asks its probe left
+        # out
+        self.judged = 0
         self.reason = ""
         self.tests = self.left = 0  # how many there are, and how many of them did not end
         self._interruption = interruption

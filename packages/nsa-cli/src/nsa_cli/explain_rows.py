@@ -75,7 +75,15 @@ def print_explained(document: dict[str, Any]) -> None:
     made = output.plain_table("slot", "", "backend", "version", "verdict", "reason", "hint")
     for slot, row in document["slots"].items():
         if not row["candidates"]:
-            made.add_row(slot, "", "-", "-", "nobody", "no backend is installed", "pip install nsa-backend-sdpa")
+            made.add_row(
+                slot,
+                "",
+                "-",
+                "-",
+                "nobody",
+                "no backend is installed",
+                "pip install nsa-backend-sdpa",
+            )
         for candidate in row["candidates"]:
             mark = "*" if candidate["backend"] == row["chosen"] else ""
             refused = "refused" if candidate["status"] == "ready" else candidate["status"]

@@ -1,4 +1,6 @@
-"""What every command shares: consoles, progress, files, and errors turned into one line and an exit code."""
+"""What every command shares: consoles, progress, files, and errors turned into one line and an exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,28 @@ __all__ = [
 ]
 
 FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 5, 130, 141
-# A write that fails with one of these failed for good. EBADF: standard output is open for reading only.
-_UNWRITABLE = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF, getattr(errno, "EDQUOT", errno.ENOSPC)}
+# A write that fails with one of these failed for good. EBADF: standard output is open for reading
+# only.
+_UNWRITABLE = {
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.EBADF,
+    getattr(errno, "EDQUOT", errno.ENOSPC),
+}
 # typer borrows click or carries its own, by version; this is ClickException either way.
-_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickError: Any = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 _UNLIMITED = 1_000_000  # columns: piped output is never wrapped or cut
 _plugin_options = (False, 20.0)
 
 
 def set_plugin_options(safe: bool, limit_s: float) -> None:
-    """Whether to load this project's own plugins only, and how long a third-party one may take (`nsa --help`)."""
+    """Whether to load this project's own plugins only, and how long a third-party one may take
+    (`nsa --help`).
+    """
     global _plugin_options
     _plugin_options = (safe, limit_s)
 
@@ -68,9 +82,11 @@ def find_backends() -> Registry:
 
 
 def prepare_streams() -> None:
-    """Foreign text must not stop the output: what the terminal cannot encode is written as an escape.
+    """Foreign text must not stop the output: what the terminal cannot encode is written as an
+    escape.
 
-    A closed standard error swallows its messages; a closed standard output ends the command with exit code 5.
+    A closed standard error swallows its messages; a closed standard output ends the command with
+    exit code 5.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the process
@@ -115,7 +131,8 @@ def check_writable(path: Path | None, force: bool = False) -> None:
     """Refuse, before any work is done, an output file that could not be written after it.
 
     Raises:
-        InvalidInput: the file exists (and not ``force``), or its directory does not exist or takes no files.
+        InvalidInput: the file exists (and not ``force``), or its directory does not exist or takes
+            no files.
     """
     if path is None:
         return
@@ -137,9 +154,20 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
     Yields ``advance(label)``.
     """
     if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda label: bar.update(task, advance=1, description=one_line(label))
@@ -153,7 +181,11 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         if time.monotonic() - last >= 10:
             last = time.monotonic()
             left = (last - started) / done * (total - done)
-            print(f"{done}/{total} {one_line(label)}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{done}/{total} {one_line(label)}, about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     yield advance
 
@@ -164,7 +196,16 @@ def environment() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
-    for name in ("nsa-core", "nsa-verify", "nsa-bench", "nsa-models", "nsa-cli", "torch", "triton", "flash-attn"):
+    for name in (
+        "nsa-core",
+        "nsa-verify",
+        "nsa-bench",
+        "nsa-models",
+        "nsa-cli",
+        "torch",
+        "triton",
+        "flash-attn",
+    ):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {
@@ -181,7 +222,8 @@ def _leave(code: int, message: str) -> NoReturn:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
-        # What is still buffered for a reader that is gone must not raise again when Python shuts down.
+        # What is still buffered for a reader that is gone must not raise again when Python shuts
+        # down.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):  # the reader may have taken stderr with it
@@ -191,7 +233,9 @@ def _leave(code: int, message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn the errors a user can meet into one line on stderr and the exit code that `nsa --help` lists."""
+    """Turn the errors a user can meet into one line on stderr and the exit code that `nsa --help`
+    lists.
+    """
     try:
         yield
     except InvalidInput as error:
@@ -219,6 +263,8 @@ def exit_codes() -> Iterator[None]:
 
 
 def _paragraph(error: BaseException) -> str:
-    """The message with its own line breaks (a line per backend) and nothing else that moves the cursor."""
+    """The message with its own line breaks (a line per backend) and nothing else that moves the
+    cursor.
+    """
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)

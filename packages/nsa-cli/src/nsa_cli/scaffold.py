@@ -34,17 +34,22 @@ def rendered(name: str) -> dict[str, str]:
     }
     texts = {}
     for path, template in _templates():
-        texts[path.replace("src/package/", f"src/{package}/")] = Template(template).substitute(words)
+        texts[path.replace("src/package/", f"src/{package}/")] = Template(template).substitute(
+            words
+        )
     return texts
 
 
 def create(name: str, folder: Path) -> list[Path]:
-    """Write the package of a backend called ``name`` into ``folder``, which must be empty or not exist.
+    """Write the package of a backend called ``name`` into ``folder``, which must be empty or not
+    exist.
 
-    Returns the files written. Nothing is overwritten, and nothing stays behind when the system refuses.
+    Returns the files written. Nothing is overwritten, and nothing stays behind when the system
+    refuses.
 
     Raises:
-        InvalidInput: the name cannot be used, the folder is not empty, or the system refuses to write there.
+        InvalidInput: the name cannot be used, the folder is not empty, or the system refuses to
+            write there.
     """
     texts = rendered(name)
     written: list[Path] = []
@@ -71,7 +76,10 @@ def create(name: str, folder: Path) -> list[Path]:
 
 def _check(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST or name == "auto":
-        rule = f"lower-case letters and digits in words joined by '-', at most {_LONGEST} characters, and not 'auto'"
+        rule = (
+            f"lower-case letters and digits in words joined by '-', at most {_LONGEST} characters,"
+            " and not 'auto'"
+        )
         raise InvalidInput(f"{name!r} cannot be a backend's name; it must be {rule}")
     taken = {normalized(p.name): p.distribution for p in installed()}
     taken |= {normalized(p.distribution): p.distribution for p in installed()}
@@ -91,4 +99,7 @@ def _make(folder: Path) -> list[Path]:
 
 def _templates() -> Iterator[tuple[str, str]]:
     for file in sorted(_HOME.rglob(f"*{_SUFFIX}")):
-        yield file.relative_to(_HOME).as_posix().removesuffix(_SUFFIX), file.read_text(encoding="utf-8")
+        yield (
+            file.relative_to(_HOME).as_posix().removesuffix(_SUFFIX),
+            file.read_text(encoding="utf-8"),
+        )

@@ -1,4 +1,6 @@
-"""`nsa train`: train a small language model, on NSA or dense attention, and log, plot and keep what comes of it."""
+"""`nsa train`: train a small language model, on NSA or dense attention, and log, plot and keep what
+comes of it.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,12 @@ def train(
 ) -> None:
     """Train a small decoder language model on text, or on a task whose best loss is known.
 
-    Documents are packed with their boundaries and none is cut off; a document is trained on or held out, never both.
-    Under torchrun the same command trains on several GPUs. Ctrl-C and SIGTERM save; --resume goes on where a run was.
+    Documents are packed with their boundaries and none is cut off; a document is trained on or held
+    out, never both. Under torchrun the same command trains on several GPUs. Ctrl-C and SIGTERM
+    save; --resume goes on where a run was.
     """
-    given = {name: value for name, value in locals().items() if name != "context"}  # as typer converts: Paths
+    # as typer converts: Paths
+    given = {name: value for name, value in locals().items() if name != "context"}
     said = options_said(context)
     with output.exit_codes():
         _check(given, said)
@@ -97,7 +101,10 @@ def _check(given: Mapping[str, Any], said: Set[str]) -> None:
     if not out.exists():
         output.check_writable(out)
     elif not resume and not given["force"] and any(out.iterdir()):
-        raise InvalidInput(f"{out} is not empty; give --resume to go on with it or --force to replace what is there")
+        raise InvalidInput(
+            f"{out} is not empty; give --resume to go on with it or --force to replace what is"
+            " there"
+        )
     for file in (given["png"], given["svg"]):
         output.check_writable(file, given["force"] or resume)
     if given["png"] or given["svg"]:
@@ -114,9 +121,13 @@ def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
     data, tasks = given["data"], " and ".join(TASKS)
     named, what = (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
     if unused := [name for name in named if name in said]:
-        raise InvalidInput(f"{spelt(unused)}: goes with {what}, not with --data {data}; leave it out")
+        raise InvalidInput(
+            f"{spelt(unused)}: goes with {what}, not with --data {data}; leave it out"
+        )
     if given["from_dense"] is not None and given["attention"] != "nsa":
-        raise InvalidInput(f"--from-dense begins a model with NSA: --attention {given['attention']} is not for it")
+        raise InvalidInput(
+            f"--from-dense begins a model with NSA: --attention {given['attention']} is not for it"
+        )
 
 
 def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
@@ -135,13 +146,24 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     if kept is None:
         _check_use(given, said)
         spec = DataSpec(
-            given["data"], given["length"], given["text_field"], given["held_out"], given["seed"], given["vocab"],
+            given["data"],
+            given["length"],
+            given["text_field"],
+            given["held_out"],
+            given["seed"],
+            given["vocab"],
             given["held_out_rows"],
-        )  # fmt: skip
+        )
         recipe = Recipe(
-            batch=given["batch"], learning_rate=given["lr"], warmup=given["warmup"], weight_decay=given["weight_decay"],
-            clip=given["clip"], precision=given["dtype"], seed=given["seed"], **{n: given[n] for n in options.FREE},
-        )  # fmt: skip
+            batch=given["batch"],
+            learning_rate=given["lr"],
+            warmup=given["warmup"],
+            weight_decay=given["weight_decay"],
+            clip=given["clip"],
+            precision=given["dtype"],
+            seed=given["seed"],
+            **{n: given[n] for n in options.FREE},
+        )
         if given["tokenizer"] is not None:
             words = read_tokenizer(given["tokenizer"])
     else:
@@ -154,7 +176,9 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0:
         given["out"].mkdir(exist_ok=True)
-        if kept is None:  # --force: what a run begun anew has not saved yet is not to be taken for its own
+        if (
+            kept is None
+        ):  # --force: what a run begun anew has not saved yet is not to be taken for its own
             (given["out"] / checkpoint.FILE).unlink(missing_ok=True)
     return world, trainer
 
@@ -186,7 +210,10 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
         if p.held_out_loss is not None:
             held_out = f", held out {p.held_out_loss:.3f}"
         if p.step:
-            advance(f"loss {p.loss:.3f}{held_out}, {p.tokens_per_s:,.0f} tokens/s, {p.matrix_share:.1%} of matrix rate")
+            advance(
+                f"loss {p.loss:.3f}{held_out}, {p.tokens_per_s:,.0f} tokens/s, {p.matrix_share:.1%}"
+                " of matrix rate"
+            )
 
     if trainer.world.rank:
         return run(trainer, out)
@@ -196,9 +223,16 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
 
 def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
     console = output.console()
-    table = output.plain_table("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
+    table = output.plain_table(
+        "step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB"
+    )
     for p in (p for p in done if p.held_out_loss is not None):
-        shown = [f"{p.loss:.4f}", f"{p.held_out_loss:.4f}", f"{p.learning_rate:.2e}", f"{p.tokens_per_s:,.0f}"]
+        shown = [
+            f"{p.loss:.4f}",
+            f"{p.held_out_loss:.4f}",
+            f"{p.learning_rate:.2e}",
+            f"{p.tokens_per_s:,.0f}",
+        ]
         shown = shown if p.step else ["", shown[1], "", ""]
         share = f"{p.matrix_share:.1%}" if p.step else ""
         table.add_row(str(p.step), *shown, share, f"{p.memory_bytes / 2**20:,.0f}")
@@ -206,22 +240,29 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
         console.print(table)
     else:
         step, steps = trainer.step_number, trainer.recipe.steps
-        console.print(f"nothing was left to do: step {step} of {steps} is done; give more --steps to go on")
+        console.print(
+            f"nothing was left to do: step {step} of {steps} is done; give more --steps to go on"
+        )
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:
         from nsa_models.lm.data import unigram_entropy
 
-        console.print(f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}")
+        console.print(
+            f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}"
+        )
     if trainer.data.spec.data == "uniform":
         last = [p.loss for p in done if p.step][-100:]
         floor = f"ln {trainer.data.vocab_size} = {math.log(trainer.data.vocab_size):.4f}"
         if last:
             console.print(
-                f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4f}; nothing gets below {floor}"
+                f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4f}; nothing"
+                f" gets below {floor}"
             )
     facts = dataclasses.asdict(trainer.data.spec)
-    console.print(f"{trainer.tokens:,} tokens of {facts['data']}, kept in {out}", style="bold green")
+    console.print(
+        f"{trainer.tokens:,} tokens of {facts['data']}, kept in {out}", style="bold green"
+    )
 
 
 def _plot(out: Path, png: Path | None, svg: Path | None, force: bool) -> None:

@@ -1,4 +1,6 @@
-"""Libraries tried in a child process: does one import here, what does it say of itself, or how did it end?"""
+"""Libraries tried in a child process: does one import here, what does it say of itself, or how did
+it end?
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ from nsa_core.dispatch.trial import end, ended, start
 # What each child prints as JSON: a dict of facts. An exception becomes {"error": "..."}.
 TORCH = """
 import torch
-facts = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "gpus": []}
+version = torch.version
+facts = {"version": torch.__version__, "cuda": version.cuda, "hip": version.hip, "gpus": []}
 facts["built_for"] = torch.cuda.get_arch_list() if torch.version.cuda else []
 facts["cuda_available"] = torch.cuda.is_available()
 for index in range(torch.cuda.device_count() if facts["cuda_available"] else 0):
     p = torch.cuda.get_device_properties(index)
-    facts["gpus"].append({"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory})
+    capability = [p.major, p.minor]
+    facts["gpus"].append({"name": p.name, "capability": capability, "memory_bytes": p.total_memory})
 if facts["gpus"]:
     x = torch.ones(8, 8, device="cuda")
     facts["computes"] = float((x @ x).sum().item()) == 512.0
@@ -41,12 +45,14 @@ facts = {{}}
 for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     plan = resolve(config, device=device, dtype=dtype, needs_grad=True, registry=registry)
-    q, k, v = (torch.randn(1, 200, heads, 16, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    options = {{"device": device, "dtype": dtype, "requires_grad": True}}
+    q, k, v = (torch.randn(1, 200, heads, 16, **options) for heads in (4, 2, 2))
     gates = torch.rand(1, 200, 4, 3, device=device)
     o = nsa_attention(q, k, v, gates, config=config, plan=plan)
     o.float().sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad))
-    facts[device] = {{"finite": finite, "backends": {{s: c.backend for s, c in plan.choices.items()}}}}
+    chosen = {{slot: choice.backend for slot, choice in plan.choices.items()}}
+    facts[device] = {{"finite": finite, "backends": chosen}}
 """
 PROBE = """
 import torch
@@ -57,8 +63,10 @@ registry = discover(safe={safe!r})
 registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
 faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-asked = [survey(NSAConfig(768, 12, 2), device=device, registry=registry).candidates.values() for device in devices]
-wrong = {{c.backend: str(r) for on in asked for of in on for c in of for r in c.reasons if r.code in faults}}
+config = NSAConfig(768, 12, 2)
+asked = [survey(config, device=device, registry=registry).candidates for device in devices]
+candidates = [c for slots in asked for of_slot in slots.values() for c in of_slot]
+wrong = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in faults}}
 facts = {{"wrong": wrong}}
 """
 _FINISH = """
@@ -73,7 +81,8 @@ import sys
 sys.path[:] = {path!r}
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is a finding, not a case for a core file
+    # A crash here is a finding: it needs no core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 except ImportError:
     pass
 try:
@@ -94,7 +103,9 @@ class Tried:
 
 
 def try_all(bodies: Sequence[str], limit_s: float) -> list[Tried]:
-    """Run each body, which assigns ``facts``, in a child process of its own, all at once, ``limit_s`` each."""
+    """Run each body, which assigns ``facts``, in a child process of its own, all at once,
+    ``limit_s`` each.
+    """
     with tempfile.TemporaryDirectory(prefix="nsa-") as folder:
         places = [Path(folder) / str(index) for index in range(len(bodies))]
         deadline = time.monotonic() + limit_s

@@ -1,4 +1,6 @@
-"""`nsa tune`: measure the ready backends of each slot on this device, and let `auto` use the fastest."""
+"""`nsa tune`: measure the ready backends of each slot on this device, and let `auto` use the
+fastest.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,26 @@ if TYPE_CHECKING:
 
 def tune(
     shape: Annotated[str, typer.Option(help="Hq/G/Dk[/Dv], reports, paper or tiny.")] = "reports",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 on cuda, float32 on cpu.", show_default=False)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 on cuda, float32 on cpu.", show_default=False)
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens; 8192 on cuda, 1024 on cpu.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Tokens; 8192 on cuda, 1024 on cpu.", min=1, show_default=False),
     ] = None,
     blocks: Annotated[str, typer.Option(help="l,d,l',n,w.")] = "32,16,64,16,512",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
-    budget: Annotated[float, typer.Option(help="Seconds per figure; 3 to 20 samples.", min=0.001)] = 0.5,
+    budget: Annotated[
+        float, typer.Option(help="Seconds per figure; 3 to 20 samples.", min=0.001)
+    ] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
 ) -> None:
-    """Time the backends that can run each slot of a shape class, and save the order for this device.
+    """Time the backends that can run each slot of a shape class, and save the order for this
+    device.
 
-    `auto` then takes the fastest ("nsa backends explain" shows it). What fails its check against the float64 truth is
-    not timed, its slot keeps the stated order, and the exit code is 1.
+    `auto` then takes the fastest ("nsa backends explain" shows it). What fails its check against
+    the float64 truth is not timed, its slot keeps the stated order, and the exit code is 1.
     """
     with output.exit_codes():
         place = pick_device(device, threads)
@@ -49,9 +57,15 @@ def tune(
         kind = getattr(torch, name)
         with output.progress(steps(config, registry, place, kind)) as advance:
             result = measure(
-                config, registry, device=place, dtype=kind, length=length or (8192 if cuda else 1024), seed=seed,
-                budget_s=budget, advance=advance,
-            )  # fmt: skip
+                config,
+                registry,
+                device=place,
+                dtype=kind,
+                length=length or (8192 if cuda else 1024),
+                seed=seed,
+                budget_s=budget,
+                advance=advance,
+            )
         saved = tuned.save(result.records)
         _print(result, str(saved))
     raise typer.Exit(0 if all(gate.ok for gate in result.gates) else output.FAILED)
@@ -62,7 +76,8 @@ def _print(result: Tuning, saved: str) -> None:
 
     table = output.plain_table("slot", "use", "backend", "ms", "chosen")
     fastest = {
-        (r.slot, r.shape_class.rsplit(" ", 1)[1]): min(r.times_ms, key=r.times_ms.__getitem__) for r in result.records
+        (r.slot, r.shape_class.rsplit(" ", 1)[1]): min(r.times_ms, key=r.times_ms.__getitem__)
+        for r in result.records
     }
     for t in sorted(result.times, key=lambda t: (t.slot, t.use, t.time_ms or float("inf"))):
         chosen = "yes" if fastest.get((t.slot, t.use)) == t.backend else ""
@@ -78,4 +93,6 @@ def _print(result: Tuning, saved: str) -> None:
     for gate in result.gates:
         for failure in gate.failures[:3]:
             console.print(f"NOT CORRECT {gate.combo}: {output.one_line(failure)}", style="red")
-    console.print(f"{len(result.records)} choices for {result.device} saved in {saved}", style="bold")
+    console.print(
+        f"{len(result.records)} choices for {result.device} saved in {saved}", style="bold"
+    )

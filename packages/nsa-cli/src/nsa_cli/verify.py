@@ -1,4 +1,6 @@
-"""`nsa verify`: run a combination of backends against the oracle, and say how far each is from its budget."""
+"""`nsa verify`: run a combination of backends against the oracle, and say how far each is from its
+budget.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,21 @@ class Phase(str, enum.Enum):
     both = "both"
 
 
-_Backend = typer.Option(help="Backend of this slot; left out, the best that is ready.", show_default=False)
+_Backend = typer.Option(
+    help="Backend of this slot; left out, the best that is ready.", show_default=False
+)
 _Jobs = Annotated[
     int | None,
     typer.Option(
-        "--jobs", min=1, show_default=False,
-        help="Processes that judge, and compile kernels, at once, to the same report; by default one a core on cuda "
-        "and in triton's interpreter, 8 at most, and one on the CPU otherwise.",
+        "--jobs",
+        min=1,
+        show_default=False,
+        help=(
+            "Processes that judge, and compile kernels, at once, to the same report; by default one"
+            " a core on cuda and in triton's interpreter, 8 at most, and one on the CPU otherwise."
+        ),
     ),
-]  # fmt: skip
+]
 
 
 def verify(
@@ -69,29 +77,44 @@ def verify(
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: bfloat16, float16, float32, float64.")
     ] = "float32,bfloat16",
-    preset: Annotated[Preset, typer.Option(help="quick: under a minute on two cores.")] = Preset.quick,
+    preset: Annotated[
+        Preset, typer.Option(help="quick: under a minute on two cores.")
+    ] = Preset.quick,
     phase: Annotated[Phase, typer.Option(help="decode: steps over a cache.")] = Phase.both,
     text: Annotated[
-        Path | None, typer.Option(help="Text whose bytes make the real case; by default a README.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Text whose bytes make the real case; by default a README.", show_default=False
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every finding to this file.", show_default=False)
+        Path | None,
+        typer.Option("--json", help="Write every finding to this file.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
     reads: Annotated[
-        bool, typer.Option("--reads", help="Count the cached tokens that a step of decode reads, by experiment.")
+        bool,
+        typer.Option(
+            "--reads", help="Count the cached tokens that a step of decode reads, by experiment."
+        ),
     ] = False,
     every: Annotated[
-        bool, typer.Option("--every-combination", help="All ready backends over cmp, sel and win; a slot named stays.")
+        bool,
+        typer.Option(
+            "--every-combination",
+            help="All ready backends over cmp, sel and win; a slot named stays.",
+        ),
     ] = False,
     jobs: _Jobs = None,
 ) -> None:
     """Check a combination of backends, branch by branch, against an independent float64 truth.
 
-    Where triton interprets its kernels (TRITON_INTERPRET=1) on the CPU, the cases are tiny and the interpreter strict.
+    Where triton interprets its kernels (TRITON_INTERPRET=1) on the CPU, the cases are tiny and the
+    interpreter strict.
 
-    Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run here; 4: nothing can.
+    Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run
+    here; 4: nothing can.
     """
     chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in chosen.items() if name is not None}
@@ -100,7 +123,9 @@ def verify(
         names, place = dtype_names(dtype), pick_device(device.value)
         dtypes, words = _dtypes(names), read_text(text)
         combinations = _every(named, place, dtypes, phase.value) if every else [named]
-        reports = _run(combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs, stop)
+        reports = _run(
+            combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs, stop
+        )
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -111,22 +136,30 @@ def verify(
 
 
 def _jobs(device: str, interpreted: bool) -> int:
-    """A process for each core this one may use, on a GPU and in triton's interpreter, which is plain Python.
+    """A process for each core this one may use, on a GPU and in triton's interpreter, which is
+    plain Python.
 
     Eight at most: each holds half a gigabyte of a GPU's memory.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, 8) if device == "cuda" or interpreted else 1
 
 
-def _every(named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str) -> list[dict[str, str]]:
+def _every(
+    named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str
+) -> list[dict[str, str]]:
     from nsa_verify.combinations import every_combination
 
-    return every_combination(output.find_backends(), device, dtypes, named, decode=phase == "decode")
+    return every_combination(
+        output.find_backends(), device, dtypes, named, decode=phase == "decode"
+    )
 
 
 def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
-    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names before any work.
+    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names
+    before any work.
 
     With ``phase`` decode alone, that is the plan of a step.
 
@@ -154,7 +187,9 @@ def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
 
 
 def read_text(path: Path | None) -> tuple[str, bytes]:
-    """(name, bytes) of the real case: the given file, the nearest README.md, or the one this package carries."""
+    """(name, bytes) of the real case: the given file, the nearest README.md, or the one this
+    package carries.
+    """
     from nsa_core.errors import InvalidInput
 
     if path is None:
@@ -222,7 +257,9 @@ def _run(
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
-        "peak_memory_bytes": max(done.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None,
+        "peak_memory_bytes": (
+            max(done.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None
+        ),
     }
     return [
         {
@@ -234,19 +271,25 @@ def _run(
             "interrupted": {"signal": stop.name, "checks_left": n, "checks": checks} if n else None,
             "findings": [dataclasses.asdict(f) for job in found for f in job],
         }
-        for named, plan, taken, found, read, n in zip(combinations, plans, done.seconds, done.findings, counted, left)
+        for named, plan, taken, found, read, n in zip(
+            combinations, plans, done.seconds, done.findings, counted, left
+        )
     ]
 
 
 def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """What a step reads at every length of verify.reads, in the first dtype that has decode forms."""
+    """What a step reads at every length of verify.reads, in the first dtype that has decode
+    forms.
+    """
     from nsa_core.errors import Unsupported
     from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
 
     config, refusals = reads_config(), []
     for dtype in dtypes:
         try:
-            found = [entry for length in LENGTHS for entry in count_reads(subject, config, length, dtype)]
+            found = [
+                entry for length in LENGTHS for entry in count_reads(subject, config, length, dtype)
+            ]
         except Unsupported as refusal:
             refusals.append(str(refusal))
             continue
@@ -278,7 +321,10 @@ def _print_combinations(reports: list[dict[str, Any]]) -> int:
         console.print(line, style="red", markup=False)
     codes = [summary(report)[1] for report in reports]
     passed, code = codes.count(0), 1 if 1 in codes else max(codes)
-    line = f"{passed} of {len(reports)} combinations passed in {sum(r['seconds'] for r in reports):.0f} s"
+    line = (
+        f"{passed} of {len(reports)} combinations passed in"
+        f" {sum(r['seconds'] for r in reports):.0f} s"
+    )
     if cut := cut_short(reports):
         code, line = cut[1], f"{cut[0]}; {line}"
     console.print(line, markup=False, style="bold green" if code == 0 else "bold red")

@@ -1,4 +1,5 @@
-"""Native Sparse Attention (arXiv 2502.11089): the module, the functional entry and the truth they are judged by.
+"""Native Sparse Attention (arXiv 2502.11089): the module, the functional entry and the truth they
+are judged by.
 
 Importing this package imports no torch; the names below load on first use.
 """

@@ -39,10 +39,11 @@ def must_be_config(config: object) -> None:
 class NSAConfig:
     """Shape and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
 
-    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``; the fields hold the widths found, so that a
-    config equals one that spells them out. ``dataclasses.replace`` therefore keeps both when ``dim`` or ``n_heads``
-    changes: pass ``head_dim=None, v_head_dim=None`` beside it to have them anew. ``scale`` None means 1/sqrt(head_dim);
-    0 and negative scales are legal.
+    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``; the fields hold the
+    widths found, so that a config equals one that spells them out. ``dataclasses.replace``
+    therefore keeps both when ``dim`` or ``n_heads`` changes: pass ``head_dim=None,
+    v_head_dim=None`` beside it to have them anew. ``scale`` None means 1/sqrt(head_dim); 0 and
+    negative scales are legal.
 
     Raises:
         InvalidInput: any field is out of range; all offending fields are named with their values.
@@ -68,7 +69,8 @@ class NSAConfig:
     qk_norm: bool = False
     shared_kv: bool = False
     scale: float | None = None
-    # Named here only so that a caller who asks for them is told, by name, that NSA has no such form.
+    # Named here only so that a caller who asks for them is told, by name, that NSA has no such
+    # form.
     dropout: float = 0.0
     causal: bool = True
 
@@ -85,38 +87,54 @@ class NSAConfig:
                 wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         try:
             blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
-            object.__setattr__(self, "_geometry", BlockGeometry(**blocks))  # once: torch.compile cannot trace this
+            # once: torch.compile cannot trace this
+            object.__setattr__(self, "_geometry", BlockGeometry(**blocks))
         except InvalidInput as error:
             wrong.append(str(error))
         if wrong:
             raise InvalidInput("; ".join(wrong))
         if self.head_dim is None:
             if self.dim % self.n_heads:
-                wrong.append(f"dim {self.dim} does not divide over n_heads {self.n_heads}; give head_dim")
+                wrong.append(
+                    f"dim {self.dim} does not divide over n_heads {self.n_heads}; give head_dim"
+                )
             object.__setattr__(self, "head_dim", max(1, self.dim // self.n_heads))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         wrong += self._wrong_options()
         if wrong:
             raise InvalidInput("; ".join(wrong))
-        object.__setattr__(self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+        object.__setattr__(
+            self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+        )
 
     def _wrong_options(self) -> list[str]:
         wrong = []
         if self.n_heads % self.n_kv_heads:
-            wrong.append(f"n_heads, n_kv_heads: {self.n_heads} query heads do not divide over {self.n_kv_heads}")
+            wrong.append(
+                f"n_heads, n_kv_heads: {self.n_heads} query heads do not divide over"
+                f" {self.n_kv_heads}"
+            )
         if self.compress not in COMPRESS_KINDS:
-            wrong.append(f"compress must be one of {', '.join(COMPRESS_KINDS)}, got {self.compress!r}")
+            wrong.append(
+                f"compress must be one of {', '.join(COMPRESS_KINDS)}, got {self.compress!r}"
+            )
         if self.gate not in GATE_KINDS:
             wrong.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
         if self.rope and self.qk_dim % 2:
-            wrong.append(f"head_dim must be even for rotary embeddings, got {self.head_dim}; or set rope=False")
+            wrong.append(
+                f"head_dim must be even for rotary embeddings, got {self.head_dim}; or set"
+                " rope=False"
+            )
         if not (_is_finite(self.rope_base) and self.rope_base > 0):
             wrong.append(f"rope_base must be finite and > 0, a number, got {self.rope_base!r}")
         if self.scale is not None and not _is_finite(self.scale):
             wrong.append(f"scale must be finite, a number or None, got {self.scale!r}")
         if not (_is_finite(self.dropout) and self.dropout == 0):
-            wrong.append(f"dropout is not part of NSA, got dropout={self.dropout!r}; apply it outside the layer")
+            wrong.append(
+                f"dropout is not part of NSA, got dropout={self.dropout!r}; apply it outside the"
+                " layer"
+            )
         if not self.causal:
             wrong.append("causal=False: NSA is defined for causal attention only")
         return wrong

@@ -1,4 +1,6 @@
-"""Counting the bytes a backend's code takes by running it on tensors without data, for SlotSpec.workspace."""
+"""Counting the bytes a backend's code takes by running it on tensors without data, for
+SlotSpec.workspace.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ _SORTED_IN_PLACE = 4096  # rows as long as this are sorted by a kernel that need
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside the block held at one time, as PyTorch's CUDA allocator counts them.
+    """The most bytes that tensors made inside the block held at one time, as PyTorch's CUDA
+    allocator counts them.
 
-    Views have no bytes of their own, and storages of ``given`` are not counted. What PyTorch's operators take on CUDA
-    beyond their results is added where it is known; what other libraries allocate inside a call is not seen.
+    Views have no bytes of their own, and storages of ``given`` are not counted. What PyTorch's
+    operators take on CUDA beyond their results is added where it is known; what other libraries
+    allocate inside a call is not seen.
 
     Attributes:
         live: bytes of the storages made inside that are alive.
@@ -32,7 +36,9 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and count the storages that it made."""
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -64,6 +70,8 @@ def _inside(func: Any, args: Any, kwargs: Any) -> int:
             return 0
         # A second copy of the values and of their int64 places, and the places it began with.
         return int(values.numel() * (values.element_size() + 16))
-    if name == "index_put_":  # sorts: indices and places, both sorted, and a second buffer of each, int64
+    if (
+        name == "index_put_"
+    ):  # sorts: indices and places, both sorted, and a second buffer of each, int64
         return 6 * 8 * int(args[1][0].numel())
     return 0

@@ -4,8 +4,9 @@
 class NSAError(Exception):
     """Base of every error this library raises on purpose.
 
-    Raised itself only when a backend breaks its contract while running: a kernel raised, or returned
-    a tensor of the wrong shape, dtype or device. The message names the backend and the branch.
+    Raised itself only when a backend breaks its contract while running: a kernel raised, or
+    returned a tensor of the wrong shape, dtype or device. The message names the backend and the
+    branch.
     """
 
 

@@ -1,1 +1,3 @@
-"""Verification of NSA kernels: float64 oracle, verdict, checks, and the conformance kit for backend authors."""
+"""Verification of NSA kernels: float64 oracle, verdict, checks, and the conformance kit for backend
+authors.
+"""

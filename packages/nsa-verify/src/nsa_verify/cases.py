@@ -1,4 +1,6 @@
-"""Named problems with data: what verify, the conformance kit and bench run a combination of backends on."""
+"""Named problems with data: what verify, the conformance kit and bench run a combination of
+backends on.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from nsa_core.torch_ops.slot_op import stats_dtype
 class Case:
     """One problem: a configuration, its lengths, a seed, and where the numbers come from.
 
-    ``lengths`` of several documents make a packed case ([T, ...] with cu_seqlens), one length a dense one
-    ([batch, S, ...]). ``text`` (bytes) replaces random numbers by what an NSAttention layer makes of a text.
-    ``rows`` limits the judgement to these tokens of every sequence (long S).
+    ``lengths`` of several documents make a packed case ([T, ...] with cu_seqlens), one length a
+    dense one ([batch, S, ...]). ``text`` (bytes) replaces random numbers by what an NSAttention
+    layer makes of a text. ``rows`` limits the judgement to these tokens of every sequence (long S).
     """
 
     name: str
@@ -28,9 +30,12 @@ class Case:
     batch: int = 1
     packed: bool = False
     fused: bool = False  # q, k, v are views of one buffer, as a fused projection leaves them
-    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error of s, about
-    # |s| 2^-24 in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise does not grow with
-    # |s|, and is calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on such a row.
+    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error
+    # of s, about
+    # |s| 2^-24 in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise
+    # does not grow with
+    # |s|, and is calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on
+    # such a row.
     sharpness: float = 1.0
     text: bytes | None = None
     rows: tuple[int, ...] | None = None
@@ -41,7 +46,9 @@ class Case:
         """Tokens of one batch entry, all documents together."""
         return sum(self.lengths)
 
-    def data(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> CaseData:
+    def data(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    ) -> CaseData:
         """The case's tensors; equal for equal (case, dtype, seed), whatever the device."""
         make = _from_text if self.text is not None else _random
         tensors = make(self, dtype, seed + self.seed)
@@ -83,11 +90,17 @@ def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor
     compressed = config.geometry.max_compressed if case.packed else config.geometry.num_compressed
 
     def normal(rows: int, heads: int, width: int) -> torch.Tensor:
-        return torch.randn(*_lead(case, rows), heads, width, generator=generator, dtype=torch.float64)
+        return torch.randn(
+            *_lead(case, rows), heads, width, generator=generator, dtype=torch.float64
+        )
 
     s, c = case.tokens, compressed(case.tokens)
     widths = {"k_sel": dk, "v_sel": dv, "k_win": dk, "v_win": dv}
-    tensors = {"q": normal(s, hq, dk) * case.sharpness, "k_cmp": normal(c, g, dk), "v_cmp": normal(c, g, dv)}
+    tensors = {
+        "q": normal(s, hq, dk) * case.sharpness,
+        "k_cmp": normal(c, g, dk),
+        "v_cmp": normal(c, g, dv),
+    }
     tensors |= {name: normal(s, g, width) for name, width in widths.items()}
     tensors["do"] = normal(s, hq, dv)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -115,18 +128,38 @@ def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
         attn = NSAttention(case.config)
         x = table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
         p, gates = attn.project(x[None]), attn.gate(x[None])
-        tensors = {"q": p.q * case.sharpness, "k_cmp": p.k_cmp, "v_cmp": p.v_cmp, "k_sel": p.k[1], "v_sel": p.v[1]}
-        tensors |= {"k_win": p.k[2], "v_win": p.v[2], "do": torch.randn(*p.q.shape[:-1], case.config.v_dim)}
-    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gates": gates.to(stats_dtype(dtype))}
+        tensors = {
+            "q": p.q * case.sharpness,
+            "k_cmp": p.k_cmp,
+            "v_cmp": p.v_cmp,
+            "k_sel": p.k[1],
+            "v_sel": p.v[1],
+        }
+        tensors |= {
+            "k_win": p.k[2],
+            "v_win": p.v[2],
+            "do": torch.randn(*p.q.shape[:-1], case.config.v_dim),
+        }
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {
+        "gates": gates.to(stats_dtype(dtype))
+    }
 
 
 def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
     """A layer of Hq, G, Dk, Dv and (l, d, l', n, w)."""
     size, stride, select, n, window = blocks
     return NSAConfig(
-        dim=hq * dk, n_heads=hq, n_kv_heads=g, head_dim=dk, v_head_dim=dv, compress_block_size=size,
-        compress_stride=stride, select_block_size=select, num_selected_blocks=n, window_size=window,
-    )  # fmt: skip
+        dim=hq * dk,
+        n_heads=hq,
+        n_kv_heads=g,
+        head_dim=dk,
+        v_head_dim=dv,
+        compress_block_size=size,
+        compress_stride=stride,
+        select_block_size=select,
+        num_selected_blocks=n,
+        window_size=window,
+    )
 
 
 TINY = (8, 4, 16, 4, 24)  # l, d, l', n, w
@@ -144,7 +177,9 @@ def text_case(text: bytes, tokens: int = 1152) -> Case:
     """
     if not text:
         raise InvalidInput("text must not be empty, got 0 bytes")
-    return Case("text 12/2/64", config_of(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text)
+    return Case(
+        "text 12/2/64", config_of(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text
+    )
 
 
 @lru_cache(maxsize=4)
@@ -174,7 +209,9 @@ def _edge_rows(s: int, geometry_sizes: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def full_cases() -> tuple[Case, ...]:
-    """The quick cases, the real block sizes, every group size, and a long sequence judged on sampled rows."""
+    """The quick cases, the real block sizes, every group size, and a long sequence judged on
+    sampled rows.
+    """
     reports = config_of(12, 2, 64, 64, PAPER)
     return (
         *quick_cases(),
@@ -189,23 +226,37 @@ def full_cases() -> tuple[Case, ...]:
         Case("l=d", config_of(4, 2, 16, 16, (16, 16, 32, 4, 40)), (163,)),
         Case("l=l', w=1", config_of(4, 2, 16, 16, (16, 4, 16, 4, 1)), (75,)),
         Case("B=3", config_of(4, 2, 32, 32, SMALL), (150,), batch=3),
-        Case("packed 12/2/64", config_of(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True),
+        Case(
+            "packed 12/2/64", config_of(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True
+        ),
         Case("long, sampled rows", reports, (4096,), rows=_edge_rows(4096, (32, 64, 512))),
     )
 
 
 @lru_cache(maxsize=4)
 def interpreter_cases() -> tuple[Case, ...]:
-    """For kernels in an interpreter, at milliseconds an operation: S <= 80, D 16, the first one for every check."""
+    """For kernels in an interpreter, at milliseconds an operation: S <= 80, D 16, the first one for
+    every check.
+    """
     blocks = (8, 4, 16, 3, 12)
     return (
         Case("interpreted", config_of(2, 1, 16, 16, blocks), (21,)),
-        Case("interpreted, packed, h=3", config_of(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True),
+        Case(
+            "interpreted, packed, h=3", config_of(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True
+        ),
         Case("interpreted, h=1, fused", config_of(2, 2, 16, 16, blocks), (40,), fused=True),
         Case("interpreted, S<l", config_of(4, 1, 16, 16, blocks), (5,), batch=4),
-        Case("interpreted, nothing forced", dataclasses.replace(
-            config_of(2, 1, 16, 16, blocks), init_blocks=0, local_blocks=0, num_selected_blocks=2), (77,)),
-    )  # fmt: skip
+        Case(
+            "interpreted, nothing forced",
+            dataclasses.replace(
+                config_of(2, 1, 16, 16, blocks),
+                init_blocks=0,
+                local_blocks=0,
+                num_selected_blocks=2,
+            ),
+            (77,),
+        ),
+    )
 
 
 PRESETS: dict[str, Callable[[], tuple[Case, ...]]] = {

@@ -1,4 +1,6 @@
-"""What is verified (a combination of backends on a device), one run of it, and what a check finds."""
+"""What is verified (a combination of backends on a device), one run of it, and what a check
+finds.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 class Finding:
     """One comparison. ``ok`` None: not applicable here, ``detail`` says why.
 
-    ``row``, ``elem`` and ``bias`` are the verdict's errors in units of rounding noise, as parts of their limits
-    (1.0 is the limit); None where the check demands equal bits.
+    ``row``, ``elem`` and ``bias`` are the verdict's errors in units of rounding noise, as parts of
+    their limits (1.0 is the limit); None where the check demands equal bits.
     """
 
     check: str
@@ -91,17 +93,29 @@ class SlotRun:
     do: torch.Tensor | None
 
 
-OUTPUTS = {"cmp": ("o", "lse"), "select": ("blocks",), "sel": ("o", "lse"), "win": ("o", "lse"), "combine": ("o",)}
+OUTPUTS = {
+    "cmp": ("o", "lse"),
+    "select": ("blocks",),
+    "sel": ("o", "lse"),
+    "win": ("o", "lse"),
+    "combine": ("o",),
+}
 
 
 def run_slot(
-    plan: Plan, slot: str, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
+    plan: Plan,
+    slot: str,
+    inputs: Mapping[str, torch.Tensor],
+    do: torch.Tensor | None,
+    data: CaseData,
 ) -> SlotRun:
     """Call ``slot`` of ``plan`` on ``inputs`` and, with ``do``, its backward."""
     return run_kernel(getattr(plan, slot), inputs, do, data)
 
 
-def run_kernel(kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData) -> SlotRun:
+def run_kernel(
+    kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
+) -> SlotRun:
     """Call ``kernel`` on ``inputs`` and, with ``do``, its backward."""
     leaves = {n: t.detach() for n, t in inputs.items()}
     wanted = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
@@ -116,21 +130,32 @@ def run_kernel(kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Ten
     return SlotRun({n: t.detach() for n, t in leaves.items()}, outputs, do)
 
 
-def slot_inputs(slot: str, data: CaseData, upstream: Mapping[str, SlotRun]) -> dict[str, torch.Tensor]:
+def slot_inputs(
+    slot: str, data: CaseData, upstream: Mapping[str, SlotRun]
+) -> dict[str, torch.Tensor]:
     """The tensors ``slot`` receives: the case's, and what the slots before it returned."""
     if slot == "cmp":
         return {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
     if slot == "select":
         return {"q": data.q, "k_cmp": data.k_cmp, "lse": upstream["cmp"].outputs["lse"]}
     if slot == "sel":
-        return {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": upstream["select"].outputs["blocks"]}
+        return {
+            "q": data.q,
+            "k": data.k_sel,
+            "v": data.v_sel,
+            "blocks": upstream["select"].outputs["blocks"],
+        }
     if slot == "win":
         return {"q": data.q, "k": data.k_win, "v": data.v_win}
-    return {"gates": data.gates} | {f"o_{b}": upstream[b].outputs["o"] for b in ("cmp", "sel", "win")}
+    return {"gates": data.gates} | {
+        f"o_{b}": upstream[b].outputs["o"] for b in ("cmp", "sel", "win")
+    }
 
 
 def masked_do(case: Case, do: torch.Tensor) -> torch.Tensor:
-    """``do`` with zeros outside the judged rows: what is not judged must not reach the gradients."""
+    """``do`` with zeros outside the judged rows: what is not judged must not reach the
+    gradients.
+    """
     if case.rows is None:
         return do
     kept = torch.zeros_like(do)
@@ -143,24 +168,40 @@ def run_slots(plan: Plan, case: Case, data: CaseData) -> dict[str, SlotRun]:
     runs: dict[str, SlotRun] = {}
     do = masked_do(case, data.do)
     for slot in SLOTS:
-        runs[slot] = run_slot(plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data)
+        runs[slot] = run_slot(
+            plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data
+        )
     return runs
 
 
-def judged(check: str, slot: str, case: Case, dtype: torch.dtype, verdicts: Mapping[str, Verdict]) -> Iterator[Finding]:
+def judged(
+    check: str, slot: str, case: Case, dtype: torch.dtype, verdicts: Mapping[str, Verdict]
+) -> Iterator[Finding]:
     """A finding per verdict, its errors as parts of their limits."""
     limits = LIMITS[dtype]
     for quantity, v in verdicts.items():
         most = LSE_LIMIT if quantity == "lse" else limits.elem
         parts = (v.row / limits.row, v.elem / most, v.bias)
-        yield Finding(check, slot, case.name, dtype_name(dtype), quantity, v.ok, *parts, detail=v.why)
+        yield Finding(
+            check, slot, case.name, dtype_name(dtype), quantity, v.ok, *parts, detail=v.why
+        )
 
 
 def same_bits(
-    check: str, slot: str, case: Case, dtype: torch.dtype, quantity: str, got: torch.Tensor, want: torch.Tensor
+    check: str,
+    slot: str,
+    case: Case,
+    dtype: torch.dtype,
+    quantity: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
 ) -> Finding:
     """A finding that demands equal bits (NaN equals NaN)."""
-    equal = got.shape == want.shape and got.dtype == want.dtype and bool(torch.equal(bits(got), bits(want)))
+    equal = (
+        got.shape == want.shape
+        and got.dtype == want.dtype
+        and bool(torch.equal(bits(got), bits(want)))
+    )
     detail = ""
     if not equal and got.shape == want.shape:
         differ = bits(got) != bits(want)

@@ -1,9 +1,11 @@
-"""What comes before a step: queries and keys rotated, keys and values put into the cache; one launch.
+"""What comes before a step: queries and keys rotated, keys and values put into the cache; one
+launch.
 
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) at the token's position, each product and sum rounded to fp32
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) at the token's position, each product and sum
+    rounded to fp32
 
-A program owns HEADS heads of a token's q, or its k and v for one store. Bytes: what the step's rows hold, read and
-written once; a few microseconds of latency bind.
+A program owns HEADS heads of a token's q, or its k and v for one store. Bytes: what the step's rows
+hold, read and written once; a few microseconds of latency bind.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def _put(
         HALF: tl.constexpr = WIDTH // 2
         column = tl.arange(0, BLOCK // 2)
         mask = there & (head < heads)[:, None] & (column < HALF)[None, :]
-        at, to = head[:, None] * x_head + column[None, :], head[:, None] * out_head + column[None, :]
+        at, to = (
+            head[:, None] * x_head + column[None, :],
+            head[:, None] * out_head + column[None, :],
+        )
         angle = tl.cast(position, tl.int64) * HALF + column
         cos = tl.load(COS + angle, mask=(column < HALF) & there, other=0.0)[None, :]
         sin = tl.load(SIN + angle, mask=(column < HALF) & there, other=0.0)[None, :]
@@ -49,33 +54,79 @@ def _put(
 
 @triton.jit
 def _keep(
-    K, V, OUT_K, OUT_V, COS, SIN, seq, row, page, at, position, there, k_seq, k_row, k_head, v_seq, v_row, v_head,
+    K, V, OUT_K, OUT_V, COS, SIN, seq, row, page, at, position, there, k_seq, k_row, k_head, v_seq,
+    v_row, v_head,
     rows_of_page,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """k and v of a token to row ``at`` of page ``page`` of contiguous stores [P, rows_of_page, G, D]."""
+    """k and v of a token to row ``at`` of page ``page`` of contiguous stores [P, rows_of_page, G,
+    D].
+    """
     to = (tl.cast(page, tl.int64) * rows_of_page + at) * GROUPS
-    _put(K + seq * k_seq + row * k_row, OUT_K + to * DK, COS, SIN, GROUPS, position, there, k_head, DK, HEADS, DK,
-         BLOCK_DK, ROTATE)  # fmt: skip
-    _put(V + seq * v_seq + row * v_row, OUT_V + to * DV, COS, SIN, GROUPS, position, there, v_head, DV, HEADS, DV,
-         BLOCK_DV, False)  # fmt: skip
+    _put(
+        K + seq * k_seq + row * k_row,
+        OUT_K + to * DK,
+        COS,
+        SIN,
+        GROUPS,
+        position,
+        there,
+        k_head,
+        DK,
+        HEADS,
+        DK,
+        BLOCK_DK,
+        ROTATE,
+    )
+    _put(
+        V + seq * v_seq + row * v_row,
+        OUT_V + to * DV,
+        COS,
+        SIN,
+        GROUPS,
+        position,
+        there,
+        v_head,
+        DV,
+        HEADS,
+        DV,
+        BLOCK_DV,
+        False,
+    )
 
 
 @triton.jit(
-    do_not_specialize=["rows", "raw_ring", "page_rows", "win_ring", "pages", "positions", "table_row"],
+    do_not_specialize=[
+        "rows",
+        "raw_ring",
+        "page_rows",
+        "win_ring",
+        "pages",
+        "positions",
+        "table_row",
+    ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE"],
 )
 def decode_append(
-    Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN, RAW_K, RAW_V, SEL_K, SEL_V, WIN_K, WIN_V, OUT, COS, SIN, STARTS,
+    Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN, RAW_K, RAW_V, SEL_K, SEL_V, WIN_K, WIN_V, OUT,
+    COS, SIN, STARTS,
     LENGTHS, TABLE,
-    q_seq: tl.int64, q_row, q_head, kr_seq: tl.int64, kr_row, kr_head, vr_seq: tl.int64, vr_row, vr_head,
-    ks_seq: tl.int64, ks_row, ks_head, vs_seq: tl.int64, vs_row, vs_head, kw_seq: tl.int64, kw_row, kw_head,
-    vw_seq: tl.int64, vw_row, vw_head, rows, raw_ring, page_rows, win_ring, pages, positions, table_row,
-    N_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, ROPE: tl.constexpr, ROTATE_RAW: tl.constexpr,
+    q_seq: tl.int64, q_row, q_head, kr_seq: tl.int64, kr_row, kr_head, vr_seq: tl.int64, vr_row,
+    vr_head,
+    ks_seq: tl.int64, ks_row, ks_head, vs_seq: tl.int64, vs_row, vs_head, kw_seq: tl.int64, kw_row,
+    kw_head,
+    vw_seq: tl.int64, vw_row, vw_head, rows, raw_ring, page_rows, win_ring, pages, positions,
+    table_row,
+    N_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, ROPE: tl.constexpr,
+    ROTATE_RAW: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Parts of a token: raw, sel, win, then q HEADS heads at a time, where it is rotated."""
+    """See the module. Parts of a token: raw, sel, win, then q HEADS heads at a time, where it is
+    rotated.
+    """
     PARTS: tl.constexpr = 3 + ((N_HEADS + HEADS - 1) // HEADS if ROPE else 0)
     part, token = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     seq, row = token // rows, token % rows
@@ -85,22 +136,110 @@ def decode_append(
     angle = tl.minimum(position, positions - 1)
     if part == 0:
         # Of more tokens than a ring holds, the last ones stay.
-        _keep(K_RAW, V_RAW, RAW_K, RAW_V, COS, SIN, seq, row, seq, position % raw_ring, angle,
-              there & (position >= length - raw_ring), kr_seq, kr_row, kr_head, vr_seq, vr_row, vr_head, raw_ring,
-              GROUPS, KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, ROPE and ROTATE_RAW)  # fmt: skip
+        _keep(
+            K_RAW,
+            V_RAW,
+            RAW_K,
+            RAW_V,
+            COS,
+            SIN,
+            seq,
+            row,
+            seq,
+            position % raw_ring,
+            angle,
+            there & (position >= length - raw_ring),
+            kr_seq,
+            kr_row,
+            kr_head,
+            vr_seq,
+            vr_row,
+            vr_head,
+            raw_ring,
+            GROUPS,
+            KV_HEADS,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            ROPE and ROTATE_RAW,
+        )
     elif part == 1:
         page = tl.load(TABLE + seq * table_row + position // page_rows, mask=there, other=0)
-        _keep(K_SEL, V_SEL, SEL_K, SEL_V, COS, SIN, seq, row, page, position % page_rows, angle, there, ks_seq, ks_row,
-              ks_head, vs_seq, vs_row, vs_head, page_rows, GROUPS, KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV,
-              ROPE)  # fmt: skip
+        _keep(
+            K_SEL,
+            V_SEL,
+            SEL_K,
+            SEL_V,
+            COS,
+            SIN,
+            seq,
+            row,
+            page,
+            position % page_rows,
+            angle,
+            there,
+            ks_seq,
+            ks_row,
+            ks_head,
+            vs_seq,
+            vs_row,
+            vs_head,
+            page_rows,
+            GROUPS,
+            KV_HEADS,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            ROPE,
+        )
     elif part == 2:
-        _keep(K_WIN, V_WIN, WIN_K, WIN_V, COS, SIN, seq, row, seq, position % win_ring, angle,
-              there & (position >= length - win_ring), kw_seq, kw_row, kw_head, vw_seq, vw_row, vw_head, win_ring,
-              GROUPS, KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, ROPE)  # fmt: skip
+        _keep(
+            K_WIN,
+            V_WIN,
+            WIN_K,
+            WIN_V,
+            COS,
+            SIN,
+            seq,
+            row,
+            seq,
+            position % win_ring,
+            angle,
+            there & (position >= length - win_ring),
+            kw_seq,
+            kw_row,
+            kw_head,
+            vw_seq,
+            vw_row,
+            vw_head,
+            win_ring,
+            GROUPS,
+            KV_HEADS,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            ROPE,
+        )
     else:
         head = (part - 3) * HEADS
-        _put(Q + seq * q_seq + row * q_row + head * q_head, OUT + (tl.cast(token, tl.int64) * N_HEADS + head) * DK,
-             COS, SIN, N_HEADS - head, angle, position >= 0, q_head, DK, HEADS, DK, BLOCK_DK, True)  # fmt: skip
+        _put(
+            Q + seq * q_seq + row * q_row + head * q_head,
+            OUT + (tl.cast(token, tl.int64) * N_HEADS + head) * DK,
+            COS,
+            SIN,
+            N_HEADS - head,
+            angle,
+            position >= 0,
+            q_head,
+            DK,
+            HEADS,
+            DK,
+            BLOCK_DK,
+            True,
+        )
 
 
 def append(
@@ -131,7 +270,18 @@ def append(
     cos, sin = rope or (q, q)
     rings = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
     made = _launch(
-        q, k_raw, v_raw, k_sel, v_sel, k_win, v_win, cos, call.block_table, rings, rope is not None, rotate_raw
+        q,
+        k_raw,
+        v_raw,
+        k_sel,
+        v_sel,
+        k_win,
+        v_win,
+        cos,
+        call.block_table,
+        rings,
+        rope is not None,
+        rotate_raw,
     )
     made(q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
     return out
@@ -139,7 +289,8 @@ def append(
 
 @remembered
 def _launch(
-    q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, cos: Tensor,
+    q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, cos: Tensor,
     table: Tensor, rows_of: tuple[int, int, int], rope: bool, rotate_raw: bool,
 ) -> Launch:  # fmt: skip
     """``rows_of``: of the ring of cmp, a page and the ring of win."""
@@ -150,7 +301,8 @@ def _launch(
     parts = 3 + (cdiv(heads, together) if rope else 0)
     return Launch(
         decode_append, (batch * rows * parts,),
-        *(n for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win) for n in x.stride()[:3]), rows, *rows_of,
+        *(n for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win) for n in x.stride()[:3]), rows,
+        *rows_of,
         table.shape[1], cos.shape[0], table.stride(0),
         N_HEADS=heads, GROUPS=groups, HEADS=together, KV_HEADS=power(groups), DK=dk, DV=dv,
         BLOCK_DK=max(2, power(dk)), BLOCK_DV=power(dv), ROPE=rope,

@@ -1,6 +1,7 @@
 """Decode forms: cmp, select, sel and win alone, and a whole step.
 
-step   One token: decode_step does it all. Several tokens, and where the table says so: decode_span (compressed tokens
+step   One token: decode_step does it all. Several tokens, and where the table says so: decode_span
+       (compressed tokens
        and window), decode_choose (their blocks), decode_sel (the chosen blocks, and the gates).
 """
 
@@ -12,13 +13,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_backend_triton.decode.launch import Pair, Sel, Slices, Span, Step, aligned_slices, allocate, cdiv
+from nsa_backend_triton.decode.launch import (
+    Pair,
+    Sel,
+    Slices,
+    Span,
+    Step,
+    aligned_slices,
+    allocate,
+    cdiv,
+)
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_core.contract import DecodeCall
 
 BOUND = 256  # tokens: step by step of so many the launches of a growing cache are cut anew
-SUM_BYTES = 2**28  # of what the choice of blocks reads again: tokens are done in runs that need no more
+# of what the choice of blocks reads again: tokens are done in runs that need no more
+SUM_BYTES = 2**28
 
 Settings = configs.Settings | None
 
@@ -29,7 +40,13 @@ def _unit(x: Tensor) -> Tensor:
 
 def _runs(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
     """Runs (first, count) of a step's tokens whose sums over blocks fit SUM_BYTES."""
-    each = q.shape[0] * q.shape[2] * max(1, call.geometry.num_select_blocks(call.max_len)) * 2 * max(4, q.itemsize)
+    each = (
+        q.shape[0]
+        * q.shape[2]
+        * max(1, call.geometry.num_select_blocks(call.max_len))
+        * 2
+        * max(4, q.itemsize)
+    )
     most = max(1, SUM_BYTES // each)
     for first in range(0, q.shape[1], most):
         yield first, min(most, q.shape[1] - first)
@@ -47,12 +64,16 @@ def _blocks(q: Tensor, k_cmp: Tensor, call: DecodeCall) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
-def _span(q: Tensor, cmp: Pair | None, win: Pair | None, call: DecodeCall, chosen: Settings) -> tuple[Tensor, Tensor]:
+def _span(
+    q: Tensor, cmp: Pair | None, win: Pair | None, call: DecodeCall, chosen: Settings
+) -> tuple[Tensor, Tensor]:
     """One branch alone."""
     q = _unit(q)
     span = Span(q, q.shape[1], cmp, win, call, True, False, chosen)
     o, lse = _outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
-    span.launch(q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split))
+    span.launch(
+        q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split)
+    )
     return o, lse
 
 
@@ -94,7 +115,13 @@ def select(
         part, of = slice(first, first + count), q[:, first : first + count]
         span = Span(of, count, (k_cmp, k_cmp), None, call, False, True, settings)
         stats = (of, of, lse[..., part], lse)
-        span.launch(of, first, stats, blocks[:, part], *allocate(q, aligned_slices(*span.sizes()), span.split))
+        span.launch(
+            of,
+            first,
+            stats,
+            blocks[:, part],
+            *allocate(q, aligned_slices(*span.sizes()), span.split),
+        )
     return blocks
 
 
@@ -128,7 +155,9 @@ def step(
     call: DecodeCall,
     settings: tuple[Settings, Settings] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] of all branches and gates, and blocks int32 [B, m, G, n]; ``settings`` of span and sel."""
+    """o [B, m, Hq, Dv] of all branches and gates, and blocks int32 [B, m, G, n]; ``settings`` of
+    span and sel.
+    """
     q, gates, blocks = _unit(q), _unit(gates), _blocks(q, k_cmp, call)
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grows with every token would have its launches worked out for every token.
@@ -136,16 +165,37 @@ def step(
     call = DecodeCall(call.geometry, call.scale, call.starts, call.lengths, call.block_table, bound)
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     for first, made in _prepare(q, gates, *stores, call, *settings):
-        (scratch, counters), part = allocate(q, made.scratch, made.zero), slice(first, first + made.rows)
+        (scratch, counters), part = (
+            allocate(q, made.scratch, made.zero),
+            slice(first, first + made.rows),
+        )
         # Slices of everything would be four operators for nothing.
-        of, gate, out, picked = (x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks))
+        of, gate, out, picked = (
+            x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks)
+        )
         if made.launch is not None:
             lse, lse_win, o_cmp, o_win, stats, parts, sums, references = scratch
             branches = (o_cmp, o_win, lse, lse_win)
-            made.launch(of, gate, *stores, out, *branches, sums, references, stats, parts, *counters, picked,
-                        call.starts, call.lengths, call.block_table)  # fmt: skip
+            made.launch(
+                of,
+                gate,
+                *stores,
+                out,
+                *branches,
+                sums,
+                references,
+                stats,
+                parts,
+                *counters,
+                picked,
+                call.starts,
+                call.lengths,
+                call.block_table,
+            )
         else:
-            _by_span_and_sel(made.rows, first, of, gate, stores, out, picked, scratch, counters, call, settings)
+            _by_span_and_sel(
+                made.rows, first, of, gate, stores, out, picked, scratch, counters, call, settings
+            )
     return o, blocks
 
 
@@ -160,7 +210,8 @@ class _Run(NamedTuple):
 
 @remembered
 def _prepare(
-    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
+    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
+    k_win: Tensor, v_win: Tensor,
     call: DecodeCall, of_span: Settings, of_sel: Settings,
 ) -> list[tuple[int, _Run]]:  # fmt: skip
     """Each run's first token, and the run."""
@@ -179,8 +230,10 @@ def _prepare(
 
 
 def _by_span_and_sel(
-    count: int, first: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor, blocks: Tensor,
-    scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall, settings: tuple[Settings, Settings],
+    count: int, first: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor,
+    blocks: Tensor,
+    scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall,
+    settings: tuple[Settings, Settings],
 ) -> None:  # fmt: skip
     """A run in several launches."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores

@@ -1,9 +1,11 @@
-"""Gates of a step: sigmoid(x W^T + b), one launch where PyTorch casts three tensors, multiplies, and takes the sigmoid.
+"""Gates of a step: sigmoid(x W^T + b), one launch where PyTorch casts three tensors, multiplies,
+and takes the sigmoid.
 
-A program owns TOKENS tokens and OUTPUTS rows of W, COLUMNS of them at a time, and keeps a sum for each product of a
-tile [TOKENS, OUTPUTS, COLUMNS] in registers: rows are added up once, at the end. Multiply-adds in fp32, as gates are
-computed everywhere: a matrix unit's sums would be rounded otherwise. Bytes: x once for every OUTPUTS rows of W, W once
-for every TOKENS tokens, from L2; operations: 2 dim for a gate. Latency binds: of a tile's loads, dim / COLUMNS times.
+A program owns TOKENS tokens and OUTPUTS rows of W, COLUMNS of them at a time, and keeps a sum for
+each product of a tile [TOKENS, OUTPUTS, COLUMNS] in registers: rows are added up once, at the end.
+Multiply-adds in fp32, as gates are computed everywhere: a matrix unit's sums would be rounded
+otherwise. Bytes: x once for every OUTPUTS rows of W, W once for every TOKENS tokens, from L2;
+operations: 2 dim for a gate. Latency binds: of a tile's loads, dim / COLUMNS times.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from nsa_core.contract import DecodeCall
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def decode_gates(
     X, WEIGHT, BIAS, GATES, x_seq: tl.int64, x_row: tl.int64, w_row, dim, tokens, rows,
-    GATES_OF_TOKEN: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    GATES_OF_TOKEN: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """gates [tokens, GATES_OF_TOKEN], contiguous; x [sequences, rows, dim] by strides."""
@@ -37,8 +40,12 @@ def decode_gates(
     for first in range(0, dim, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < dim
-        x = tl.load(of_x[:, None] + column[None, :], mask=some[:, None] & inside[None, :], other=0.0).to(ACC)
-        w = tl.load(of_w[:, None] + column[None, :], mask=real[:, None] & inside[None, :], other=0.0).to(ACC)
+        x = tl.load(
+            of_x[:, None] + column[None, :], mask=some[:, None] & inside[None, :], other=0.0
+        ).to(ACC)
+        w = tl.load(
+            of_w[:, None] + column[None, :], mask=real[:, None] & inside[None, :], other=0.0
+        ).to(ACC)
         products += x[:, None, :] * w[None, :, :]
     sums = tl.sum(products, 2) + tl.load(BIAS + output, mask=real, other=0.0).to(ACC)[None, :]
     to = GATES + token.to(tl.int64)[:, None] * GATES_OF_TOKEN + output[None, :]
@@ -68,7 +75,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Launch:
     programs = cdiv(batch * rows, together) * cdiv(count, chosen["OUTPUTS"])
     columns = min(chosen["PRODUCTS"] // (together * chosen["OUTPUTS"]), power(dim))
     return Launch(
-        decode_gates, (programs,), x.stride(0), x.stride(1), weight.stride(0), dim, batch * rows, rows,
+        decode_gates, (programs,), x.stride(0), x.stride(1), weight.stride(0), dim, batch * rows,
+        rows,
         GATES_OF_TOKEN=count, TOKENS=together, OUTPUTS=chosen["OUTPUTS"],
         COLUMNS=columns, ACC=accumulator(x.dtype), num_warps=chosen["num_warps"],
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Pieces of the decode kernels: keys that lie in a cache, a walk over tiles of them, and the merging of splits.
+"""Pieces of the decode kernels: keys that lie in a cache, a walk over tiles of them, and the
+merging of splits.
 
-Keys have numbers of their own: compressed tokens (CMP), tokens of chosen blocks (SEL), tokens of the window (WIN). Key
-i of CMP and SEL lies in row i % page_rows of page TABLE[i // page_rows]; the ring of WIN is one page a sequence.
+Keys have numbers of their own: compressed tokens (CMP), tokens of chosen blocks (SEL), tokens of
+the window (WIN). Key i of CMP and SEL lies in row i % page_rows of page TABLE[i // page_rows]; the
+ring of WIN is one page a sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def tokens_of(STARTS, LENGTHS, seq, first, count, max_len):
-    """(begin, end) of a run of ``count`` tokens of a step, the first its row ``first``; end <= begin: all padding."""
+    """(begin, end) of a run of ``count`` tokens of a step, the first its row ``first``; end <=
+    begin: all padding.
+    """
     start = tl.load(STARTS + seq)
     begin = start + first
     return begin, tl.minimum(begin + count, tl.minimum(tl.load(LENGTHS + seq), max_len))
@@ -25,9 +29,11 @@ def tokens_of(STARTS, LENGTHS, seq, first, count, max_len):
 @triton.jit
 def key_range(
     begin, end, split, splits,
-    KIND: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    KIND: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys that tokens begin .. end see: (the first, one past the last, first and last tile of this split).
+    """Of the keys that tokens begin .. end see: (the first, one past the last, first and last tile
+    of this split).
 
     A tile has STEP keys.
     """
@@ -45,7 +51,8 @@ def key_range(
 @triton.jit
 def _locate(
     tile, low, high, TABLE, CHOSEN, seq, page_rows, current,
-    KEYS: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, SELECT: tl.constexpr,
+    KEYS: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    SELECT: tl.constexpr,
     DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """(key, page) of the keys of a tile, [KEYS] each; a key that is not there is >= high.
@@ -86,11 +93,12 @@ def _keep(
     p, m, SUMS, REFERENCES, sums, references, tile, here,
     RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr,
 ):  # fmt: skip
-    """Leave a tile's sums of p [M, KEYS] over blocks, and what p is relative to, m [M]; rows that are ``here``.
+    """Leave a tile's sums of p [M, KEYS] over blocks, and what p is relative to, m [M]; rows that
+    are ``here``.
 
-    A pair for each block: what its compressed tokens add to its own score, and what they add to the next block's.
-    Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER, RATIO - c) and the next block by the
-    rest of OVER = l/d.
+    A pair for each block: what its compressed tokens add to its own score, and what they add to the
+    next block's. Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER,
+    RATIO - c) and the next block by the rest of OVER = l/d.
     """
     M: tl.constexpr = p.shape[0]
     BLOCKS: tl.constexpr = p.shape[1] // TAPS
@@ -108,27 +116,65 @@ def _keep(
 
 @triton.jit
 def walk(
-    q, m, l, acc, K, V, SUMS, REFERENCES, TABLE, CHOSEN, seq, low, high, from_tile, to_tile, left, right, current,
+    q, m, l, acc, K, V, SUMS, REFERENCES, TABLE, CHOSEN, seq, low, high, from_tile, to_tile, left,
+    right, current,
     sums, references, page_rows, factor, k_page, k_row, v_page, v_row,
-    KIND: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, SELECT: tl.constexpr,
-    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr, ATTEND: tl.constexpr,
+    KIND: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    SELECT: tl.constexpr,
+    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr,
+    ATTEND: tl.constexpr,
     KEEP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over tiles from_tile .. to_tile; m, l [M] in base 2, acc [M, Dv].
 
-    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS + sums[r], what they are
-    relative to to REFERENCES + references[r], where right[r] > 0: m rounded up to an integer. Those p are products of
-    exp2(s - floor(s)) and a power of two: the same number whatever m was, so equal logits have equal sums.
-    PAGE is page_rows where that is a power of two, else 0.
+    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS +
+    sums[r], what they are relative to to REFERENCES + references[r], where right[r] > 0: m rounded
+    up to an integer. Those p are products of exp2(s - floor(s)) and a power of two: the same number
+    whatever m was, so equal logits have equal sums. PAGE is page_rows where that is a power of two,
+    else 0.
     """
     rows = PAGE if PAGE > 0 else page_rows
-    # Pages are read a turn before their keys: an address that waits for a load is not fetched ahead.
-    key, page = _locate(from_tile, low, high, TABLE, CHOSEN, seq, rows, current, KEYS, KIND, N, SLOTS, SELECT,
-                        DISTINCT, RATIO, TAPS)  # fmt: skip
+    # Pages are read a turn before their keys: an address that waits for a load is not fetched
+    # ahead.
+    key, page = _locate(
+        from_tile,
+        low,
+        high,
+        TABLE,
+        CHOSEN,
+        seq,
+        rows,
+        current,
+        KEYS,
+        KIND,
+        N,
+        SLOTS,
+        SELECT,
+        DISTINCT,
+        RATIO,
+        TAPS,
+    )
     for tile in tl.range(from_tile, to_tile):
-        next_key, next_page = _locate(tl.minimum(tile + 1, to_tile - 1), low, high, TABLE, CHOSEN, seq, rows, current,
-                                      KEYS, KIND, N, SLOTS, SELECT, DISTINCT, RATIO, TAPS)  # fmt: skip
+        next_key, next_page = _locate(
+            tl.minimum(tile + 1, to_tile - 1),
+            low,
+            high,
+            TABLE,
+            CHOSEN,
+            seq,
+            rows,
+            current,
+            KEYS,
+            KIND,
+            N,
+            SLOTS,
+            SELECT,
+            DISTINCT,
+            RATIO,
+            TAPS,
+        )
         there = key < high
         row = key % rows
         k = _rows(K, page, row, there, k_page, k_row, DK, BLOCK_DK)
@@ -142,8 +188,11 @@ def walk(
             reference, whole = tl.ceil(shift), tl.floor(s)
             p = tl.exp2(s - whole) * tl.exp2(whole - reference[:, None])
             p = tl.where(s == float("-inf"), 0.0, p)
-            _keep(p, reference, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER)
-            # What meets v is relative to m itself: a row's largest p is 1, and rounding it leans o to no side.
+            _keep(
+                p, reference, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER
+            )
+            # What meets v is relative to m itself: a row's largest p is 1, and rounding it leans o
+            # to no side.
             p *= tl.exp2(reference - shift)[:, None]
         else:
             p = tl.exp2(s - shift[:, None])
@@ -151,7 +200,9 @@ def walk(
             alpha = tl.exp2(m - shift)
             l = l * alpha + tl.sum(p, 1)
             v = _rows(V, page, row, there, v_page, v_row, DV, BLOCK_DV)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+            acc = tl.dot(
+                p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC
+            )
         m = m_new
         key = next_key
         page = next_page
@@ -163,13 +214,15 @@ def hand_in(
     m, l, acc, STATS, PARTS, COUNTERS, program, split, splits,
     STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """(whether this is the last of ``splits`` programs to come here, m, l, acc of all of them, then).
+    """(whether this is the last of ``splits`` programs to come here, m, l, acc of all of them,
+    then).
 
-    The splits of a unit are the programs STEP apart; its counter, 0 before the launch, is that of its first program.
-    Why the last program sees what the others wrote: each thread's stores come before the barrier, the barrier before
-    thread 0's atomic, which releases, at the GPU's scope, all that it has seen; the last one's atomic acquires what
-    every earlier one released (they are one chain of read-modify-writes), and its value reaches the other threads
-    through a barrier of its own. What is read then was never read before by this program, and not through L1 (.cg).
+    The splits of a unit are the programs STEP apart; its counter, 0 before the launch, is that of
+    its first program. Why the last program sees what the others wrote: each thread's stores come
+    before the barrier, the barrier before thread 0's atomic, which releases, at the GPU's scope,
+    all that it has seen; the last one's atomic acquires what every earlier one released (they are
+    one chain of read-modify-writes), and its value reaches the other threads through a barrier of
+    its own. What is read then was never read before by this program, and not through L1 (.cg).
     Splits are added in their order whoever is last: the same bits every run.
     """
     done = splits - 1
@@ -205,7 +258,8 @@ def hand_in(
 def signal(FLAG):
     """Tell programs that :func:`wait` for FLAG that what this one has written is there.
 
-    Each thread's stores come before the barrier, the barrier before thread 0's exchange, which releases all of them.
+    Each thread's stores come before the barrier, the barrier before thread 0's exchange, which
+    releases all of them.
     """
     tl.debug_barrier()
     tl.atomic_xchg(FLAG, 1, sem="release", scope="gpu")
@@ -213,7 +267,9 @@ def signal(FLAG):
 
 @triton.jit
 def wait(FLAG):
-    """Until a program that has begun before this one has signalled; then read through L2 (.cg) what it wrote."""
+    """Until a program that has begun before this one has signalled; then read through L2 (.cg) what
+    it wrote.
+    """
     there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
     while there == 0:
         there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")

@@ -1,7 +1,8 @@
-"""Tuned tile shapes as data: per GPU architecture and kernel, an ordered list of (limits, settings).
+"""Tuned tile shapes as data: per GPU architecture and kernel, an ordered list of (limits,
+settings).
 
-A row fits when every trait it names is <= its limit; the first that fits is taken. Nothing is measured at a call.
-No torch and no triton here: the probe reads these tables.
+A row fits when every trait it names is <= its limit; the first that fits is taken. Nothing is
+measured at a call. No torch and no triton here: the probe reads these tables.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ from collections.abc import Mapping
 from nsa_core.contract import Request
 from nsa_core.layout import BlockGeometry
 
-# The table an architecture reads, by shared memory a block: 163 KiB (80, 87), 99 KiB (86, 89, 120, 121), 227 KiB.
-TABLES = {0: "interpreter", 80: "sm80", 86: "sm86", 87: "sm80", 89: "sm86", 90: "sm90", 100: "sm90", 103: "sm90"}
+# The table an architecture reads, by shared memory a block: 163 KiB (80, 87), 99 KiB (86, 89, 120,
+# 121), 227 KiB.
+TABLES = {
+    0: "interpreter",
+    80: "sm80",
+    86: "sm86",
+    87: "sm80",
+    89: "sm86",
+    90: "sm90",
+    100: "sm90",
+    103: "sm90",
+}
 TABLES |= {120: "sm86", 121: "sm86"}
 MEASURED = {90}  # the others are compiled offline for their limits, and have never run
 
@@ -50,7 +61,11 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 @functools.cache
 def table(architecture: int) -> Mapping[str, list[tuple[dict[str, int], dict[str, int]]]]:
     """Kernel name -> rows, for ``architecture`` (90 for sm_90; 0: the interpreter)."""
-    text = importlib.resources.files("nsa_backend_triton").joinpath(f"tuned/{TABLES[architecture]}.json").read_text()
+    text = (
+        importlib.resources.files("nsa_backend_triton")
+        .joinpath(f"tuned/{TABLES[architecture]}.json")
+        .read_text()
+    )
     return {kernel: [(row[0], row[1]) for row in rows] for kernel, rows in json.loads(text).items()}
 
 
@@ -63,19 +78,24 @@ def find(kernel: str, architecture: int, **traits: int) -> Settings | None:
 
 
 def pick(kernel: str, architecture: int, **traits: int) -> Settings:
-    """Constants and num_warps, num_stages of ``kernel``, e.g. pick("span_forward", 90, head_dim=128, itemsize=2).
+    """Constants and num_warps, num_stages of ``kernel``, e.g. pick("span_forward", 90,
+    head_dim=128, itemsize=2).
 
     Raises:
         LookupError: no row fits; a probe that said yes keeps this from happening.
     """
     settings = find(kernel, architecture, **traits)
     if settings is None:
-        raise LookupError(f"{kernel} has no configuration for {traits} on architecture {architecture}")
+        raise LookupError(
+            f"{kernel} has no configuration for {traits} on architecture {architecture}"
+        )
     return settings
 
 
 def taps(geometry: BlockGeometry) -> int:
-    """Compressed tokens that begin in a selection block, padded to a power of two: tiles of scores hold as many."""
+    """Compressed tokens that begin in a selection block, padded to a power of two: tiles of scores
+    hold as many.
+    """
     return 1 << (geometry.select_block_size // geometry.compress_stride - 1).bit_length()
 
 

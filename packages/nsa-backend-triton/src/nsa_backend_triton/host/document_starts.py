@@ -1,4 +1,6 @@
-"""Where the compressed tokens of packed documents begin: one kernel in place of ten PyTorch operators."""
+"""Where the compressed tokens of packed documents begin: one kernel in place of ten PyTorch
+operators.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from nsa_core.layout import BlockGeometry
 
 @triton.jit(do_not_specialize=["n_seqs"])
 def span_starts(CU, STARTS, n_seqs, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """STARTS [n_seqs + 1]: sums of num_compressed of the documents' lengths. One program, BLOCK documents at a time.
+    """STARTS [n_seqs + 1]: sums of num_compressed of the documents' lengths. One program, BLOCK
+    documents at a time.
 
     8 bytes read and 4 written a document; bound by latency.
     """
@@ -32,7 +35,9 @@ def span_starts(CU, STARTS, n_seqs, SIZE: tl.constexpr, STRIDE: tl.constexpr, BL
 
 @remembered
 def _prepare(cu: Tensor, size: int, stride: int) -> Launch:
-    return Launch(span_starts, (1,), cu.numel() - 1, SIZE=size, STRIDE=stride, BLOCK=1024, num_warps=4)
+    return Launch(
+        span_starts, (1,), cu.numel() - 1, SIZE=size, STRIDE=stride, BLOCK=1024, num_warps=4
+    )
 
 
 def compressed_starts(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:

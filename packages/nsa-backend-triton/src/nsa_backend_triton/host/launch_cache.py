@@ -1,14 +1,17 @@
-"""Launches worked out once: everything but the pointers of a launch follows from the metadata of the call's tensors.
+"""Launches worked out once: everything but the pointers of a launch follows from the metadata of
+the call's tensors.
 
     @remembered
     def _launches(q, k, seqs, call):         # strides, tiles, configuration: some 50 us of Python
         return Launch(kernel, (programs,), strides(q), ..., HEADS=heads, ...)
 
-    _launches(q, k, seqs, call)(q, k, out)   # the next call of these shapes: a look-up, and the launch
+    _launches(q, k, seqs, call)(q, k, out)
+    # the next call of these shapes: a look-up, and the launch
 
-The kernels' parameters are tensors and descriptors, then numbers, then constants. Where every number is the same, as
-it is for equal metadata, and every tensor begins on 16 bytes, Triton would specialise its arguments to the same binary
-again: that binary is launched without asking. Any other tensor goes through Triton's own launcher.
+The kernels' parameters are tensors and descriptors, then numbers, then constants. Where every
+number is the same, as it is for equal metadata, and every tensor begins on 16 bytes, Triton would
+specialise its arguments to the same binary again: that binary is launched without asking. Any other
+tensor goes through Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from triton.runtime import driver
 
 from nsa_core.contract import DecodeCall, SlotCall
 
-MOST = 4096  # calls remembered by each function: lengths of a server that never repeats one are not kept for ever
+# calls remembered by each function: lengths of a server that never repeats one are not kept for
+# ever
+MOST = 4096
 
 _tables: list[dict[Hashable, Any]] = []  # one of each remembered function
 
@@ -51,8 +56,9 @@ _thread = _Thread()
 
 
 def _attach() -> None:
-    # A thread that has made no call to CUDA has no context, without which no tensor map can be made, and neither
-    # PyTorch, where the device is the current one, nor Triton, before the launch itself, sees to it.
+    # A thread that has made no call to CUDA has no context, without which no tensor map can be
+    # made, and neither PyTorch, where the device is the current one, nor Triton, before the launch
+    # itself, sees to it.
     torch.cuda.set_device(torch.cuda.current_device())
     _thread.attached = True
 
@@ -79,19 +85,27 @@ class Launch:
             rest = (*self._numbers, *(self._constants[name] for name in constants))
             # What Triton would ask for at every launch: a binary is of one device.
             active = driver.active
-            self._compiled = compiled[self._grid[0], 1, 1], rest, active.get_current_stream, active.get_current_device()
+            self._compiled = (
+                compiled[self._grid[0], 1, 1],
+                rest,
+                active.get_current_stream,
+                active.get_current_device(),
+            )
 
 
 def remembers(x: Tensor) -> bool:
-    """Not in the interpreter nor in a dry run: there, kernels and tables are changed between calls."""
+    """Not in the interpreter nor in a dry run: there, kernels and tables are changed between
+    calls.
+    """
     return x.is_cuda
 
 
 def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """``make``, run once per metadata of its arguments; the first is a tensor, or a NamedTuple that begins with one.
+    """``make``, run once per metadata of its arguments; the first is a tensor, or a NamedTuple that
+    begins with one.
 
-    It may read a tensor's shape, strides, dtype and device, but no address, and keep none; sequences and calls have
-    no boundaries for it.
+    It may read a tensor's shape, strides, dtype and device, but no address, and keep none;
+    sequences and calls have no boundaries for it.
     """
     known: dict[Hashable, Made] = {}
     _tables.append(known)
@@ -115,7 +129,9 @@ def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def forget() -> None:
-    """Forget every call remembered so far, and with it the binaries of its launches: for a change of the driver."""
+    """Forget every call remembered so far, and with it the binaries of its launches: for a change
+    of the driver.
+    """
     for known in _tables:
         known.clear()
 
@@ -128,7 +144,13 @@ def _tensor(x: Tensor) -> Hashable:
 READ: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
     SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
-    DecodeCall: lambda x: (x.geometry, x.scale, x.max_len, x.block_table.shape, x.block_table.stride()),
+    DecodeCall: lambda x: (
+        x.geometry,
+        x.scale,
+        x.max_len,
+        x.block_table.shape,
+        x.block_table.stride(),
+    ),
     dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
 }
 

@@ -19,8 +19,11 @@ from nsa_core.contract import SlotCall
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton was imported)."""
-    # Triton read the variable when it defined its own functions. Its interpreter is not imported here: it needs numpy.
+    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton
+    was imported).
+    """
+    # Triton read the variable when it defined its own functions. Its interpreter is not imported
+    # here: it needs numpy.
     return not isinstance(tl.max, JITFunction)
 
 
@@ -52,15 +55,26 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-# Of the largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000, GB10): so what is told
-# of a GPU that is not there is a bound.
-_MULTIPROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
+# Of the largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000,
+# GB10): so what is told of a GPU that is not there is a bound.
+_MULTIPROCESSORS = {
+    80: 108,
+    86: 84,
+    87: 16,
+    89: 142,
+    90: 132,
+    100: 148,
+    103: 160,
+    120: 188,
+    121: 48,
+}
 
 
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``; 3 in the interpreter.
 
-    Without data: those of the current GPU where it is of the described architecture, or of the largest one of it.
+    Without data: those of the current GPU where it is of the described architecture, or of the
+    largest one of it.
     """
     if device.type == "cuda":
         return _count(device)
@@ -82,7 +96,9 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def band(width: int) -> int:
-    """Columns of a band of rows ``width`` wide, see tile.py: a power of two that holds them, or a third of them."""
+    """Columns of a band of rows ``width`` wide, see tile.py: a power of two that holds them, or a
+    third of them.
+    """
     whole = max(16, 1 << (width - 1).bit_length())
     return whole // 4 if whole >= 64 and 4 * width <= 3 * whole else whole
 
@@ -109,14 +125,24 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
-        """The sequences of ``q`` [B, S, ...] or [T, ...]; ``compressed`` computes cu_cmp too, on the device."""
+        """The sequences of ``q`` [B, S, ...] or [T, ...]; ``compressed`` computes cu_cmp too, on
+        the device.
+        """
         if call.cu_seqlens is None:
             return cls(q, q, q.shape[0], q.shape[1], False)
         cu = call.cu_seqlens
-        return cls(cu, compressed_starts(cu, call.geometry) if compressed else cu, len(cu) - 1, q.shape[0], True)
+        return cls(
+            cu,
+            compressed_starts(cu, call.geometry) if compressed else cu,
+            len(cu) - 1,
+            q.shape[0],
+            True,
+        )
 
     def tiles(self, size: int) -> int:
-        """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each which)."""
+        """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each
+        which).
+        """
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
@@ -129,22 +155,29 @@ MOST_TOKENS = 256  # of a tile: no table has more
 
 
 def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0, never multiplied.
+    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0,
+    never multiplied.
 
-    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch of one.
+    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch
+    of one.
 
     Args:
-        far: for a kernel whose products of token and stride hold whatever it is; else those inside a tile are 32 bits.
+        far: for a kernel whose products of token and stride hold whatever it is; else those inside
+            a tile are 32 bits.
 
     Raises:
-        ValueError: heads, or the tokens of a tile, lie further apart than the kernels' 32-bit products hold.
+        ValueError: heads, or the tokens of a tile, lie further apart than the kernels' 32-bit
+            products hold.
     """
-    counts = {"heads": x.shape[-2], "neighbouring tokens": 0 if far else min(x.shape[-3], MOST_TOKENS)}
+    counts = {
+        "heads": x.shape[-2],
+        "neighbouring tokens": 0 if far else min(x.shape[-3], MOST_TOKENS),
+    }
     for (name, count), step in zip(counts.items(), (x.stride(-2), x.stride(-3))):
         if (count - 1) * step >= 2**31:
             raise ValueError(
-                f"{count} {name} of a tensor {list(x.shape)} with strides {list(x.stride())} must lie within 2^31 "
-                "elements: pass it as x.contiguous(), tokens before heads"
+                f"{count} {name} of a tensor {list(x.shape)} with strides {list(x.stride())} must"
+                " lie within 2^31 elements: pass it as x.contiguous(), tokens before heads"
             )
     if packed:
         return 0, x.stride(0), x.stride(1)

@@ -1,8 +1,10 @@
 """Backward of the selected branch: dq, dk, dv from the (token, block) pairs sorted by block.
 
 With P = exp(scale q k - lse), dP = do v^T and delta = sum of do o:  dS = scale P (dP - delta),
-dv = P^T do, dk = dS^T q, dq = dS k, over the keys <= t of the blocks chosen by t (Eq. 4 over the union of Eq. 12).
-One pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic``, and ORDERED in the table
+dv = P^T do, dk = dS^T q, dq = dS k, over the keys <= t of the blocks chosen by t (Eq. 4 over the
+union of Eq. 12).
+One pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic``, and
+ORDERED in the table
 where that is faster, takes dk and dv from fixed partial sums, and dq tile by tile: 7 products.
 """
 
@@ -19,13 +21,22 @@ from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import delta, pair_lists
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import unions as sel_union
-from nsa_backend_triton.sel.backward_blocks import sel_add_chunks, sel_block_backward, sel_round, sel_segments
+from nsa_backend_triton.sel.backward_blocks import (
+    sel_add_chunks,
+    sel_block_backward,
+    sel_round,
+    sel_segments,
+)
 from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
 from nsa_backend_triton.sel.pair_lists import PairLists
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
-LEAST_SEGMENT, LEAST_CHUNK = 128, 256  # tokens: below, a program's beginning and end count for more than its pairs
+# tokens: below, a program's beginning and end count for more than its pairs
+LEAST_SEGMENT, LEAST_CHUNK = (
+    128,
+    256,
+)
 ROUNDED = 4096  # sums that a program of sel_round rounds
 _SHARING = ("SEGMENT", "CHUNK", "PROGRAMS", "ORDERED")  # settings that are not the kernel's
 
@@ -49,7 +60,10 @@ class Problem(NamedTuple):
 
     def strides(self) -> tuple[int, ...]:
         """(sequence, token, head) strides of q, k, v, do."""
-        each = [sequences.strides(x, self.seqs.packed, far=True) for x in (self.q, self.k, self.v, self.do)]
+        each = [
+            sequences.strides(x, self.seqs.packed, far=True)
+            for x in (self.q, self.k, self.v, self.do)
+        ]
         return tuple(number for three in each for number in three)
 
     def constants(self) -> dict[str, object]:
@@ -93,8 +107,11 @@ class _Shares(NamedTuple):
     chunk: int  # pairs of an ordered program
 
 
-def _shares(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> _Shares:
-    """Segments, or ordered chunks, so short that PROGRAMS fall to each multiprocessor: few tokens would occupy few.
+def _shares(
+    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool
+) -> _Shares:
+    """Segments, or ordered chunks, so short that PROGRAMS fall to each multiprocessor: few tokens
+    would occupy few.
 
     A chunk is a power of two, so that sums are cut in the same places for lengths that are alike.
     """
@@ -105,13 +122,17 @@ def _shares(problem: Problem, pairs: int, buckets: int, settings: configs.Settin
     segment = max(segment, triton.cdiv(longest, MAX_SEGMENTS), 1)
     segments = triton.cdiv(longest, segment)
     chunk = min(max(1 << share.bit_length() >> 1, LEAST_CHUNK), settings["CHUNK"])
-    return _Shares(pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk)
+    return _Shares(
+        pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk
+    )
 
 
 def _wide(problem: Problem) -> bool:
-    """Whether offsets inside a sequence need 64 bits: of q, do, and dq's sums, which are contiguous.
+    """Whether offsets inside a sequence need 64 bits: of q, do, and dq's sums, which are
+    contiguous.
 
-    A binary of its own, 2 to 5 % slower, compiled at the first call of so many tokens (262144 at 64 heads of 128).
+    A binary of its own, 2 to 5 % slower, compiled at the first call of so many tokens (262144 at 64
+    heads of 128).
     """
     q, seqs = problem.q, problem.seqs
     last = seqs.seq_len - 1
@@ -124,7 +145,9 @@ def _wide(problem: Problem) -> bool:
 
 
 @remembered
-def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool) -> _Blocks:
+def _prepare_blocks(
+    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool
+) -> _Blocks:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
     parts = triton.cdiv(call.geometry.select_block_size, settings["KEYS"])
     items, segment, segments, chunk = _shares(problem, pairs, buckets, settings, ordered)
@@ -137,7 +160,9 @@ def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: config
     )  # fmt: skip
     bounds = None
     if not ordered:
-        bounds = Launch(sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2)
+        bounds = Launch(
+            sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2
+        )
     add = [
         Launch(
             sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head, chunk,
@@ -153,7 +178,9 @@ def _prepare_blocks(problem: Problem, pairs: int, buckets: int, settings: config
     rounding = Launch(sel_round, (end // ROUNDED,), *counts, call.scale, SIZE=ROUNDED, num_warps=4)
     partial = tuple((items * parts * settings["KEYS"], x.shape[-1]) for x in (k, v) if ordered)
     shape = (buckets, segments + 1)
-    return _Blocks(bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, end))
+    return _Blocks(
+        bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, end)
+    )
 
 
 def block_gradients(
@@ -161,20 +188,28 @@ def block_gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dq, dk, dv in the inputs' dtypes; ``ordered``: no dq, and dk and dv added in a fixed order.
 
-    ``settings``: KEYS and ROWS of a tile, at most SEGMENT rows of q that share L2 and CHUNK pairs of an ordered
-    program, PROGRAMS wanted for each multiprocessor. What is added in no order is added in one buffer of zeros.
+    ``settings``: KEYS and ROWS of a tile, at most SEGMENT rows of q that share L2 and CHUNK pairs
+    of an ordered program, PROGRAMS wanted for each multiprocessor. What is added in no order is
+    added in one buffer of zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
-    made = _prepare_blocks(problem, lists.tokens.shape[0], lists.offsets.shape[0] - 1, settings, ordered)
+    made = _prepare_blocks(
+        problem, lists.tokens.shape[0], lists.offsets.shape[0] - 1, settings, ordered
+    )
     _, at_k, at_v, end = made.starts
     sums = problem.delta.new_zeros(end) if end else problem.delta
-    partial = [problem.delta.new_empty(shape) for shape in made.partial] or [sums[at_k:], sums[at_v:]]
+    partial = [problem.delta.new_empty(shape) for shape in made.partial] or [
+        sums[at_k:],
+        sums[at_v:],
+    ]
     bounds = None
     if made.segments:
         bounds = lists.offsets.new_empty(made.bounds)
         made.segments(lists.tokens, lists.offsets, bounds)
     rows = (problem.do, problem.lse, problem.delta)
-    made.gradients(q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial)
+    made.gradients(
+        q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial
+    )
     grads = [x.new_empty(x.shape) for x in (k, v)]
     dq = None if ordered else q.new_empty(q.shape)
     for add, part, grad in zip(made.add, partial, grads):
@@ -188,12 +223,17 @@ def block_gradients(
 def _prepare_tiles(
     problem: Problem, n: int, settings: configs.Settings, tensors_aligned: bool
 ) -> tuple[Launch, int, int]:
-    """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no descriptors)."""
+    """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no
+    descriptors).
+    """
     seqs, size = problem.seqs, sel_forward.tile_tokens(settings["ROWS"], problem.heads)
     tiles = seqs.tiles(size)
     fitted = {
         "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
-        "KEYS": min(settings["KEYS"], max(16, triton.next_power_of_2(problem.call.geometry.select_block_size))),
+        "KEYS": min(
+            settings["KEYS"],
+            max(16, triton.next_power_of_2(problem.call.geometry.select_block_size)),
+        ),
     }
     tma = bool(settings.get("TMA")) and tensors_aligned
     tma = tma and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
@@ -207,7 +247,9 @@ def _prepare_tiles(
 
 
 def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
-    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, TMA where descriptors fit."""
+    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, TMA where descriptors
+    fit.
+    """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
     made, size, keys = _prepare_tiles(problem, blocks.shape[-1], settings, aligned(k, v))
     unions = sel_union.build(blocks, seqs, problem.call.geometry, size, 1)
@@ -218,7 +260,9 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     return dq
 
 
-def prepare(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall) -> Problem:
+def prepare(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall
+) -> Problem:
     """Delta, and lse beside it: a row's h numbers lie together."""
     seqs = Sequences.of(q, call)
     rows, turned = delta.rows(do, o, lse, packed=seqs.packed)

@@ -1,26 +1,31 @@
 """Gradients of the selected branch, block by block: dk and dv of a block, and what it adds to dq.
 
-A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that chose it. Their
-rows (token, head) are gathered in tiles of ROWS: all heads of a token at once.
+A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that
+chose it. Their rows (token, head) are gathered in tiles of ROWS: all heads of a token at once.
 
-    S^T = k q^T, dP^T = v do^T            [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
+    S^T = k q^T, dP^T = v do^T
+    [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
     dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
     dq += dS k                            [ROWS, D] added to fp32 memory, where there is no order
 
-A tile reads 2 ROWS D elements and 2 ROWS fp32 numbers, adds ROWS D fp32 numbers and does 10 ROWS KEYS D operations: 80
-operations a byte at KEYS = 64 in bf16. Programs run segment after segment of tokens, whose q, do and dq fit into L2.
-Registers leave 2 programs of 4 warps a multiprocessor. Counted on an H200 before offsets had 32 bits: no pipe and no
-memory above 60 %, latency binds; ordered, without that sharing, L2 at 88 % does. Hence few instructions a tile: 32-bit
-offsets unless WIDE, one load for the rows' lse and delta.
+A tile reads 2 ROWS D elements and 2 ROWS fp32 numbers, adds ROWS D fp32 numbers and does 10 ROWS
+KEYS D operations: 80 operations a byte at KEYS = 64 in bf16. Programs run segment after segment of
+tokens, whose q, do and dq fit into L2. Registers leave 2 programs of 4 warps a multiprocessor.
+Counted on an H200 before offsets had 32 bits: no pipe and no memory above 60 %, latency binds;
+ordered, without that sharing, L2 at 88 % does. Hence few instructions a tile: 32-bit offsets unless
+WIDE, one load for the rows' lse and delta.
 
 How the tokens of a block are shared out:
-    unordered   a program per (block, segment of tokens), of which sel_segments finds the bounds; dq, dk, dv are added
+    unordered   a program per (block, segment of tokens), of which sel_segments finds the bounds;
+                dq, dk, dv are added
                 to fp32 memory, in no fixed order, and sel_round rounds them.
-    ORDERED     a program per ``chunk`` tokens of a block at most; sel_add_chunks adds their dk, dv in order. No dq.
+    ORDERED     a program per ``chunk`` tokens of a block at most; sel_add_chunks adds their dk, dv
+                in order. No dq.
 
-A tile has ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens are read a tile ahead,
-and causally masked are only a block's first SIZE pairs, which may lie in the block itself: most programs have none, and
-skip that walk. Rows that are not there, ROWS % HEADS and those behind the last pair, are rows of zeros.
+A tile has ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens
+are read a tile ahead, and causally masked are only a block's first SIZE pairs, which may lie in the
+block itself: most programs have none, and skip that walk. Rows that are not there, ROWS % HEADS and
+those behind the last pair, are rows of zeros.
 """
 
 from __future__ import annotations
@@ -29,14 +34,34 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.host.sequences import interpreted
-from nsa_backend_triton.shared.rows import LOG2E, add_dot, dot_columns, owner, place, scale_rows, turn, zero_rows
+from nsa_backend_triton.shared.rows import (
+    LOG2E,
+    add_dot,
+    dot_columns,
+    owner,
+    place,
+    scale_rows,
+    turn,
+    zero_rows,
+)
 
 INTERPRETED = tl.constexpr(interpreted())  # fixed when triton is imported
 
 
 @triton.jit
-def sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS: tl.constexpr, SIZE: tl.constexpr, VARLEN: tl.constexpr):
-    """(sequence, kv head, its first row in the packed axis, its length, the block's first key) of a bucket."""
+def sel_bucket(
+    bucket,
+    CU,
+    n_seqs,
+    seq_len,
+    per_head,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """(sequence, kv head, its first row in the packed axis, its length, the block's first key) of a
+    bucket.
+    """
     outer = bucket // per_head
     index = bucket % per_head
     if not VARLEN:
@@ -47,9 +72,11 @@ def sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS: tl.constexpr, SIZE
 
 @triton.jit(do_not_specialize=["segment", "segments"])
 def sel_segments(TOKENS, OFFSETS, BOUNDS, segment, segments, MOST: tl.constexpr):
-    """BOUNDS [n_buckets, segments + 1]: where the tokens of each segment begin in a bucket's ascending TOKENS.
+    """BOUNDS [n_buckets, segments + 1]: where the tokens of each segment begin in a bucket's
+    ascending TOKENS.
 
-    A program per bucket, all its segments at once: log2(pairs) loads that wait for each other. Latency binds.
+    A program per bucket, all its segments at once: log2(pairs) loads that wait for each other.
+    Latency binds.
     """
     bucket = tl.program_id(0)
     at = tl.arange(0, MOST)
@@ -60,15 +87,20 @@ def sel_segments(TOKENS, OFFSETS, BOUNDS, segment, segments, MOST: tl.constexpr)
         middle = (low + high) // 2
         open_ = low < high
         before = open_ & (tl.load(TOKENS + middle, mask=open_, other=0) < at * segment)
-        low, high = tl.where(before, middle + 1, low), tl.where(before, high, tl.where(open_, middle, high))
+        low, high = (
+            tl.where(before, middle + 1, low),
+            tl.where(before, high, tl.where(open_, middle, high)),
+        )
     tl.store(BOUNDS + bucket.to(tl.int64) * (segments + 1) + at, low, mask=at <= segments)
 
 
 @triton.jit
 def sel_chunk(OFFSETS, item, n_buckets, chunk):
-    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // chunk + b on, never too few.
+    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // chunk + b
+    on, never too few.
 
-    A bucket's pairs are cut into as many even parts as ``chunk`` demands; an item past them is empty.
+    A bucket's pairs are cut into as many even parts as ``chunk`` demands; an item past them is
+    empty.
     """
     bucket = owner(OFFSETS, n_buckets, item, chunk)
     first = tl.load(OFFSETS + bucket)
@@ -88,7 +120,8 @@ def sel_load(X, at, head, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
     for first in tl.static_range(0, DIM, WIDTH):
         col = first + tl.arange(0, WIDTH)
         mask = ok[:, None] if first + WIDTH <= DIM else ok[:, None] & (col < DIM)[None, :]
-        # Constants are added to each other first: in a loop an offset is one multiplication and addition.
+        # Constants are added to each other first: in a loop an offset is one multiplication and
+        # addition.
         inner = col[None, :] if head is None else head[:, None] + col[None, :]
         x = x + (tl.load(X + (at[:, None] + inner), mask=mask, other=0.0),)
     return x
@@ -112,7 +145,9 @@ def sel_put(X, at, head, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.
 
 @triton.jit
 def sel_scores_backward(s, dp, seen, lse, delta, scale):
-    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are); lse is that of delta.rows."""
+    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are); lse is that of
+    delta.rows.
+    """
     s = s * (scale * LOG2E) - lse
     if seen is not None:
         s = tl.where(seen, s, float("-inf"))
@@ -122,25 +157,31 @@ def sel_scores_backward(s, dp, seen, lse, delta, scale):
 
 @triton.jit
 def sel_wait_for_products(x, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the fp32 sums x unchanged, and make the program wait until the products added to them are complete.
+    """Return the fp32 sums x unchanged, and make the program wait until the products added to them
+    are complete.
 
-    On sm_90 a product is asynchronous (wgmma), and Triton lets the last one of a loop stay in flight into the next
-    iteration. In this kernel ptxas cannot follow that: it serializes every product of the loop (warning C7515). Each
-    band therefore passes through an inline assembly statement without instructions, which reads the sums, so Triton
-    waits for the products before it. The interpreter has no inline assembly and nothing to wait for.
+    On sm_90 a product is asynchronous (wgmma), and Triton lets the last one of a loop stay in
+    flight into the next iteration. In this kernel ptxas cannot follow that: it serializes every
+    product of the loop (warning C7515). Each band therefore passes through an inline assembly
+    statement without instructions, which reads the sums, so Triton waits for the products before
+    it. The interpreter has no inline assembly and nothing to wait for.
     """
     complete = ()
     for i in tl.static_range((DIM + WIDTH - 1) // WIDTH):
         band = x[i]
         if not INTERPRETED:
-            band = tl.inline_asm_elementwise("", "=f,0", [band], dtype=tl.float32, is_pure=True, pack=1)
+            band = tl.inline_asm_elementwise(
+                "", "=f,0", [band], dtype=tl.float32, is_pure=True, pack=1
+            )
         complete = complete + (band,)
     return complete
 
 
 @triton.jit
 def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are always legal."""
+    """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are
+    always legal.
+    """
     row = tl.arange(0, ROWS)
     if HEADS > ROWS:
         PIECES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
@@ -157,8 +198,8 @@ def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
 def sel_row_numbers(LSE, DELTA, at, ok, ROWS: tl.constexpr):
     """lse and delta [ROWS] of the rows at offsets ``at`` [ROWS]: 0 where not ``ok``.
 
-    As one load of [4, ROWS], half of it masked: a load of no fewer numbers than threads is not repeated by each of the
-    threads that want a number, in whose layout the scores' rows are.
+    As one load of [4, ROWS], half of it masked: a load of no fewer numbers than threads is not
+    repeated by each of the threads that want a number, in whose layout the scores' rows are.
     """
     kind = tl.arange(0, 4)[:, None]
     base = tl.where(kind == 0, LSE, DELTA)
@@ -173,14 +214,17 @@ def sel_row_numbers(LSE, DELTA, at, ok, ROWS: tl.constexpr):
 def sel_rows_backward(
     dk, dv, k, v, key, token, head, ok,
     Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows (token, head) [ROWS], ``ok`` those there. Returns dk, dv with the tile added.
 
-    ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are [tokens, Hq, ..].
-    Not MASKED: every key is seen by every row. WIDE: offsets do not fit into 32 bits.
+    ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are
+    [tokens, Hq, ..]. Not MASKED: every key is seen by every row. WIDE: offsets do not fit into 32
+    bits.
     """
     wide = token
     if WIDE:
@@ -227,41 +271,56 @@ def sel_rows_backward(
 def sel_walk_backward(
     dk, dv, k, v, key, low, high, first, pairs,
     Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv with the tiles [low, high) of whole tokens."""
     pair, head, ok = sel_tile_rows(low, pairs, HEADS, ROWS)
     token = tl.load(TOKENS + first + pair)
     for tile in tl.range(low, high):
-        # Tokens are read a turn before their rows: an address that waits for a load is not fetched ahead.
+        # Tokens are read a turn before their rows: an address that waits for a load is not fetched
+        # ahead.
         next_pair, next_head, next_ok = sel_tile_rows(tile + 1, pairs, HEADS, ROWS)
         next_token = tl.load(TOKENS + first + next_pair)
         dk, dv = sel_rows_backward(
             dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED, ACC,
+            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED,
+            ACC,
         )  # fmt: skip
         token, head, ok = next_token, next_head, next_ok
     return dk, dv
 
 
-@triton.jit(do_not_specialize=[
-    "n_seqs", "seq_len", "n_buckets", "per_head", "segments", "chunk",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "n_seqs",
+        "seq_len",
+        "n_buckets",
+        "per_head",
+        "segments",
+        "chunk",
+    ]
+)
 def sel_block_backward(
     Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, BOUNDS, CU, DQ, DK, DV,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
     scale, n_seqs, seq_len, n_buckets, per_head, segments, chunk,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    ORDERED: tl.constexpr,
     TURN: tl.constexpr, WIDE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items, parts, KEYS, D].
+    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items,
+    parts, KEYS, D].
 
     BOUNDS of sel_segments; not read, nor DQ, if ORDERED.
 
-    A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers than 64.
+    A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers
+    than 64.
     """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     part = tl.program_id(0) % PARTS
@@ -269,13 +328,16 @@ def sel_block_backward(
     if ORDERED:
         bucket, begin, end = sel_chunk(OFFSETS, item, n_buckets, chunk)
     else:
-        # Kv head, then segment, then block: programs that run at one time share q, do and dq. Early blocks, which
-        # most tokens chose, come first, and the last segment, which has the most blocks.
+        # Kv head, then segment, then block: programs that run at one time share q, do and dq. Early
+        # blocks, which most tokens chose, come first, and the last segment, which has the most
+        # blocks.
         turn = item // per_head
         bucket = turn // segments * per_head + item % per_head
         at_bound = BOUNDS + bucket.to(tl.int64) * (segments + 1) + (segments - 1 - turn % segments)
         begin, end = tl.load(at_bound), tl.load(at_bound + 1)
-    seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
+    seq, group, start, length, block = sel_bucket(
+        bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN
+    )
     if begin < end:
         inside = part * KEYS + tl.arange(0, KEYS)
         key = block + inside
@@ -299,19 +361,22 @@ def sel_block_backward(
         each: tl.constexpr = max(ROWS // HEADS, 1)
         pieces: tl.constexpr = (HEADS + ROWS - 1) // ROWS
         tiles = tl.cdiv(pairs, each) * pieces
-        # Only a block's first SIZE pairs can be of tokens inside it; a part of a block may have keys missing.
+        # Only a block's first SIZE pairs can be of tokens inside it; a part of a block may have
+        # keys missing.
         near = tl.minimum(tl.maximum(tl.load(OFFSETS + bucket) + SIZE - begin, 0), pairs)
         cut = tl.cdiv(near, each) * pieces if SIZE % KEYS == 0 else tiles
         if cut > 0:
             dk, dv = sel_walk_backward(
                 dk, dv, k, v, seen_from, 0, cut, begin, pairs,
                 Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, True, ACC,
+                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE,
+                True, ACC,
             )  # fmt: skip
         dk, dv = sel_walk_backward(
             dk, dv, k, v, seen_from, cut, tiles, begin, pairs,
             Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, False, ACC,
+            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE,
+            False, ACC,
         )  # fmt: skip
         if ORDERED:
             at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
@@ -334,14 +399,19 @@ def sel_add(x, y, D: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head", "chunk"])
 def sel_add_chunks(
     PARTIAL, OFFSETS, CU, OUT, n_seqs, seq_len, per_head, chunk,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
     VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order. Bound by memory."""
+    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order.
+    Bound by memory.
+    """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     part = tl.program_id(0) % PARTS
     bucket = tl.program_id(0) // PARTS
-    seq, group, start, length, block = sel_bucket(bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN)
+    seq, group, start, length, block = sel_bucket(
+        bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN
+    )
     inside = part * KEYS + tl.arange(0, KEYS)
     real = (inside < SIZE) & (block + inside < length)
     first = tl.load(OFFSETS + bucket)
@@ -361,15 +431,20 @@ def sel_put_rounded(OUT, program, x, n, SIZE: tl.constexpr):
     """x [SIZE] at OUT + program * SIZE, as far as OUT has its n numbers."""
     at = program * SIZE + tl.arange(0, SIZE)
     x = x.to(OUT.dtype.element_ty)
-    if program * SIZE + SIZE <= n:  # a mask whose end is not known to be even would make it a store a number
+    if (
+        program * SIZE + SIZE <= n
+    ):  # a mask whose end is not known to be even would make it a store a number
         tl.store(OUT + at, x)
     else:
         tl.store(OUT + at, x, mask=at < n)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_v"])
-def sel_round(SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, scale, SIZE: tl.constexpr):
-    """DQ [n_q] = scale times its sums, DK [n_k], DV [n_v] = theirs, rounded once. SIZE of one of them a program.
+def sel_round(
+    SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, scale, SIZE: tl.constexpr
+):
+    """DQ [n_q] = scale times its sums, DK [n_k], DV [n_v] = theirs, rounded once. SIZE of one of
+    them a program.
 
     Each has its sums padded to whole SIZE.
 

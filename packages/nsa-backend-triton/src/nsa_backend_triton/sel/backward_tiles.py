@@ -1,13 +1,15 @@
-"""dq of the selected branch, tile by tile: no sum leaves a program, so the same input gives the same bits.
+"""dq of the selected branch, tile by tile: no sum leaves a program, so the same input gives the
+same bits.
 
-A program takes a tile of T neighbouring tokens of one kv head, all h heads: T h rows padded to ROWS. It walks the
-union of the blocks they chose (sel_union), as the forward does:
+A program takes a tile of T neighbouring tokens of one kv head, all h heads: T h rows padded to
+ROWS. It walks the union of the blocks they chose (sel_union), as the forward does:
 
-    S = q k^T, dP = do v^T, dq += dS k    [ROWS, KEYS], [ROWS, D] in registers; q, do, num_stages times K, V on chip
+    S = q k^T, dP = do v^T, dq += dS k
+    [ROWS, KEYS], [ROWS, D] in registers; q, do, num_stages times K, V on chip
 
-A step reads KEYS (Dk + Dv) elements from L2 for 2 ROWS KEYS (2 Dk + Dv) operations: at 64 rows in bf16 48 times as many
-operations as bytes. Bound by the tensor cores where neighbours share their blocks; what they do not share is masked
-away, and that work is lost.
+A step reads KEYS (Dk + Dv) elements from L2 for 2 ROWS KEYS (2 Dk + Dv) operations: at 64 rows in
+bf16 48 times as many operations as bytes. Bound by the tensor cores where neighbours share their
+blocks; what they do not share is masked away, and that work is lost.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from nsa_backend_triton.span.geometry import fetch_rows
 
 @triton.jit
 def sel_union_backward(
-    dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, ENTRIES, low, high, k_t, v_t, length, scale,
-    MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
+    dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, ENTRIES, low, high, k_t, v_t,
+    length, scale,
+    MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq [ROWS, Dk] with the entries low .. high of the tile's list added, KEYS keys at a time.
 
-    CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's token in an entry.
-    TMA, for whole blocks of KEYS: an entry is read a turn before its keys, whose address then waits for no load; where
-    keys come by pointers, that costs more than it gains.
+    CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's
+    token in an entry. TMA, for whole blocks of KEYS: an entry is read a turn before its keys, whose
+    address then waits for no load; where keys come by pointers, that costs more than it gains.
     """
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     if TMA:
@@ -39,7 +43,10 @@ def sel_union_backward(
     for i in tl.range(low * PARTS, high * PARTS):
         if TMA:
             following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
-            next_block, next_members = tl.load(ENTRIES + following), tl.load(ENTRIES + MOST + following)
+            next_block, next_members = (
+                tl.load(ENTRIES + following),
+                tl.load(ENTRIES + MOST + following),
+            )
         else:
             block = tl.load(ENTRIES + i // PARTS)
             members = tl.load(ENTRIES + MOST + i // PARTS)
@@ -59,7 +66,8 @@ def sel_union_backward(
         s = dot_columns(q, turn(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
         dp = dot_columns(do, turn(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if TMA and not CUT:
-            # A row that did not choose the block costs no operation a key: infinity takes its p to 0.
+            # A row that did not choose the block costs no operation a key: infinity takes its p to
+            # 0.
             _, ds = sel_scores_backward(
                 s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale
             )
@@ -79,8 +87,10 @@ def sel_tile_backward(
     Q, K, V, K_TMA, V_TMA, DO, LSE, DELTA, ENTRIES, COUNTS, CU, DQ,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
     scale, n_seqs, seq_len, tiles,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     MOST: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """LSE, DELTA [B, S, Hq]; ENTRIES, COUNTS of sel_union; DQ [B, S, Hq, DIM_K], rounded once.
@@ -110,11 +120,13 @@ def sel_tile_backward(
     cut = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
     dq = zero_rows(ROWS, DIM_K, WIDTH_K, ACC)
     dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, 0, cut, k_t, v_t, length, scale,
+        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, 0, cut, k_t, v_t,
+        length, scale,
         MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, True, ACC,
     )  # fmt: skip
     dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t, v_t, length, scale,
+        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t,
+        v_t, length, scale,
         MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, ACC,
     )  # fmt: skip
     sel_put(DQ, at * DIM_K, None, scale_rows(dq, scale, DIM_K, WIDTH_K), ok, DIM_K, WIDTH_K, False)

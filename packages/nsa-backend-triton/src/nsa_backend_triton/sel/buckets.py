@@ -1,4 +1,6 @@
-"""Partial outputs of the selected branch, block by block: of the pairs that no tile of tokens shares."""
+"""Partial outputs of the selected branch, block by block: of the pairs that no tile of tokens
+shares.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,25 @@ from nsa_backend_triton.shared import rows as tile
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
 def sel_bucket_kernel(
-    Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs, first_row, groups, factor,
+    Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs,
+    first_row, groups, factor,
     sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
+    VARLEN: tl.constexpr,
+    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr,
+    M: tl.constexpr,
     TILES: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to M each.
+    """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to
+    M each.
 
-    Shared memory: K [KEYS, DK], V [KEYS, DV], once; num_stages times Q [M, DK], gathered, rows of H*DK elements.
-    Registers: scores [M, KEYS], o [M, DV]. A tile moves M*(DK + DV) elements, Q from L2 and partial outputs to
-    memory, and costs 2*M*KEYS*(DK + DV) operations: bound by the writes.
+    Shared memory: K [KEYS, DK], V [KEYS, DV], once; num_stages times Q [M, DK], gathered, rows of
+    H*DK elements. Registers: scores [M, KEYS], o [M, DV]. A tile moves M*(DK + DV) elements, Q from
+    L2 and partial outputs to memory, and costs 2*M*KEYS*(DK + DV) operations: bound by the writes.
     """
-    bucket, first_pair, count, pair = tile.place(tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True)
+    bucket, first_pair, count, pair = tile.place(
+        tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True
+    )
     if pair >= count:
         return
     if VARLEN:
@@ -54,27 +62,34 @@ def sel_bucket_kernel(
     if L == KEYS:  # tokens ascend: only a block's first L pairs can be of tokens inside it
         cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
     sel_attend_pairs(
-        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, cut, count, key, there,
+        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, cut, count, key,
+        there,
         sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, True, ACC,
     )  # fmt: skip
     if L == KEYS:
         sel_attend_pairs(
-            at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T, tiles - cut, count,
+            at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T,
+            tiles - cut, count,
             key, there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, False, ACC,
         )  # fmt: skip
 
 
 @triton.jit
 def sel_attend_pairs(
-    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, first, tiles, count, key, there, sq_t, sq_h,
+    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, first, tiles, count, key,
+    there, sq_t, sq_h,
     factor,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
+    N: tl.constexpr,
     T: tl.constexpr, M: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT: keys may lie behind."""
+    """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT:
+    keys may lie behind.
+    """
     rows = tl.arange(0, M)
     head = rows % H
-    # A tile's tokens are read a turn before its queries: an address that waits for a load is not fetched ahead.
+    # A tile's tokens are read a turn before its queries: an address that waits for a load is not
+    # fetched ahead.
     at = first + rows // H
     inside = (rows < T * H) & (at < count)
     t = tl.load(tokens + at, mask=inside, other=0)

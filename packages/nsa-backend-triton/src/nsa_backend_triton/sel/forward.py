@@ -1,9 +1,11 @@
-"""Forward of the selected branch: blocks that a tile of tokens shares are read once for it; the others by bucket.
+"""Forward of the selected branch: blocks that a tile of tokens shares are read once for it; the
+others by bucket.
 
-Two kernels do the attention. ``sel_forward_kernel`` holds the queries of a tile of tokens and walks the union of their
-blocks. ``sel_bucket_kernel`` holds one block and walks the tokens that chose it and do not share it with their tile;
-each such (token, block) pair yields a partial output, and ``sel_merge_kernel`` adds a token's partials to the tile's
-output by their LSE. With many heads a group a tile is as good as a bucket, so everything is shared (least = 1).
+Two kernels do the attention. ``sel_forward_kernel`` holds the queries of a tile of tokens and walks
+the union of their blocks. ``sel_bucket_kernel`` holds one block and walks the tokens that chose it
+and do not share it with their tile; each such (token, block) pair yields a partial output, and
+``sel_merge_kernel`` adds a token's partials to the tile's output by their LSE. With many heads a
+group a tile is as good as a bucket, so everything is shared (least = 1).
 """
 
 from __future__ import annotations
@@ -45,21 +47,33 @@ Settings = Mapping[str, Mapping[str, int]]
 
 def settings(q: Tensor, v: Tensor, heads: int, call: SlotCall) -> Settings:
     """Tile shapes of the kernels for ``heads`` query heads a group, from the table of this GPU."""
-    traits = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1], "itemsize": q.itemsize, "heads": heads}
-    traits |= {"block": call.geometry.select_block_size, "selected": call.geometry.num_selected_blocks}
+    traits = {
+        "head_dim": q.shape[-1],
+        "v_head_dim": v.shape[-1],
+        "itemsize": q.itemsize,
+        "heads": heads,
+    }
+    traits |= {
+        "block": call.geometry.select_block_size,
+        "selected": call.geometry.num_selected_blocks,
+    }
     names = ("sel_forward", "sel_bucket", "sel_merge")
     return {name: configs.pick(name, architecture(q.device), **traits) for name in names}
 
 
 def tile_tokens(rows: int, heads: int) -> int:
-    """Tokens whose ``heads`` queries fill a tile of ``rows``; a whole power of two if that loses a tenth at most."""
+    """Tokens whose ``heads`` queries fill a tile of ``rows``; a whole power of two if that loses a
+    tenth at most.
+    """
     tokens = min(max(1, rows // heads), MAX_TILE)
     whole = 1 << (tokens.bit_length() - 1)
     return whole if whole * 10 >= tokens * 9 else tokens
 
 
 def least_shared(tuned: Settings, seq_len: int) -> int:
-    """How many tokens of a tile must choose a block for the tile to read it; short sequences share everything."""
+    """How many tokens of a tile must choose a block for the tile to read it; short sequences share
+    everything.
+    """
     chosen = tuned["sel_forward"]
     return chosen["LEAST"] if seq_len > chosen["SHORT"] else 1
 
@@ -70,7 +84,9 @@ class _Tiles(NamedTuple):
     launch: Launch
     keys: int  # of a descriptor's tile; 0: no descriptors
     size: int  # tokens of a tile
-    least: int  # how many of them must choose a block for the tile to read it; 1: nothing is left to the buckets
+    # how many of them must choose a block for the tile to read it; 1: nothing is left to the
+    # buckets
+    least: int
     leave: bool  # whether what the tiles do not read may matter at another length
     o: tuple[int, ...]
     lse: tuple[int, ...]
@@ -96,16 +112,25 @@ def _prepare(
     o = (*q.shape[:-1], v.shape[-1])
     lse = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
     keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
-    tma = bool(chosen.get("TMA")) and length % keys == 0 and tensors_aligned and descriptors_fit(seqs.packed, k, v)
+    tma = (
+        bool(chosen.get("TMA"))
+        and length % keys == 0
+        and tensors_aligned
+        and descriptors_fit(seqs.packed, k, v)
+    )
     launch = Launch(
-        sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, call.scale * tile.LOG2E.value,
-        *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+        sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles,
+        call.scale * tile.LOG2E.value,
+        *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o,
+        seqs.packed),
         *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
         T=size, M=max(16, triton.next_power_of_2(size * heads)),
         KEYS=keys, NEGATIVE=call.scale < 0, TMA=tma,
         **_options(chosen),
     )  # fmt: skip
-    return _Tiles(launch, keys if tma else 0, size, min(least, size), chosen["LEAST"] > 1, o, lse), tuned
+    return _Tiles(
+        launch, keys if tma else 0, size, min(least, size), chosen["LEAST"] > 1, o, lse
+    ), tuned
 
 
 def forward(
@@ -117,10 +142,14 @@ def forward(
     call: SlotCall,
     tuned: Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen blocks."""
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen
+    blocks.
+    """
     seqs = Sequences.of(q, call)
     tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
-    unions = sel_union.build(blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave)
+    unions = sel_union.build(
+        blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave
+    )
     o = q.new_empty(tiles.o)
     lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     described = (key_descriptor(x, tiles.keys) if tiles.keys else None for x in (k, v))
@@ -153,7 +182,9 @@ def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, obje
 
 
 class _Buckets(NamedTuple):
-    """What a call's metadata decide of the kernels over buckets, and the shape of the partial outputs."""
+    """What a call's metadata decide of the kernels over buckets, and the shape of the partial
+    outputs.
+    """
 
     attend: Launch
     merge: Launch
@@ -162,7 +193,8 @@ class _Buckets(NamedTuple):
 
 @remembered
 def _prepare_buckets(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, rows: tuple[int, int], n: int,
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, rows: tuple[int,
+    int], n: int,
     pairs: int, buckets: int, tuned: Settings,
 ) -> _Buckets:  # fmt: skip
     groups, length = k.shape[-2], call.geometry.select_block_size
@@ -182,7 +214,8 @@ def _prepare_buckets(
     merge = Launch(
         sel_merge_kernel, (triton.cdiv(rows[1], size) * groups,),
         seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
-        DV=v.shape[-1], DVP=max(16, triton.next_power_of_2(v.shape[-1])), H=heads, VARLEN=seqs.packed,
+        DV=v.shape[-1], DVP=max(16, triton.next_power_of_2(v.shape[-1])), H=heads,
+        VARLEN=seqs.packed,
         ACC=shapes["ACC"], N=n,
         T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
     )  # fmt: skip
@@ -190,7 +223,8 @@ def _prepare_buckets(
 
 
 def _attend_buckets(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, left: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, left: Tensor, o: Tensor, lse: Tensor,
+    seqs: Sequences,
     call: SlotCall, rows: tuple[int, int], tuned: Settings,
 ) -> None:  # fmt: skip
     """Add the pairs that no tile shares, of rows (first, count), to o and lse."""
@@ -204,20 +238,26 @@ def _attend_buckets(
 
 @triton.jit
 def _walk(
-    q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length, factor, stride_k,
+    q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length,
+    factor, stride_k,
     stride_v,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr, L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr,
+    L: tl.constexpr,
+    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or the end.
+    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or
+    the end.
 
-    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation a key: it is
-    shifted by infinity, so its p is 0. ``ever`` gathers the tokens that chose something.
+    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation
+    a key: it is shifted by infinity, so its p is 0. ``ever`` gathers the tokens that chose
+    something.
     """
     PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = L % KEYS == 0
     lane = tl.arange(0, KEYS)
-    # An entry is read a turn before its keys: an address that waits for a load is not fetched ahead.
+    # An entry is read a turn before its keys: an address that waits for a load is not fetched
+    # ahead.
     block = tl.load(LIST + low, mask=low < high, other=0)
     members = tl.load(LIST + N_LIST + low, mask=low < high, other=0)
     for i in tl.range(low * PARTS, high * PARTS):
@@ -277,18 +317,23 @@ def _keep(x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
 def sel_forward_kernel(
     Q, K, V, K_TMA, V_TMA, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h, so_b: tl.int64, so_t, so_h,
+    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
+    so_b: tl.int64, so_t, so_h,
     sl_b: tl.int64, sl_h: tl.int64,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
+    VARLEN: tl.constexpr,
+    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    KEYS: tl.constexpr,
     NEGATIVE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of the tokens' blocks.
+    """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of
+    the tokens' blocks.
 
-    Registers: scores [M, KEYS], acc [M, DV], m, l [M]; shared memory: Q [M, DK], and num_stages times K [KEYS, DK]
-    and V [KEYS, DV]. An entry costs L*(DK + DV) elements from L2 and 2*M*L*(DK + DV) operations: below M = 64 it is
-    bound by L2, above by the tensor cores. Entries whose keys all lie before the tile's first token come last, and
-    need no causal mask. Kv heads are outermost, so that one head's K and V stay in L2.
+    Registers: scores [M, KEYS], acc [M, DV], m, l [M]; shared memory: Q [M, DK], and num_stages
+    times K [KEYS, DK] and V [KEYS, DV]. An entry costs L*(DK + DV) elements from L2 and 2*M*L*(DK +
+    DV) operations: below M = 64 it is bound by L2, above by the tensor cores. Entries whose keys
+    all lie before the tile's first token come last, and need no causal mask. Kv heads are
+    outermost, so that one head's K and V stay in L2.
     """
     program = tl.program_id(0)
     group = program // tiles
@@ -314,11 +359,13 @@ def sel_forward_kernel(
     acc = tile.zero_rows(M, DV, DVP, ACC)
     ever = tl.full([], 0, tl.int32)
     m, l, acc, ever = _walk(
-        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length, factor, sk_t, sv_t,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length,
+        factor, sk_t, sv_t,
         DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     m, l, acc, ever = _walk(
-        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, cut, count, t, bit, length, factor, sk_t, sv_t,
+        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, cut, count, t, bit, length,
+        factor, sk_t, sv_t,
         DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, TMA, ACC,
     )  # fmt: skip
     # A token without blocks got nothing but, from a query that is NaN, NaN.

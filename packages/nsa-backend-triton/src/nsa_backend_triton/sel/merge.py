@@ -1,4 +1,6 @@
-"""The partial outputs of a token's pairs, added to what its tile computed: o = sum of exp(lse_i - lse) o_i."""
+"""The partial outputs of a token's pairs, added to what its tile computed: o = sum of exp(lse_i -
+lse) o_i.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
 def sel_merge_kernel(
-    PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64, sl_h: tl.int64,
-    DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
+    PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64,
+    sl_h: tl.int64,
+    DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    N: tl.constexpr,
     T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
 
-    Registers: acc [M, DVP]. Reads o, and of N places a token only those that LEFT marks; writes o and lse. Two passes
-    over lse, which are a DV-th of the bytes. Bound by memory.
+    Registers: acc [M, DVP]. Reads o, and of N places a token only those that LEFT marks; writes o
+    and lse. Two passes over lse, which are a DV-th of the bytes. Bound by memory.
     """
     program = tl.program_id(0)
     group = program % groups
@@ -52,7 +56,10 @@ def sel_merge_kernel(
         weight = tl.exp(lse - m_safe)
         at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
         mask = marked[:, None] & (columns < DV)[None, :]
-        acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC) * weight[:, None]
+        acc += (
+            tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+            * weight[:, None]
+        )
         l += weight
     l_safe = tl.where(l == 0.0, 1.0, l)
     tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)

@@ -1,8 +1,10 @@
-"""The (token, block) pairs of a call sorted by block: what a kernel reads that holds a block and walks its tokens.
+"""The (token, block) pairs of a call sorted by block: what a kernel reads that holds a block and
+walks its tokens.
 
-A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed: head g owns
-T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as tile.place cuts tiles). A pair counts once, and
-only if its block is a candidate (0 <= j <= t // l'); the rest is sorted behind the last bucket and never read.
+A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed:
+head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as tile.place cuts
+tiles). A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
+sorted behind the last bucket and never read.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ def build(
     kept: Tensor | None = None,
     rows: tuple[int, int] | None = None,
 ) -> PairLists:
-    """Sort the pairs of ``blocks`` int32 or int64 [B, S, G, n] (packed [T, G, n]) by bucket, on the device.
+    """Sort the pairs of ``blocks`` int32 or int64 [B, S, G, n] (packed [T, G, n]) by bucket, on the
+    device.
 
-    ``kept`` int8 [..., G, n], contiguous: 1 for the pairs that count, which are valid; without it every valid one.
-    ``rows``: only those of (first, count) rows of all sequences after each other; P is of these alone.
-    Bound by the sort (two radix passes over int16 keys below 2^15 buckets, else four).
+    ``kept`` int8 [..., G, n], contiguous: 1 for the pairs that count, which are valid; without it
+    every valid one. ``rows``: only those of (first, count) rows of all sequences after each other;
+    P is of these alone. Bound by the sort (two radix passes over int16 keys below 2^15 buckets,
+    else four).
     """
     made = _prepare(blocks, seqs, geometry, kept is not None, rows)
     keys = blocks.new_empty(made.pairs, dtype=torch.int32)
@@ -75,7 +79,8 @@ class _Call(NamedTuple):
 
     write_keys: Launch
     write_pairs: Launch
-    key_dtype: torch.dtype  # int32 for the kernel, which is then one binary; int16 for the sort, where it does
+    # int32 for the kernel, which is then one binary; int16 for the sort, where it does
+    key_dtype: torch.dtype
     rows: int
     pairs: int
     buckets: int
@@ -83,7 +88,11 @@ class _Call(NamedTuple):
 
 @remembered
 def _prepare(
-    blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, kept: bool, rows: tuple[int, int] | None
+    blocks: Tensor,
+    seqs: Sequences,
+    geometry: BlockGeometry,
+    kept: bool,
+    rows: tuple[int, int] | None,
 ) -> _Call:
     groups, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
@@ -91,22 +100,37 @@ def _prepare(
     first, count = rows or (0, blocks.numel() // (groups * n))
     pairs = count * groups * n
     write_keys = Launch(
-        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * groups,), seqs.n, seqs.seq_len, first, count,
-        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), per_head, buckets, groups,
+        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * groups,), seqs.n, seqs.seq_len, first,
+        count,
+        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), per_head,
+        buckets, groups,
         N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, TILE=TOKENS_PER_PROGRAM,
         VARLEN=seqs.packed, KEPT=kept, num_warps=4,
     )  # fmt: skip
     grid = (triton.cdiv(pairs, 1024) + triton.cdiv(buckets + 1, 1024),)
-    write_pairs = Launch(sel_pairs_kernel, grid, pairs, buckets, groups, N=n, SIZE=1024, num_warps=4)
+    write_pairs = Launch(
+        sel_pairs_kernel, grid, pairs, buckets, groups, N=n, SIZE=1024, num_warps=4
+    )
     dtype = torch.int16 if buckets < 2**15 else torch.int32
     return _Call(write_keys, write_pairs, dtype, count, pairs, buckets)
 
 
 @triton.jit
-def candidates(BLOCKS, row, length, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, stride_t):
-    """Blocks [TILE, NP] of the rows from ``row`` on, -1 where a place holds none, no candidate, or one seen before.
+def candidates(
+    BLOCKS,
+    row,
+    length,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    L: tl.constexpr,
+    TILE: tl.constexpr,
+    stride_t,
+):
+    """Blocks [TILE, NP] of the rows from ``row`` on, -1 where a place holds none, no candidate, or
+    one seen before.
 
-    BLOCKS points at the sequence's and head's first row. A value is compared before it is narrowed to int32.
+    BLOCKS points at the sequence's and head's first row. A value is compared before it is narrowed
+    to int32.
     """
     t = row + tl.arange(0, TILE)
     place = tl.arange(0, NP)
@@ -120,16 +144,20 @@ def candidates(BLOCKS, row, length, N: tl.constexpr, NP: tl.constexpr, L: tl.con
     return tl.where(seen, -1, block).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head", "nowhere"])
+@triton.jit(
+    do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head", "nowhere"]
+)
 def sel_keys_kernel(
     BLOCKS, LEFT, KEYS, LOCAL, CU,
     n_seqs, seq_len, first_row, count, stride_b, stride_t, stride_g, per_head, nowhere, groups,
-    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, VARLEN: tl.constexpr, KEPT: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, VARLEN: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """The bucket of every pair, ``nowhere`` behind all for one that does not count; the local row of every token.
+    """The bucket of every pair, ``nowhere`` behind all for one that does not count; the local row
+    of every token.
 
-    A program: TILE tokens of one kv head, [TILE, NP] in registers; N + 1 loads of TILE rows from L1, N compares of
-    the tile. Bytes: blocks read and keys written once. Bound by memory.
+    A program: TILE tokens of one kv head, [TILE, NP] in registers; N + 1 loads of TILE rows from
+    L1, N compares of the tile. Bytes: blocks read and keys written once. Bound by memory.
     """
     program = tl.program_id(0)
     group = program % groups
@@ -147,37 +175,61 @@ def sel_keys_kernel(
     inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
     if KEPT:
         valid = inside[:, None] & (place < N)[None, :]
-        counts = tl.load(LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0) != 0
+        counts = (
+            tl.load(
+                LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0
+            )
+            != 0
+        )
         # Only what counts is a candidate: a block out of range would overflow the sum below.
-        block = tl.load(base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0).to(tl.int32)
+        block = tl.load(
+            base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0
+        ).to(tl.int32)
     else:
         block = candidates(base, row, length, N, NP, L, TILE, stride_t)
         counts = inside[:, None] & (block >= 0)
     into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + place[None, :]
-    tl.store(into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (place < N)[None, :])
+    tl.store(
+        into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (place < N)[None, :]
+    )
     tl.store(LOCAL + flat - first_row, t, mask=inside & (group == 0))
 
 
 @triton.jit(do_not_specialize=["count", "buckets"])
 def sel_pairs_kernel(
-    PAIRS, KEYS, LOCAL, TOKENS, SLOTS, OFFSETS, count, buckets, groups, N: tl.constexpr, SIZE: tl.constexpr
+    PAIRS,
+    KEYS,
+    LOCAL,
+    TOKENS,
+    SLOTS,
+    OFFSETS,
+    count,
+    buckets,
+    groups,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Token and place of each sorted pair, and behind these programs, where each bucket begins.
 
-    SIZE pairs a program: 8 bytes read, 4 gathered, 8 written a pair. SIZE buckets a program: a binary search each.
+    SIZE pairs a program: 8 bytes read, 4 gathered, 8 written a pair. SIZE buckets a program: a
+    binary search each.
     """
     programs = tl.cdiv(count, SIZE)
     if tl.program_id(0) < programs:
         at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         inside = at < count
         pair = tl.load(PAIRS + at, mask=inside, other=0)
-        tl.store(TOKENS + at, tl.load(LOCAL + pair // (groups * N), mask=inside, other=0), mask=inside)
+        tl.store(
+            TOKENS + at, tl.load(LOCAL + pair // (groups * N), mask=inside, other=0), mask=inside
+        )
         tl.store(SLOTS + at, (pair % N).to(tl.int32), mask=inside)
     else:
         bucket = (tl.program_id(0) - programs) * SIZE + tl.arange(0, SIZE)
         low = tl.zeros([SIZE], tl.int32)
         left = tl.zeros([SIZE], tl.int32) + count
-        while tl.max(left, 0) > 0:  # the first pair of a bucket >= this one lies in low .. low + left
+        while (
+            tl.max(left, 0) > 0
+        ):  # the first pair of a bucket >= this one lies in low .. low + left
             half = left // 2
             pair = tl.load(PAIRS + low + half, mask=left > 0, other=0)
             below = (tl.load(KEYS + pair, mask=left > 0, other=0) < bucket) & (left > 0)

@@ -9,13 +9,25 @@ from nsa_backend_triton.sel import forward as sel_forward
 from nsa_core.contract import SlotCall
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, call: SlotCall) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); see :mod:`.sel_forward`."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, call: SlotCall
+) -> tuple[Tensor, Tensor]:
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); see
+    :mod:`.sel_forward`.
+    """
     return sel_forward.forward(q, k, v, blocks, call=call)
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v; see :mod:`.sel_backward`."""
     return sel_backward.backward(do, q, k, v, blocks, o, lse, call=call)

@@ -1,7 +1,9 @@
-"""Which blocks a tile of neighbouring tokens reads together: the sorted union of their choices, and who chose what.
+"""Which blocks a tile of neighbouring tokens reads together: the sorted union of their choices, and
+who chose what.
 
-Neighbours share blocks: the first and the local ones always, the others where attention is trained. A block that many
-tokens of a tile chose is read once for all of them; a pair left over, when there is somewhere else to do it, is told.
+Neighbours share blocks: the first and the local ones always, the others where attention is trained.
+A block that many tokens of a tile chose is read once for all of them; a pair left over, when there
+is somewhere else to do it, is told.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ class Unions(NamedTuple):
     """Per kv head and tile, tiles of one head after each other.
 
     Attributes:
-        entries: int32 [G * tiles, 2, T * n] blocks, descending, and behind them for each its tokens as bits.
-        counts: int32 [G * tiles, 2] how many entries; how many of them, the first ones, hold keys that some token of
-            the tile may not see.
-        left: int8 [rows, G, n] 1 where a pair counts and is in no entry. Any numbers with least = 1, where every pair
-            is in one, and when not asked for.
+        entries: int32 [G * tiles, 2, T * n] blocks, descending, and behind them for each its tokens
+            as bits.
+        counts: int32 [G * tiles, 2] how many entries; how many of them, the first ones, hold keys
+            that some token of the tile may not see.
+        left: int8 [rows, G, n] 1 where a pair counts and is in no entry. Any numbers with least =
+            1, where every pair is in one, and when not asked for.
     """
 
     entries: Tensor
@@ -37,9 +40,16 @@ class Unions(NamedTuple):
 
 
 def build(
-    blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, size: int, least: int, *, leave: bool = False
+    blocks: Tensor,
+    seqs: Sequences,
+    geometry: BlockGeometry,
+    size: int,
+    least: int,
+    *,
+    leave: bool = False,
 ) -> Unions:
-    """Unions over tiles of ``size`` <= 32 tokens of blocks int32 or int64 [B, S, G, n] (packed [T, G, n]).
+    """Unions over tiles of ``size`` <= 32 tokens of blocks int32 or int64 [B, S, G, n] (packed [T,
+    G, n]).
 
     An entry is a block that at least ``least`` tokens of the tile chose; ``leave``: write ``left``.
     """
@@ -64,7 +74,8 @@ def _prepare(
     launch = Launch(
         sel_union_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, least,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), groups,
-        N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, T=size, TP=triton.next_power_of_2(size),
+        N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, T=size,
+        TP=triton.next_power_of_2(size),
         VARLEN=seqs.packed, LEAVE=leave, num_warps=min(8, max(1, pairs // 128)),
     )  # fmt: skip
     return launch, groups * tiles
@@ -77,13 +88,17 @@ def _join(block, bits, next_block, next_bits):
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "least", "stride_b"])
 def sel_union_kernel(
-    BLOCKS, ENTRIES, COUNTS, LEFT, CU, n_seqs, seq_len, tiles, least, stride_b, stride_t, stride_g, groups,
-    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCKS, ENTRIES, COUNTS, LEFT, CU, n_seqs, seq_len, tiles, least, stride_b, stride_t, stride_g,
+    groups,
+    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, T: tl.constexpr, TP: tl.constexpr,
+    VARLEN: tl.constexpr,
     LEAVE: tl.constexpr,
 ):  # fmt: skip
-    """Sort the TP x NP pairs of a tile by (block, token, place) in registers; join runs of one block by two scans.
+    """Sort the TP x NP pairs of a tile by (block, token, place) in registers; join runs of one
+    block by two scans.
 
-    A program: one tile of T tokens of one kv head. Bytes: T*n blocks read, at most 8 T*n written. Bound by the sort.
+    A program: one tile of T tokens of one kv head. Bytes: T*n blocks read, at most 8 T*n written.
+    Bound by the sort.
     """
     program = tl.program_id(0)
     group = program // tiles
@@ -97,11 +112,13 @@ def sel_union_kernel(
     block = keys // (TP * NP)
     token = keys // NP % TP
     bits = tl.full([TP * NP], 1, tl.int32) << token
-    # Tokens of a run differ, so its last pair is the only one whose bits so far are those of the whole run.
+    # Tokens of a run differ, so its last pair is the only one whose bits so far are those of the
+    # whole run.
     _, until = tl.associative_scan((block, bits), 0, _join)
     _, since = tl.associative_scan((block, bits), 0, _join, reverse=True)
     members = until | since
-    chosen_by = members.to(tl.uint32, bitcast=True)  # 32 tokens' bits: pairs of them added overflow an int32
+    # 32 tokens' bits: pairs of them added overflow an int32
+    chosen_by = members.to(tl.uint32, bitcast=True)
     chosen_by = (chosen_by & 0x55555555) + ((chosen_by >> 1) & 0x55555555)
     chosen_by = (chosen_by & 0x33333333) + ((chosen_by >> 2) & 0x33333333)
     chosen_by = (chosen_by & 0x0F0F0F0F) + ((chosen_by >> 4) & 0x0F0F0F0F)
@@ -114,7 +131,8 @@ def sel_union_kernel(
     into = ENTRIES + program.to(tl.int64) * (2 * T * N) + count - tl.cumsum(entry, 0)
     tl.store(into, block, mask=entry != 0)
     tl.store(into + T * N, members, mask=entry != 0)
-    cut = tl.sum(tl.where(block >= (row + 1) // L, entry, 0), 0)  # (block + 1) * L > row + 1, in int32 for NONE too
+    # (block + 1) * L > row + 1, in int32 for NONE too
+    cut = tl.sum(tl.where(block >= (row + 1) // L, entry, 0), 0)
     tl.store(COUNTS + program * 2, count)
     tl.store(COUNTS + program * 2 + 1, cut)
     if LEAVE:

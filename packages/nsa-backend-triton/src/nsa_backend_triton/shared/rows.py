@@ -1,7 +1,9 @@
-"""What every kernel shares: where a tile lies, rows of a head's width, and the end of an online softmax.
+"""What every kernel shares: where a tile lies, rows of a head's width, and the end of an online
+softmax.
 
-Rows of D columns are a tuple of bands of BLOCK columns, a power of two: one band, or three where D would fill at most
-three quarters of one (192 as 3 x 64, not as 256, see launch.band). Columns past D's end hold zeros.
+Rows of D columns are a tuple of bands of BLOCK columns, a power of two: one band, or three where D
+would fill at most three quarters of one (192 as 3 x 64, not as 256, see launch.band). Columns past
+D's end hold zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def owner(BOUNDS, runs, index, TILE):
-    """Which of ``runs`` runs, that begin at BOUNDS, owns tile ``index``: run i those from BOUNDS[i] // TILE + i on."""
+    """Which of ``runs`` runs, that begin at BOUNDS, owns tile ``index``: run i those from BOUNDS[i]
+    // TILE + i on.
+    """
     low = 0
     high = runs  # the last run whose first tile is <= index lies in [low, high)
     while high - low > 1:
@@ -31,13 +35,15 @@ def owner(BOUNDS, runs, index, TILE):
 def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
     """Tile ``index`` of the sequences cut into tiles of TILE rows, sequences after each other.
 
-    Returns (sequence, its first row in the packed axis, its length, the tile's first row inside it). Dense: the first
-    row is 0 and the sequence addresses the batch axis. Packed: document i owns tiles from cu[i] // TILE + i on, which
-    is never too few for it; a tile past its end has its first row >= length, and has nothing to do. ``seq_len`` is T.
+    Returns (sequence, its first row in the packed axis, its length, the tile's first row inside
+    it). Dense: the first row is 0 and the sequence addresses the batch axis. Packed: document i
+    owns tiles from cu[i] // TILE + i on, which is never too few for it; a tile past its end has its
+    first row >= length, and has nothing to do. ``seq_len`` is T.
     """
     if VARLEN:
         seq = owner(CU, n_seqs, index, TILE)
-        # Boundaries are only seen on the device: malformed ones may give wrong rows, never an address outside.
+        # Boundaries are only seen on the device: malformed ones may give wrong rows, never an
+        # address outside.
         start = tl.minimum(tl.maximum(tl.load(CU + seq), 0), seq_len)
         length = tl.maximum(tl.minimum(tl.load(CU + seq + 1), seq_len) - start, 0)
         first = start // TILE + seq
@@ -59,14 +65,18 @@ def num_compressed(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def finish(m, l):
-    """What divides the output [M] and the natural-log LSE [M] of an online softmax; a row without keys: 1 and -inf."""
+    """What divides the output [M] and the natural-log LSE [M] of an online softmax; a row without
+    keys: 1 and -inf.
+    """
     l_safe = tl.where(l == 0.0, 1.0, l)
     return l_safe, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * LN2)
 
 
 @triton.jit
 def load_at(X, at, ok, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [R, D] of X that begin at offsets ``at`` [R], 0 where not ``ok`` [R]; ok None: every row is there."""
+    """Rows [R, D] of X that begin at offsets ``at`` [R], 0 where not ``ok`` [R]; ok None: every row
+    is there.
+    """
     x = ()
     for first in tl.static_range(0, D, BLOCK):
         columns = first + tl.arange(0, BLOCK)

@@ -1,9 +1,11 @@
 """Backward of attention over a span of keys: the compressed branch and the sliding window.
 
-    p = exp(s - lse),  dv = p^T do,  ds = p (do v^T - delta),  delta = sum(do o),  dq = scale ds k,  dk = scale ds^T q
+    p = exp(s - lse),  dv = p^T do,  ds = p (do v^T - delta),  delta = sum(do o),  dq = scale ds k,
+    dk = scale ds^T q
 
-Three kernels, no atomics, so the same bits every time; scores are recomputed in both passes (7 products where 5 are
-counted), which costs less than adding fp32 gradients of every tile through L2 and rounding them afterwards.
+Three kernels, no atomics, so the same bits every time; scores are recomputed in both passes (7
+products where 5 are counted), which costs less than adding fp32 gradients of every tile through L2
+and rounding them afterwards.
 """
 
 from __future__ import annotations
@@ -45,13 +47,19 @@ def backward(
     scale: float,
     settings: tuple[configs.Settings, configs.Settings] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v; ``settings`` (span_dq, span_dkdv) replace the tuned ones.
+    """dq, dk, dv in the shapes of q, k, v; ``settings`` (span_dq, span_dkdv) replace the tuned
+    ones.
 
-    A window sums over the heads inside a program. The compressed branch has few keys and many queries: its parts are
-    [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's bytes.
+    A window sums over the heads inside a program. The compressed branch has few keys and many
+    queries: its parts are [h * CHUNKS, L, G, D] in fp32, for CHUNKS = 1 and d = 16 a quarter of q's
+    bytes.
     """
-    made = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1])
-    dq, stats = _dq(do, q, k, v, o, lse, seqs, span, scale, settings and settings[0], bool(made.rows))
+    made = _launch_dkdv(
+        q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1]
+    )
+    dq, stats = _dq(
+        do, q, k, v, o, lse, seqs, span, scale, settings and settings[0], bool(made.rows)
+    )
     return dq, *_dkdv(made, do, q, k, v, lse, stats, seqs)
 
 
@@ -59,7 +67,9 @@ def dq_of(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq as q, and stats [2, *lse], rows padded: delta = sum(do o), and lse in base 2, inf in a row without keys."""
+    """dq as q, and stats [2, *lse], rows padded: delta = sum(do o), and lse in base 2, inf in a row
+    without keys.
+    """
     return _dq(do, q, k, v, o, lse, seqs, span, scale, settings, True)
 
 
@@ -73,7 +83,8 @@ def dkdv_of(
 
 
 def _dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences, span: tuple[int, int, int],
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    span: tuple[int, int, int],
     scale: float, settings: configs.Settings | None, both: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``both``: stats hold lse in base 2 as well."""
@@ -85,18 +96,31 @@ def _dq(
 
 
 def _padded(lse: Tensor) -> tuple[int, ...]:
-    """The shape of lse [B, H, S] (packed [H, T]) with rows that begin on 16 bytes, as descriptors ask."""
+    """The shape of lse [B, H, S] (packed [H, T]) with rows that begin on 16 bytes, as descriptors
+    ask.
+    """
     return (*lse.shape[:-1], triton.cdiv(lse.shape[-1], 4) * 4)
 
 
 def _dkdv(
-    made: _Sums, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, stats: Tensor, seqs: Sequences
+    made: _Sums,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+    seqs: Sequences,
 ) -> tuple[Tensor, Tensor]:
     grads = k.new_empty(k.shape), v.new_empty(v.shape)
     sums: tuple[Tensor, ...] = grads
     if made.parts:
-        sums = tuple(torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v))
-    of_q, of_do = (key_descriptor(q, made.rows), key_descriptor(do, made.rows)) if made.rows else (None, None)
+        sums = tuple(
+            torch.empty((made.parts, *x.shape), dtype=lse.dtype, device=x.device) for x in (k, v)
+        )
+    of_q, of_do = (
+        (key_descriptor(q, made.rows), key_descriptor(do, made.rows)) if made.rows else (None, None)
+    )
     of_stats = stats_descriptor(stats, lse.shape[-1], made.rows) if made.rows else None
     for launch in made.dkdv:
         launch(q, k, v, do, of_q, of_do, lse, stats, of_stats, *sums, seqs.cu, seqs.cu_cmp)
@@ -126,7 +150,8 @@ def _blocks(dk: int, dv: int) -> dict[str, int]:
 @remembered
 def _launch_dq(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None, both: bool,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool,
+    settings: configs.Settings | None, both: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
     """The launch of span_dq, and the rows of a descriptor's tile (0: no descriptors)."""
     described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
@@ -137,19 +162,23 @@ def _launch_dq(
     tokens, stats = settings["BLOCK_M"] // together, _padded(lse)
     launch = Launch(
         span_dq, (seqs.tiles(tokens) * (heads // together),),
-        *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape, seqs.packed),
+        *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)), *new_strides(q.shape,
+        seqs.packed),
         *lse_strides(lse, seqs.packed), *new_lse_strides(stats, seqs.packed), math.prod(stats),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         N_HEADS=heads, GROUP=group, **_blocks(q.shape[-1], v.shape[-1]),
         TOKENS=tokens, HEADS=together, BLOCK_N=settings["BLOCK_N"],
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        TMA=tma,
         BOTH=both, **launch_options(settings),
     )  # fmt: skip
     return launch, settings["BLOCK_N"] if tma else 0
 
 
 class _Sums(NamedTuple):
-    """How dk and dv are made: span_dkdv, once or for each (APART), and span_sum for each where they come in parts."""
+    """How dk and dv are made: span_dkdv, once or for each (APART), and span_sum for each where they
+    come in parts.
+    """
 
     dkdv: tuple[Launch, ...]
     add: tuple[Launch, ...]
@@ -160,7 +189,8 @@ class _Sums(NamedTuple):
 @remembered
 def _launch_dkdv(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: bool, settings: configs.Settings | None,
+    span: tuple[int, int, int], scale: float, tensors_aligned: bool,
+    settings: configs.Settings | None,
 ) -> _Sums:  # fmt: skip
     described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
@@ -177,9 +207,11 @@ def _launch_dkdv(
         *(0 if direct else x.numel() for x in (k, v)),
         *lse_strides(lse, seqs.packed), *new_lse_strides(_padded(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
-        N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1], v.shape[-1]),
+        N_KV_HEADS=groups, GROUP=group, HEADS=together, CHUNKS=chunks, **_blocks(q.shape[-1],
+        v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype), TMA=tma,
+        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, ACC=accumulator(q.dtype),
+        TMA=tma,
         WITH_DK=with_dk, WITH_DV=with_dv, **launch_options(settings),
     ) for with_dk, with_dv in passes)  # fmt: skip
     add = [

@@ -1,4 +1,6 @@
-"""Kernels of the backward over a span of keys: dq, then dk and dv, then the sum of the latter's parts."""
+"""Kernels of the backward over a span of keys: dq, then dk and dv, then the sum of the latter's
+parts.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ from nsa_backend_triton.span.geometry import (
 
 @triton.jit
 def _walk_keys(
-    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right,
+    q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles,
+    keys, left, right,
     factor, k_row, v_row,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as in the forward."""
+    """dq [M, Dk] with ``tiles`` tiles of keys added; lse [M] in base 2; tiles and rows' limits as
+    in the forward.
+    """
     column = tl.arange(0, BLOCK_N)
     for i in tl.range(0, tiles):
         j = low + i * BLOCK_N
@@ -45,13 +51,19 @@ def _walk_keys(
             k = fetch_rows(K_TMA, batch, j, kv_head, BLOCK_N, DK, BLOCK_DK)
             v = fetch_rows(V_TMA, batch, j, kv_head, BLOCK_N, DV, BLOCK_DV)
         else:
-            k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+            k = load_rows(
+                K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED
+            )
+            v = load_rows(
+                V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED
+            )
         s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         s = s * factor - lse[:, None]
         if MASKED:
             if WINDOW > 0:  # one unsigned comparison for both sides
-                seen = (column[None, :] - (left - j)[:, None]).to(tl.uint32) < (right - left).to(tl.uint32)[:, None]
+                seen = (column[None, :] - (left - j)[:, None]).to(tl.uint32) < (right - left).to(
+                    tl.uint32
+                )[:, None]
                 s = tl.where(seen, s, float("-inf"))
             else:
                 s = hide(s, column, left - j, right - j, False, True)
@@ -71,26 +83,41 @@ def sum_products(x, y, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=[
-    "n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "stats_seq", "stats_head", "stats_plane",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "n_seqs",
+        "seq_len",
+        "key_rows",
+        "lse_seq",
+        "lse_head",
+        "stats_seq",
+        "stats_head",
+        "stats_plane",
+    ]
+)
 def span_dq(
     Q, K, V, K_TMA, V_TMA, O, DO, LSE, DQ, STATS, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
-    o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row, dq_head,
-    lse_seq: tl.int64, lse_head: tl.int64, stats_seq: tl.int64, stats_head: tl.int64, stats_plane: tl.int64,
+    o_seq: tl.int64, o_row, o_head, do_seq: tl.int64, do_row, do_head, dq_seq: tl.int64, dq_row,
+    dq_head,
+    lse_seq: tl.int64, lse_head: tl.int64, stats_seq: tl.int64, stats_head: tl.int64,
+    stats_plane: tl.int64,
     factor, scale, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
+    ACC: tl.constexpr,
     TMA: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """dq, and STATS for span_dkdv, which runs afterwards: delta, and if BOTH lse in base 2, inf where no key is seen.
+    """dq, and STATS for span_dkdv, which runs afterwards: delta, and if BOTH lse in base 2, inf
+    where no key is seen.
 
     One program: TOKENS tokens x HEADS heads = M rows.
 
-    q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk + Dv) * BLOCK_N *
-    itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The matrix units bind, then exp2.
+    q, do in shared memory or registers, dq [M, Dk] in registers; a tile of BLOCK_N keys is (Dk +
+    Dv) * BLOCK_N * itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations. The
+    matrix units bind, then exp2.
     """
     slices: tl.constexpr = N_HEADS // HEADS
     index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
@@ -110,10 +137,16 @@ def span_dq(
     DO += batch * do_seq + first * do_row + head * do_head
     do = load_at(DO, local * do_row + h * do_head, inside, DV, BLOCK_DV)
     O += batch * o_seq + first * o_row + head * o_head
-    delta = sum_products(load_at(O, local * o_row + h * o_head, inside, DV, BLOCK_DV), do, DV, BLOCK_DV, ACC)
+    delta = sum_products(
+        load_at(O, local * o_row + h * o_head, inside, DV, BLOCK_DV), do, DV, BLOCK_DV, ACC
+    )
     at_stats = STATS + batch * stats_seq + start + token + (head + h) * stats_head
     tl.store(at_stats, delta, mask=inside)
-    lse = tl.load(LSE + batch * lse_seq + start + token + (head + h) * lse_head, mask=inside, other=float("inf"))
+    lse = tl.load(
+        LSE + batch * lse_seq + start + token + (head + h) * lse_head,
+        mask=inside,
+        other=float("inf"),
+    )
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
     if BOTH:
         tl.store(at_stats + stats_plane, lse, mask=inside)
@@ -129,11 +162,13 @@ def span_dq(
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     kv_head = head // GROUP
     dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left,
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0,
+        skip_to - skip_from, keys, left,
         right, factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
     )  # fmt: skip
     dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right,
+        q, do, lse, delta, dq, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked,
+        keys, left, right,
         factor, k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     DQ += batch * dq_seq + first * dq_row + head * dq_head
@@ -143,16 +178,20 @@ def span_dq(
 
 @triton.jit
 def _walk_queries(
-    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to, tiles, head_0, heads,
+    k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to,
+    tiles, head_0, heads,
     length, left, right, factor, q_row, q_head, do_row, do_head, lse_head, delta_head,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last tile first.
+    """dk [N, Dk], dv [N, Dv] with ``tiles`` tiles of queries of each of ``heads`` heads added, last
+    tile first.
 
-    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others move up). Row r is
-    seen by the queries left[r] .. right[r]; there is none from ``length`` on.
+    Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to are left out (the others
+    move up). Row r is seen by the queries left[r] .. right[r]; there is none from ``length`` on.
     """
     row = tl.arange(0, BLOCK_M)
     if TMA:
@@ -172,7 +211,9 @@ def _walk_queries(
             t = low + i * BLOCK_M
             at, h = tl.cast(t, tl.int64), tl.cast(head, tl.int64)
             q = load_rows(Q + at * q_row + h * q_head, row, length - t, q_row, DK, BLOCK_DK, MASKED)
-            do = load_rows(DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED)
+            do = load_rows(
+                DO + at * do_row + h * do_head, row, length - t, do_row, DV, BLOCK_DV, MASKED
+            )
             LSE_H, DELTA_H = LSE + h * lse_head + at, DELTA + h * delta_head + at
             if MASKED:
                 lse = tl.load(LSE_H + row, mask=t + row < length, other=float("inf"))
@@ -200,35 +241,52 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head", "delta_seq", "delta_head"])
+@triton.jit(
+    do_not_specialize=[
+        "n_seqs",
+        "seq_len",
+        "key_rows",
+        "lse_seq",
+        "lse_head",
+        "delta_seq",
+        "delta_head",
+    ]
+)
 def span_dkdv(
     Q, K, V, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, DK_OUT, DV_OUT, CU, CU_KEYS,
     q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
-    do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row, dv_head,
+    do_seq: tl.int64, do_row, do_head, dk_seq: tl.int64, dk_row, dk_head, dv_seq: tl.int64, dv_row,
+    dv_head,
     dk_part: tl.int64, dv_part: tl.int64, lse_seq: tl.int64, lse_head: tl.int64,
     delta_seq: tl.int64, delta_head: tl.int64, factor, scale, n_seqs, seq_len, key_rows,
     N_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
+    ACC: tl.constexpr,
     TMA: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries that see them.
+    """dk, dv of BLOCK_N keys from HEADS of the group's heads and one of CHUNKS parts of the queries
+    that see them.
 
-    k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M * itemsize bytes
-    through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units bind where q and do come from L2. For
-    that, key tiles vary fastest and walk the queries from the end, where all of them begin: neighbours read the same
-    tiles at the same time. TMA: span_dq's statistics come by descriptor as well. Parts are sums in fp32, added
-    by span_sum, or the result where there is one part.
+    k, v in shared memory, dk, dv in registers; a tile of BLOCK_M queries is (Dk + Dv) * BLOCK_M *
+    itemsize bytes through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv) operations: the matrix units
+    bind where q and do come from L2. For that, key tiles vary fastest and walk the queries from the
+    end, where all of them begin: neighbours read the same tiles at the same time. TMA: span_dq's
+    statistics come by descriptor as well. Parts are sums in fp32, added by span_sum, or the result
+    where there is one part.
 
-    WITH_DK, WITH_DV: which of the two are made. Both of 256 columns leave no registers for scores: one after the other
-    makes s twice, 5 products where 4 would do, and took 4.2 ms where 11.2 on an H200.
+    WITH_DK, WITH_DV: which of the two are made. Both of 256 columns leave no registers for scores:
+    one after the other makes s twice, 5 products where 4 would do, and took 4.2 ms where 11.2 on an
+    H200.
     """
     parts: tl.constexpr = GROUP // HEADS * CHUNKS
     n_tiles = tl.num_programs(0) // (N_KV_HEADS * parts)
     outer = tl.program_id(0) // n_tiles
     part, kv_head = outer % parts, outer // parts
-    seq, start, length, row = place(tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN)
+    seq, start, length, row = place(
+        tl.program_id(0) % n_tiles, CU, n_seqs, seq_len, BLOCK_N * STRIDE, VARLEN
+    )
     key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
     j = row // STRIDE
     if j >= keys:
@@ -241,7 +299,9 @@ def span_dkdv(
     k = load_rows(K, column, keys - j, k_row, DK, BLOCK_DK, True)
     v = load_rows(V, column, keys - j, v_row, DV, BLOCK_DV, True)
 
-    low, inner_low, inner_high, high = query_span(j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW)
+    low, inner_low, inner_high, high = query_span(
+        j, tl.minimum(j + BLOCK_N, keys) - 1, length, SIZE, STRIDE, WINDOW
+    )
     if TMA:
         low = low // 4 * 4  # statistics are fetched from 16-byte boundaries
     size = tl.cdiv(tl.cdiv(high - low, CHUNKS), BLOCK_M) * BLOCK_M
@@ -260,26 +320,43 @@ def span_dkdv(
     left = (j + column) * STRIDE + SIZE - 1
     right = j + column + WINDOW
     dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low + skip_from * BLOCK_M, 0, 0,
-        skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row, do_head, lse_head,
+        k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch,
+        low + skip_from * BLOCK_M, 0, 0,
+        skip_to - skip_from, head, HEADS, length, left, right, factor, q_row, q_head, do_row,
+        do_head, lse_head,
         delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, WITH_DK, WITH_DV, False,
     )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_TMA, DO_TMA, LSE, DELTA, STATS_TMA, batch, low, skip_from, skip_to,
-        tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head, do_row, do_head,
-        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, WITH_DK, WITH_DV, True,
+        tiles - (skip_to - skip_from), head, HEADS, high, left, right, factor, q_row, q_head,
+        do_row, do_head,
+        lse_head, delta_head, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_M, WINDOW, ACC, TMA, WITH_DK,
+        WITH_DV, True,
     )  # fmt: skip
     DK_OUT += part * dk_part + batch * dk_seq + first * dk_row + kv_head * dk_head
     DV_OUT += part * dv_part + batch * dv_seq + first * dv_row + kv_head * dv_head
     if WITH_DK:
-        store_rows(DK_OUT, column, keys - j, dk_row, scale_rows(dk, scale, DK, BLOCK_DK), DK, BLOCK_DK)
+        store_rows(
+            DK_OUT, column, keys - j, dk_row, scale_rows(dk, scale, DK, BLOCK_DK), DK, BLOCK_DK
+        )
     if WITH_DV:
         store_rows(DV_OUT, column, keys - j, dv_row, dv, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "size"])
-def span_sum(PARTS, OUT, CU_KEYS, n_seqs, size, row_size, N: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """OUT [size] = the sum of PARTS [N, size] in order; 0 in packed rows that no document owns. Memory binds.
+def span_sum(
+    PARTS,
+    OUT,
+    CU_KEYS,
+    n_seqs,
+    size,
+    row_size,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """OUT [size] = the sum of PARTS [N, size] in order; 0 in packed rows that no document owns.
+    Memory binds.
 
     A row is ``row_size`` elements; N * 4 bytes are read and one itemsize written an element.
     """

@@ -36,6 +36,8 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document get zero."""
+    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document
+    get zero.
+    """
     seqs = Sequences.of(q, call, compressed=True)
     return span_backward.backward(do, q, k_cmp, v_cmp, o, lse, seqs, _span(call), call.scale)

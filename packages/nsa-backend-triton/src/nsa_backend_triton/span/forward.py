@@ -1,12 +1,14 @@
 """Forward attention over a span of keys: the compressed branch and the sliding window.
 
-    s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s          (Eq. 5 with Eq. 7, or w)
+    s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s
+    (Eq. 5 with Eq. 7, or w)
 
-A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in shared memory, m, l [M] and
-the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: (Dk + Dv) * BLOCK_N * itemsize bytes through L2
-and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M operations a byte in bf16. At M = 128 the matrix units bind (128
-operations a byte against about 100 that the H200's L2 needs), then exp2. Only tiles at the ends of the range are
-masked; with a window of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
+A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in shared
+memory, m, l [M] and the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: (Dk +
+Dv) * BLOCK_N * itemsize bytes through L2 and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M
+operations a byte in bf16. At M = 128 the matrix units bind (128 operations a byte against about 100
+that the H200's L2 needs), then exp2. Only tiles at the ends of the range are masked; with a window
+of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
 """
 
 from __future__ import annotations
@@ -49,14 +51,17 @@ TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a
 
 @triton.jit
 def _walk(
-    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left, right, factor,
+    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left,
+    right, factor,
     k_row, v_row,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
 
-    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees left[r] .. right[r].
+    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees
+    left[r] .. right[r].
     """
     column = tl.arange(0, BLOCK_N)
     for i in tl.range(0, tiles):
@@ -66,7 +71,9 @@ def _walk(
         if TMA:
             k = fetch_rows(K_TMA, batch, j, kv_head, BLOCK_N, DK, BLOCK_DK)
         else:
-            k = load_rows(K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED)
+            k = load_rows(
+                K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED
+            )
         s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         if MASKED:
             s = hide(s, column, left - j, right - j, WINDOW > 0, True)
@@ -80,7 +87,9 @@ def _walk(
         if TMA:
             v = fetch_rows(V_TMA, batch, j, kv_head, BLOCK_N, DV, BLOCK_DV)
         else:
-            v = load_rows(V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED)
+            v = load_rows(
+                V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED
+            )
         acc = scale_rows(acc, alpha[:, None], DV, BLOCK_DV)
         acc = add_dot(acc, p.to(v[0].dtype), v, DV, BLOCK_DV, ACC)
         m = m_new
@@ -94,11 +103,14 @@ def span_forward(
     o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
     factor, n_seqs, seq_len, key_rows,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr, NEGATIVE: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
+    NEGATIVE: tl.constexpr,
     ACC: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest tiles start first.
+    """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest
+    tiles start first.
 
     ``factor`` is |scale| log2(e), NEGATIVE the scale's sign.
     """
@@ -117,7 +129,8 @@ def span_forward(
     Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
     q = load_at(Q, local * q_row + h * q_head, inside, DK, BLOCK_DK)
     if NEGATIVE:
-        q = scale_rows(q, -1.0, DK, BLOCK_DK)  # exact; then a row's largest product is its largest score
+        # exact; then a row's largest product is its largest score
+        q = scale_rows(q, -1.0, DK, BLOCK_DK)
 
     kv_head = head // GROUP
     K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + kv_head * k_head
@@ -132,18 +145,22 @@ def span_forward(
     skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
     masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     m, l, acc = _walk(
-        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys, left, right, factor,
+        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys,
+        left, right, factor,
         k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
     )  # fmt: skip
     m, l, acc = _walk(
-        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys, left, right, factor,
+        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys,
+        left, right, factor,
         k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
     )  # fmt: skip
     l, lse = finish(m, l)
     O += batch * o_seq + tl.cast(start + row, tl.int64) * o_row + head * o_head
     o = divide_rows(acc, l, DV, BLOCK_DV)
     store_at(O, local * o_row + h * o_head, o, inside, DV, BLOCK_DV)
-    tl.store(LSE + batch * lse_seq + (start + row) + local + (head + h) * lse_head, lse, mask=inside)
+    tl.store(
+        LSE + batch * lse_seq + (start + row) + local + (head + h) * lse_head, lse, mask=inside
+    )
 
 
 def heads_together(group: int, most: int) -> int:
@@ -159,7 +176,8 @@ def launch_options(settings: configs.Settings) -> dict[str, int]:
 
 @remembered
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float, tensors_aligned: bool,
+    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float,
+    tensors_aligned: bool,
     settings: configs.Settings | None,
 ) -> tuple[Launch, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """The launch, the rows of a descriptor's tile (0: no descriptors), the shapes of o and lse."""
@@ -201,7 +219,9 @@ def forward(
     scale: float,
     settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace the tuned ones."""
+    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace
+    the tuned ones.
+    """
     launch, rows, o_shape, lse_shape = _launch(q, k, v, seqs, span, scale, aligned(k, v), settings)
     descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
     o = q.new_empty(o_shape)

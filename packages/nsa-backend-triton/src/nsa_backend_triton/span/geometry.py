@@ -1,7 +1,9 @@
-"""Geometry of a span: which keys a run of queries sees, which queries see a run of keys, and one masked tile of rows.
+"""Geometry of a span: which keys a run of queries sees, which queries see a run of keys, and one
+masked tile of rows.
 
-Query t sees key j where j * STRIDE + SIZE - 1 <= t and, with WINDOW > 0, t < j + WINDOW. The window is
-SIZE = STRIDE = 1; the compressed branch (SIZE = l, STRIDE = d) has WINDOW = 0. All positions are local to a sequence.
+Query t sees key j where j * STRIDE + SIZE - 1 <= t and, with WINDOW > 0, t < j + WINDOW. The window
+is SIZE = STRIDE = 1; the compressed branch (SIZE = l, STRIDE = d) has WINDOW = 0. All positions are
+local to a sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +15,19 @@ from nsa_backend_triton.shared.rows import load_at, num_compressed, store_at
 
 
 @triton.jit
-def key_place(seq, start, length, CU_KEYS, key_rows, SIZE: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr):
-    """(first key row, number of keys) of a sequence; never a row past ``key_rows``, whatever the boundaries say."""
+def key_place(
+    seq,
+    start,
+    length,
+    CU_KEYS,
+    key_rows,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """(first key row, number of keys) of a sequence; never a row past ``key_rows``, whatever the
+    boundaries say.
+    """
     keys = num_compressed(length, SIZE, STRIDE)
     if VARLEN and SIZE * STRIDE > 1:
         first = tl.minimum(tl.load(CU_KEYS + seq), key_rows)
@@ -23,10 +36,19 @@ def key_place(seq, start, length, CU_KEYS, key_rows, SIZE: tl.constexpr, STRIDE:
 
 
 @triton.jit
-def key_span(first, last, keys, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+def key_span(
+    first,
+    last,
+    keys,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Keys of the queries first .. last: (low, all_low, all_high, high).
 
-    Somebody sees [low, high); everybody sees [all_low, all_high), which lies on BLOCK's grid from low and may be empty.
+    Somebody sees [low, high); everybody sees [all_low, all_high), which lies on BLOCK's grid from
+    low and may be empty.
     """
     low = 0
     high = tl.minimum(num_compressed(last + 1, SIZE, STRIDE), keys)
@@ -44,7 +66,8 @@ def key_span(first, last, keys, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW
 def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
     """Queries that see the keys first .. last: (low, inner_low, inner_high, high).
 
-    Somebody in [low, high) does; every query of [inner_low, inner_high), which may be empty, sees them all.
+    Somebody in [low, high) does; every query of [inner_low, inner_high), which may be empty, sees
+    them all.
     """
     low = tl.minimum(first * STRIDE + SIZE - 1, length)
     inner_low = last * STRIDE + SIZE - 1
@@ -58,7 +81,8 @@ def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WI
 
 @triton.jit
 def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
-    """s [R, C] where first[r] <= index[c] < end[r], -inf elsewhere; FIRST, END: whether that side counts.
+    """s [R, C] where first[r] <= index[c] < end[r], -inf elsewhere; FIRST, END: whether that side
+    counts.
 
     Side by side, not with &: the compiler would keep both predicates of every element in registers.
     """
@@ -70,8 +94,12 @@ def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
 
 
 @triton.jit
-def load_rows(X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [R, WIDTH] of X in bands; 0 right of WIDTH and, MASKED, where a row is not in [0, limit)."""
+def load_rows(
+    X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows [R, WIDTH] of X in bands; 0 right of WIDTH and, MASKED, where a row is not in [0,
+    limit).
+    """
     ok = ((rows >= 0) & (rows < limit)) if MASKED else None
     return load_at(X, rows * stride, ok, WIDTH, BLOCK)
 

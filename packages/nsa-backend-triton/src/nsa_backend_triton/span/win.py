@@ -36,4 +36,6 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v."""
-    return span_backward.backward(do, q, k, v, o, lse, Sequences.of(q, call), _span(call), call.scale)
+    return span_backward.backward(
+        do, q, k, v, o, lse, Sequences.of(q, call), _span(call), call.scale
+    )

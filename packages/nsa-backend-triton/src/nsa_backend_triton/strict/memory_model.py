@@ -1,4 +1,5 @@
-"""The parts of triton's interpreter that :func:`nsa_backend_triton.strict.interpreter.strict` replaces.
+"""The parts of triton's interpreter that :func:`nsa_backend_triton.strict.interpreter.strict`
+replaces.
 
 Needs triton and numpy. Written against triton 3.6.
 """
@@ -30,7 +31,8 @@ class Seen:
     programs: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
-    operations: int = 0  # loads, stores, products, comparisons and arithmetic of floats, each of a whole tensor
+    # loads, stores, products, comparisons and arithmetic of floats, each of a whole tensor
+    operations: int = 0
 
 
 def _widened(raw: Any) -> Any:
@@ -41,27 +43,44 @@ def _widened(raw: Any) -> Any:
 def _narrowed(x: Any) -> Any:
     """float32 to bf16 bits, round to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+    return np.where(
+        np.isnan(x),
+        np.uint16(0x7FC0),
+        ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16),
+    )
 
 
 class Machine:
     """The replacements for the interpreter's methods, and what they share."""
 
     _BUILDER = (
-        "cast_impl", "create_fp_to_fp", "create_dot", "binary_op", "unary_op", "create_masked_load",
-        "create_masked_store", "create_atomic_rmw", "set_grid_dim", "set_grid_idx",
-    )  # fmt: skip
+        "cast_impl",
+        "create_fp_to_fp",
+        "create_dot",
+        "binary_op",
+        "unary_op",
+        "create_masked_load",
+        "create_masked_store",
+        "create_atomic_rmw",
+        "set_grid_dim",
+        "set_grid_idx",
+    )
 
     def __init__(self, interpreter: Any, seed: int) -> None:
         import triton.language as tl
 
         self.interpreter, self.tl, self.seen = interpreter, tl, Seen()
-        self._stock = {name: getattr(interpreter.InterpreterBuilder, name) for name in self._BUILDER}
+        self._stock = {
+            name: getattr(interpreter.InterpreterBuilder, name) for name in self._BUILDER
+        }
         self._stock_args, self._stock_call = (
             interpreter.GridExecutor._init_args_hst,
             interpreter.GridExecutor.__call__,
         )
-        self._stock_tensor, self._stock_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+        self._stock_tensor, self._stock_lang = (
+            interpreter._patch_lang_tensor,
+            interpreter._patch_lang,
+        )
         self._stock_kind = interpreter._get_np_dtype
         self._kinds: dict[str, Any] = {}
         self._patched: set[str] = set()
@@ -81,7 +100,9 @@ class Machine:
             self.seen, self._order_of = outer
 
     def builder_methods(self) -> dict[str, Any]:
-        """Replacements of InterpreterBuilder's methods; each gets the builder as its first argument."""
+        """Replacements of InterpreterBuilder's methods; each gets the builder as its first
+        argument.
+        """
         return {name: method(getattr(self, name)) for name in self._BUILDER}
 
     def executor_methods(self) -> dict[str, Any]:
@@ -94,10 +115,16 @@ class Machine:
     def module_functions(self) -> dict[str, Any]:
         """Replacements of functions of triton's module ``interpreter``."""
         kind = self._numpy_kind
-        return {"_patch_lang_tensor": self.patch_tensor, "_patch_lang": self.patch_lang, "_get_np_dtype": kind}
+        return {
+            "_patch_lang_tensor": self.patch_tensor,
+            "_patch_lang": self.patch_lang,
+            "_get_np_dtype": kind,
+        }
 
     def _numpy_kind(self, kind: Any) -> Any:
-        """The numpy dtype behind ``kind``, remembered: stock builds its table anew at each of a million calls."""
+        """The numpy dtype behind ``kind``, remembered: stock builds its table anew at each of a
+        million calls.
+        """
         scalar = kind.scalar
         if isinstance(scalar, self.tl.pointer_type):
             return np.dtype(np.uint64)
@@ -110,34 +137,49 @@ class Machine:
         return {"binary_op_sanitize_overflow_impl": method(self.overflow)}
 
     def patch_tensor(self, tensor: Any, scope: Any) -> None:
-        """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer does."""
+        """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer
+        does.
+        """
         self._stock_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def patch_lang(self, function: Any) -> Any:
-        """Point triton.language at the interpreter, once a launch; stock does it at every call of a jit function."""
-        modules = {m.__name__ for m in function.__globals__.values() if m is self.tl or m is self.tl.core}
+        """Point triton.language at the interpreter, once a launch; stock does it at every call of a
+        jit function.
+        """
+        modules = {
+            m.__name__ for m in function.__globals__.values() if m is self.tl or m is self.tl.core
+        }
         if modules <= self._patched:
             return self.interpreter._LangPatchScope()
         self._patched |= modules
         return self._stock_lang(function)
 
     def overflow(self, semantic: Any, a: Any, b: Any, op: Any) -> None:
-        """Integer arithmetic must not leave its type; stock computes this too, in a dozen interpreted operations."""
+        """Integer arithmetic must not leave its type; stock computes this too, in a dozen
+        interpreted operations.
+        """
         kind = a.type.scalar
         if kind.int_bitwidth >= 64:
             return
         arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op.__name__]
         wide = arithmetic(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
-        if wide.size and (wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()):
+        if wide.size and (
+            wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()
+        ):
             raise Violation(f"{kind} overflow in {op.__name__} in program {self._now}")
 
     def _bf16(self, handle: Any) -> bool:
-        return bool(handle.dtype.scalar.name == "bf16")  # by name: dtypes are compared by a function of Python
+        # by name: dtypes are compared by a function of Python
+        return bool(handle.dtype.scalar.name == "bf16")
 
     def _up(self, handle: Any) -> Any:
         tl = self.tl
-        return self.interpreter.TensorHandle(_widened(handle.data), tl.float32) if self._bf16(handle) else handle
+        return (
+            self.interpreter.TensorHandle(_widened(handle.data), tl.float32)
+            if self._bf16(handle)
+            else handle
+        )
 
     def _down(self, handle: Any) -> Any:
         return self.interpreter.TensorHandle(_narrowed(handle.data), self.tl.bfloat16)
@@ -151,7 +193,9 @@ class Machine:
         if source == self.tl.bfloat16:
             return self._up(x) if target == self.tl.float32 else stock(builder, self._up(x), to)
         if target == self.tl.bfloat16:
-            return self._down(x if source == self.tl.float32 else stock(builder, x, self.tl.float32))
+            return self._down(
+                x if source == self.tl.float32 else stock(builder, x, self.tl.float32)
+            )
         return stock(builder, x, to)
 
     def create_fp_to_fp(self, builder: Any, x: Any, to: Any, mode: Any) -> Any:
@@ -172,7 +216,9 @@ class Machine:
         return self._down(out) if self._bf16(a) and out.data.dtype == np.float32 else out
 
     def unary_op(self, builder: Any, a: Any, op: Any) -> Any:
-        """exp2 and the like. Triton takes none of bf16; its |x| is a mask of bits, and not one of these."""
+        """exp2 and the like. Triton takes none of bf16; its |x| is a mask of bits, and not one of
+        these.
+        """
         self.seen.operations += 1
         return self._stock["unary_op"](builder, a, op)
 
@@ -193,7 +239,9 @@ class Machine:
             self.seen.bytes_stored += used.size * width
         return used
 
-    def create_masked_load(self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+    def create_masked_load(
+        self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any
+    ) -> Any:
         """tl.load; lanes that are masked off and have no ``other`` hold what no kernel may use."""
         self._touch("load", pointers, mask)
         if other is None and not np.all(mask.data):
@@ -205,20 +253,28 @@ class Machine:
             other = self.interpreter.TensorHandle(np.full(pointers.data.shape, junk, held), kind)
         return self._stock["create_masked_load"](builder, pointers, mask, other, *rest, **named)
 
-    def create_masked_store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_masked_store(
+        self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
         """tl.store; an address belongs to the program that stored to it first."""
         for address in self._touch("store", pointers, mask).tolist():
             if self._owner.setdefault(address, self._now) != self._now:
-                raise Violation(f"programs {self._owner[address]} and {self._now} store to one address")
+                raise Violation(
+                    f"programs {self._owner[address]} and {self._now} store to one address"
+                )
         return self._stock["create_masked_store"](builder, pointers, value, mask, *rest)
 
-    def create_atomic_rmw(self, builder: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def create_atomic_rmw(
+        self, builder: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
         """tl.atomic_add and the like."""
         self._touch("atomic", pointers, mask)
         return self._stock["create_atomic_rmw"](builder, op, pointers, value, mask, *rest)
 
     def set_grid_dim(self, builder: Any, x: int, y: int, z: int) -> Any:
-        """A launch begins: the grid is one that a GPU takes, and its programs get a random order."""
+        """A launch begins: the grid is one that a GPU takes, and its programs get a random
+        order.
+        """
         if any(size > most for size, most in zip((x, y, z), MAX_GRID)):
             raise Violation(f"grid {(x, y, z)} exceeds {MAX_GRID}")
         self._dim, self._order = (x, y, z), self._order_of.permutation(x * y * z)
@@ -240,8 +296,12 @@ class Machine:
         for value in [*given[0], *given[1].values()]:
             tensor = getattr(value, "base", value)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
-                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-                self._spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+                last = sum(
+                    (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())
+                )
+                self._spans.append(
+                    (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+                )
         return given
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
-"""The same interpretation in half the time: what triton's front end works out anew at every operation, worked out once.
+"""The same interpretation in half the time: what triton's front end works out anew at every
+operation, worked out once.
 
-Stock describes the shape of every intermediate tensor by a dozen objects, compares shapes by more of them, and runs a
-kernel's own reductions and scans element by element. Results do not change by a bit; :mod:`.interpreter` uses this.
-Needs triton and numpy. Written against triton 3.6.
+Stock describes the shape of every intermediate tensor by a dozen objects, compares shapes by more
+of them, and runs a kernel's own reductions and scans element by element. Results do not change by a
+bit; :mod:`.interpreter` uses this. Needs triton and numpy. Written against triton 3.6.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """One shape, as triton describes it: of a block, of a tensor of that block, and in the names of types."""
+    """One shape, as triton describes it: of a block, of a tensor of that block, and in the names of
+    types.
+    """
 
     block: Any
     numel: int
@@ -30,13 +33,18 @@ class _Shape:
 
 
 class Shapes:
-    """Descriptions of shapes, one of each; blocks of one shape share it, so that ``is`` compares them."""
+    """Descriptions of shapes, one of each; blocks of one shape share it, so that ``is`` compares
+    them.
+    """
 
     def __init__(self, language: Any) -> None:
         core, semantic = language.core, language.semantic.TritonSemantic
         self._core, self._semantic = core, semantic
         self._stock_block = core.block_type.__init__
-        self._stock_operands, self._stock_alike = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+        self._stock_operands, self._stock_alike = (
+            semantic.binary_op_type_checking_impl,
+            semantic.broadcast_impl_value,
+        )
         self._by_size: dict[tuple[Any, ...], _Shape] = {}
         self._by_block: dict[int, _Shape] = {}  # id of _Shape.block, which lives as long as this
         self._numbers: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
@@ -66,7 +74,13 @@ class Shapes:
     def _describe(self, block: Any) -> _Shape:
         size = tuple(block.shape.values)
         of_tensor = self._core.tuple([self._core.constexpr(n) for n in size])
-        made = _Shape(block.shape, block.numel, of_tensor, self._core.constexpr(math.prod(size)), str(block.shape))
+        made = _Shape(
+            block.shape,
+            block.numel,
+            of_tensor,
+            self._core.constexpr(math.prod(size)),
+            str(block.shape),
+        )
         self._by_size[size] = self._by_block[id(block.shape)] = made
         return made
 
@@ -89,7 +103,9 @@ class Shapes:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
 
     def operands(self, semantic: Any, a: Any, b: Any, *rest: bool, **named: bool) -> Any:
-        """TritonSemantic.binary_op_type_checking_impl: what it makes of two of one type, or of a number, is known."""
+        """TritonSemantic.binary_op_type_checking_impl: what it makes of two of one type, or of a
+        number, is known.
+        """
         tensor, widens = self._core.tensor, named or len(rest) > 3  # as a division of bf16 does
         if widens or not isinstance(a, tensor):
             return self._stock_operands(semantic, a, b, *rest, **named)
@@ -113,14 +129,20 @@ class Shapes:
         """TritonSemantic.broadcast_impl_value, for blocks of one rank and for scalars."""
         one, other = a.type, b.type
         if not one.is_block() or not other.is_block():
-            return (a, b) if one.is_block() == other.is_block() else self._stock_alike(semantic, a, b)
+            return (
+                (a, b) if one.is_block() == other.is_block() else self._stock_alike(semantic, a, b)
+            )
         if one.shape is other.shape:
             return a, b
         sizes = one.shape.values, other.shape.values
-        if len(sizes[0]) != len(sizes[1]) or any(m != n and 1 not in (m, n) for m, n in zip(*sizes)):
+        if len(sizes[0]) != len(sizes[1]) or any(
+            m != n and 1 not in (m, n) for m, n in zip(*sizes)
+        ):
             return self._stock_alike(semantic, a, b)
         both = [max(m, n) for m, n in zip(*sizes)]
-        return tuple(x if size == both else self._wide(semantic, x, both) for x, size in zip((a, b), sizes))
+        return tuple(
+            x if size == both else self._wide(semantic, x, both) for x, size in zip((a, b), sizes)
+        )
 
     def _wide(self, semantic: Any, x: Any, shape: list[int]) -> Any:
         kind = self._core.block_type(x.dtype, shape)
@@ -134,12 +156,18 @@ def _combined(ops: Any, one: list[Any], other: list[Any], kinds: list[Any]) -> l
     out = []
     for x, like in zip(made, one):
         data = np.asarray(x.handle.data if hasattr(x, "handle") else x)
-        out.append(data.reshape(like.shape) if data.size == like.size else np.broadcast_to(data, like.shape))
+        out.append(
+            data.reshape(like.shape)
+            if data.size == like.size
+            else np.broadcast_to(data, like.shape)
+        )
     return out
 
 
 def _slices(ops: Any, given: list[Any], axis: int, kinds: list[Any]) -> Iterator[list[Any]]:
-    """What ``given`` comes to behind the first slice along ``axis``, behind the second, and so on."""
+    """What ``given`` comes to behind the first slice along ``axis``, behind the second, and so
+    on.
+    """
     held = None
     for at in range(given[0].shape[axis]):
         here = [x.take(at, axis) for x in given]
@@ -154,7 +182,10 @@ def reduce(ops: Any, given: Any) -> list[Any]:
     *_, last = _slices(ops, data, axis, kinds)
     if ops.keep_dims:
         whole = ops.axis is None
-        last = [x.reshape((1,) * given[0].handle.data.ndim) if whole else np.expand_dims(x, axis) for x in last]
+        last = [
+            x.reshape((1,) * given[0].handle.data.ndim) if whole else np.expand_dims(x, axis)
+            for x in last
+        ]
     elif ops.axis is None:
         last = [x.item() for x in last]
     return list(map(ops.to_tensor, last, kinds))
@@ -164,7 +195,10 @@ def scan(ops: Any, given: Any) -> list[Any]:
     """ScanOps.generic_scan, a slice at a time."""
     kinds, data = [x.dtype for x in given], [x.handle.data for x in given]
     steps = list(_slices(ops, data, ops.axis, kinds))
-    return [ops.to_tensor(np.stack([step[i] for step in steps], ops.axis), kind) for i, kind in enumerate(kinds)]
+    return [
+        ops.to_tensor(np.stack([step[i] for step in steps], ops.axis), kind)
+        for i, kind in enumerate(kinds)
+    ]
 
 
 @contextlib.contextmanager

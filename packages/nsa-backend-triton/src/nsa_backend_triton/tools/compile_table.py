@@ -2,7 +2,8 @@
 
     python -m nsa_backend_triton.tools.compile_table > docs/kernels.md
 
-Needs no GPU: kernels are compiled from the launches that a call would make (nsa_backend_triton.tools.offline).
+Needs no GPU: kernels are compiled from the launches that a call would make
+(nsa_backend_triton.tools.offline).
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ SHAPES = {
 }
 STEPS = {"step": 1, "steps": 4}  # new tokens a sequence
 MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
-# Rows whose asynchronous products (wgmma) ptxas serializes, and its warnings; any other warning fails the tests.
+# Rows whose asynchronous products (wgmma) ptxas serializes, and its warnings; any other warning
+# fails the tests.
 SERIALIZED: Mapping[str, tuple[str, ...]] = {
-    # Too few registers for two programs a multiprocessor; on an H200 the fastest of nine settings all the same.
+    # Too few registers for two programs a multiprocessor; on an H200 the fastest of nine settings
+    # all the same.
     "span_forward | sm_90 | cmp | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | cmp, packed | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win | 128/128 bfloat16": ("C7512",),
@@ -39,26 +42,37 @@ SERIALIZED: Mapping[str, tuple[str, ...]] = {
     "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16": ("C7515",),
 }
 _BASE = Request(
-    slot="cmp", geometry=BlockGeometry(), n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16",
-    device="cuda", needs_grad=True, batch=1, seq_len=8192,
-)  # fmt: skip
+    slot="cmp",
+    geometry=BlockGeometry(),
+    n_heads=64,
+    n_kv_heads=4,
+    head_dim=128,
+    v_head_dim=128,
+    dtype="bfloat16",
+    device="cuda",
+    needs_grad=True,
+    batch=1,
+    seq_len=8192,
+)
 _HEAD = """# What the Triton kernels take
 
-Written by `nsa_backend_triton.tools.compile_table`, with triton {version}, on a machine without a GPU: each kernel is
-compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90 (H100, H200: {s90} KiB) with the tile shapes
-that ship, from the launches that a call of its slot makes: 64 query heads over 4 groups (`h=4`: over 16), 8192 tokens,
-l=32, d=16, l'=64, n=16, w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536
-tokens, one new token each, `steps`: four each. A test compiles a part of this table again in every ordinary run, and
-all of it in `nox -s full`: shared memory within the limit, at most {narrow} bytes a thread spilled in bfloat16 and
-{wide} in float32 (which is there to verify the compiled logic, not to be fast); the figures as printed here where
-triton's version is the same.
+Written by `nsa_backend_triton.tools.compile_table`, with triton {version}, on a machine without
+a GPU: each kernel is compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90
+(H100, H200: {s90} KiB) with the tile shapes that ship, from the launches that a call of its
+slot makes: 64 query heads over 4 groups (`h=4`: over 16), 8192 tokens, l=32, d=16, l'=64, n=16,
+w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536 tokens,
+one new token each, `steps`: four each. A test compiles a part of this table again in every
+ordinary run, and all of it in `nox -s full`: shared memory within the limit, at most {narrow}
+bytes a thread spilled in bfloat16 and {wide} in float32 (which is there to verify the compiled
+logic, not to be fast); the figures as printed here where triton's version is the same.
 
-The last column holds the codes of ptxas's warnings that it serializes a kernel's asynchronous products (wgmma, sm_90
-alone): C7512, too few registers, and C7515, sums that other instructions define while products are in flight. The rows
-with a warning are listed in `nsa_backend_triton.compile_table`; a test fails on any other.
+The last column holds the codes of ptxas's warnings that it serializes a kernel's asynchronous
+products (wgmma, sm_90 alone): C7512, too few registers, and C7515, sums that other instructions
+define while products are in flight. The rows with a warning are listed in
+`nsa_backend_triton.tools.compile_table`; a test fails on any other.
 
-sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares that of sm_80,
-sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.
+sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares
+that of sm_80, sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.
 """
 
 
@@ -83,9 +97,11 @@ def step_launches(request: Request, architecture: int, rows: int = 1) -> list[of
     with offline.recording(architecture) as made:
         append.append(
             q, (k,) * 3, (v,) * 3, win, sel, win, rope=(table, table), rotate_raw=False, call=call
-        )  # fmt: skip
+        )
         x = q.flatten(2)
-        gates.gates(x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call)
+        gates.gates(
+            x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call
+        )
         forms.step(*(given[name] for name in STEP_INPUTS["step"]), call=call)
     return made
 
@@ -117,9 +133,12 @@ class Row:
 
 
 def rows(
-    shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES, slots: tuple[str, ...] = (*SLOTS, *STEPS)
+    shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES,
+    slots: tuple[str, ...] = (*SLOTS, *STEPS),
 ) -> Iterator[Row]:
-    """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a configuration."""
+    """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a
+    configuration.
+    """
     for slot in slots:
         for architecture in ARCHITECTURES:
             for dtype, widths in shapes.items():
@@ -134,7 +153,7 @@ def rows(
 def _step_rows(asked: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
         asked, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
-    )  # fmt: skip
+    )
     for launch in step_launches(request, architecture, STEPS[slot]):
         width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
         yield Row(launch, f"{launch.name} | sm_{architecture} | {slot} | {width}", asked.dtype)
@@ -145,10 +164,16 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
     modes: list[tuple[str, dict[str, int]]] = [("", {})]
     if asked.slot == "sel":
         modes.append((", deterministic", {"deterministic": True}))
-    if asked.slot in ("select", "sel"):  # tile shapes of their own, and kernels that larger groups never launch
+    if asked.slot in (
+        "select",
+        "sel",
+    ):  # tile shapes of their own, and kernels that larger groups never launch
         modes.append((", h=4", {"n_kv_heads": asked.n_heads // 4}))
     if asked.slot in ("cmp", "win") and architecture == 90 and asked.dtype != "float32":
-        modes.append((", packed", {"varlen": True}))  # descriptors serve dense calls only: rows of their own
+        # descriptors serve dense calls only: rows of their own
+        modes.append(
+            (", packed", {"varlen": True})
+        )
     for mode, changes in modes:
         request = dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
         if configs.missing(request, architecture):
@@ -157,7 +182,11 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
             if launch.binary not in seen:
                 seen.add(launch.binary)
                 width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-                yield Row(launch, f"{launch.name} | sm_{architecture} | {asked.slot}{mode} | {width}", asked.dtype)
+                yield Row(
+                    launch,
+                    f"{launch.name} | sm_{architecture} | {asked.slot}{mode} | {width}",
+                    asked.dtype,
+                )
 
 
 def page() -> Iterator[str]:
@@ -165,7 +194,10 @@ def page() -> Iterator[str]:
     limits = {f"s{a}": offline.SHARED[a] // 1024 for a in ARCHITECTURES}
     narrow, wide = MOST_SPILLS["bfloat16"], MOST_SPILLS["float32"]
     yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, **limits)
-    yield "| kernel | GPU | slot | Dk/Dv | shared KiB | registers | spilled bytes | instructions | wgmma serialized |"
+    yield (
+        "| kernel | GPU | slot | Dk/Dv | shared KiB | registers | spilled bytes | instructions |"
+        " wgmma serialized |"
+    )
     yield "|---" * 9 + "|"
     for row in rows():
         yield row.line()

@@ -16,20 +16,37 @@ def slot_module(slot: str) -> ModuleType:
     return importlib.import_module(f"nsa_backend_triton.{MODULES[slot]}")
 
 
-def inputs(request: Request, device: str = "meta") -> tuple[torch.Tensor, list[torch.Tensor], SlotCall]:
-    """(do, the slot's tensors, the call) of ``request``, uninitialised; packed: ``batch`` documents."""
+def inputs(
+    request: Request, device: str = "meta"
+) -> tuple[torch.Tensor, list[torch.Tensor], SlotCall]:
+    """(do, the slot's tensors, the call) of ``request``, uninitialised; packed: ``batch``
+    documents.
+    """
     geometry, length, batch = request.geometry, request.seq_len or 0, request.batch or 1
     dtype = getattr(torch, request.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     lead = [length] if request.varlen else [batch, length]
-    keys = [geometry.max_compressed(length)] if request.varlen else [batch, geometry.num_compressed(length)]
+    keys = (
+        [geometry.max_compressed(length)]
+        if request.varlen
+        else [batch, geometry.num_compressed(length)]
+    )
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind, device=device)
 
     hq, g, dk, dv = request.n_heads, request.n_kv_heads, request.head_dim, request.v_head_dim
-    q, do, lse = tensor(*lead, hq, dk), tensor(*lead, hq, dv), tensor(*lead[:-1], hq, length, kind=stats)
-    k_cmp, v_cmp, k, v = tensor(*keys, g, dk), tensor(*keys, g, dv), tensor(*lead, g, dk), tensor(*lead, g, dv)
+    q, do, lse = (
+        tensor(*lead, hq, dk),
+        tensor(*lead, hq, dv),
+        tensor(*lead[:-1], hq, length, kind=stats),
+    )
+    k_cmp, v_cmp, k, v = (
+        tensor(*keys, g, dk),
+        tensor(*keys, g, dv),
+        tensor(*lead, g, dk),
+        tensor(*lead, g, dv),
+    )
     given = {
         "cmp": [q, k_cmp, v_cmp],
         "select": [q, k_cmp, lse],
@@ -41,13 +58,19 @@ def inputs(request: Request, device: str = "meta") -> tuple[torch.Tensor, list[t
     return do, given, SlotCall(geometry, 0.125, cu, length, request.deterministic)
 
 
-def step_inputs(request: Request, rows: int = 1, device: str = "meta") -> tuple[dict[str, torch.Tensor], DecodeCall]:
-    """A decode step's tensors by the contract's names, and the call: ``seq_len`` is what the cache may hold.
+def step_inputs(
+    request: Request, rows: int = 1, device: str = "meta"
+) -> tuple[dict[str, torch.Tensor], DecodeCall]:
+    """A decode step's tensors by the contract's names, and the call: ``seq_len`` is what the cache
+    may hold.
 
     A sequence has its own pages and a ring of w + rows - 1; all uninitialised.
     """
     geometry, batch, longest = request.geometry, request.batch or 1, request.seq_len or 0
-    page = request.page_size or max(1, geometry.num_select_blocks(longest)) * geometry.select_block_size
+    page = (
+        request.page_size
+        or max(1, geometry.num_select_blocks(longest)) * geometry.select_block_size
+    )
     pages, ring = -(-longest // page), geometry.window_size + rows - 1
     dtype = getattr(torch, request.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
@@ -55,18 +78,29 @@ def step_inputs(request: Request, rows: int = 1, device: str = "meta") -> tuple[
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind, device=device)
 
-    hq, g, widths = request.n_heads, request.n_kv_heads, {"k": request.head_dim, "v": request.v_head_dim}
+    hq, g, widths = (
+        request.n_heads,
+        request.n_kv_heads,
+        {"k": request.head_dim, "v": request.v_head_dim},
+    )
     stores = {
         "cmp": (batch * pages, page // geometry.compress_stride),
         "sel": (batch * pages, page),
         "win": (batch, ring),
     }
-    given = {"q": tensor(batch, rows, hq, request.head_dim), "gates": tensor(batch, rows, hq, 3, kind=stats)}
-    given |= {f"{x}_{name}": tensor(*shape, g, widths[x]) for name, shape in stores.items() for x in "kv"}
+    given = {
+        "q": tensor(batch, rows, hq, request.head_dim),
+        "gates": tensor(batch, rows, hq, 3, kind=stats),
+    }
+    given |= {
+        f"{x}_{name}": tensor(*shape, g, widths[x]) for name, shape in stores.items() for x in "kv"
+    }
     given["lse"] = tensor(batch, hq, rows, kind=stats)
     given["blocks"] = tensor(batch, rows, g, geometry.num_selected_blocks, kind=torch.int32)
     starts, lengths = tensor(batch, kind=torch.int32), tensor(batch, kind=torch.int32)
-    return given, DecodeCall(geometry, 0.125, starts, lengths, tensor(batch, pages, kind=torch.int32), longest)
+    return given, DecodeCall(
+        geometry, 0.125, starts, lengths, tensor(batch, pages, kind=torch.int32), longest
+    )
 
 
 STEP_INPUTS = {

@@ -1,4 +1,5 @@
-"""Kernels compiled for a GPU that is not here: what they will cost there, from the very launches that a call makes.
+"""Kernels compiled for a GPU that is not here: what they will cost there, from the very launches
+that a call makes.
 
     with recording(90) as launches:
         combine.forward(gates, o_cmp, o_sel, o_win, call=call)  # tensors on the meta device
@@ -29,14 +30,24 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, nati
 
 from nsa_backend_triton.host import sequences
 
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # most bytes of shared memory a block
-_SERIALIZED = re.compile(r"\((C\d+)\) Potential Performance Loss: wgmma\.mma_async instructions are serialized")
+# most bytes of shared memory a block
+SHARED = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+}
+_SERIALIZED = re.compile(
+    r"\((C\d+)\) Potential Performance Loss: wgmma\.mma_async instructions are serialized"
+)
 _INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.async\.cg)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch: a kernel and what decides its binary. Two launches with equal ``binary`` share one."""
+    """One launch: a kernel and what decides its binary. Two launches with equal ``binary`` share
+    one.
+    """
 
     kernel: JITFunction
     architecture: int
@@ -66,18 +77,25 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a compiled kernel takes, the matrix and copy instructions it uses, and ptxas's warnings about them."""
+    """What a compiled kernel takes, the matrix and copy instructions it uses, and ptxas's warnings
+    about them.
+    """
 
     shared: int  # bytes a block
     registers: int  # a thread
     spills: int  # bytes stored and loaded
     instructions: tuple[str, ...]
-    serialized: tuple[str, ...]  # codes of ptxas's warnings that it serializes the asynchronous products (wgmma)
+    # codes of ptxas's warnings that it serializes the asynchronous products (wgmma)
+    serialized: tuple[
+        str, ...
+    ]
 
 
 @contextlib.contextmanager
 def recording(architecture: int) -> Iterator[list[Launch]]:
-    """Launches inside the block are collected, as they would be made on ``architecture``, and not run."""
+    """Launches inside the block are collected, as they would be made on ``architecture``, and not
+    run.
+    """
     launches: list[Launch] = []
     target = GPUTarget("cuda", architecture, 32)
     backend = make_backend(target)
@@ -89,14 +107,18 @@ def recording(architecture: int) -> Iterator[list[Launch]]:
         packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
         options, signature, constexprs, attributes = packed
         size = grid(bound) if callable(grid) else grid
-        launches.append(Launch(kernel, architecture, tuple(size), signature, constexprs, attributes, options))
+        launches.append(
+            Launch(kernel, architecture, tuple(size), signature, constexprs, attributes, options)
+        )
 
     with mock.patch.object(JITFunction, "run", run), sequences.described(architecture):
         yield launches
 
 
 def specialized_integers(made: Launch) -> tuple[str, ...]:
-    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a constant."""
+    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a
+    constant.
+    """
     names = []
     for place, parameter in enumerate(made.kernel.params):
         if parameter.is_constexpr or parameter.do_not_specialize:
@@ -111,25 +133,37 @@ def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
     """``made`` with other values of its integer arguments, specialized by Triton's own rules.
 
     Args:
-        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a constant, a multiple
-            of 16 is marked as one.
+        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a
+            constant, a multiple of 16 is marked as one.
     """
     backend = make_backend(GPUTarget("cuda", made.architecture, 32))
-    signature, constexprs, attributes = dict(made.signature), dict(made.constexprs), dict(made.attributes)
+    signature, constexprs, attributes = (
+        dict(made.signature),
+        dict(made.constexprs),
+        dict(made.attributes),
+    )
     for place, parameter in enumerate(made.kernel.params):
         name = parameter.name
         if name not in values:
             continue
-        specialize, align = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
+        specialize, align = (
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
         kind, mark = native_specialize_impl(backend, values[name], False, specialize, align)
         constexprs.pop((place,), None)
         attributes.pop((place,), None)
-        signature[name] = parameter.annotation_type or kind  # an annotated argument keeps its type, even if it is 1
+        # an annotated argument keeps its type, even if it is 1
+        signature[name] = (
+            parameter.annotation_type or kind
+        )
         if signature[name] == "constexpr":
             constexprs[place,] = values[name]
         if isinstance(mark, str):
             attributes[place,] = backend.parse_attr(mark)
-    return dataclasses.replace(made, signature=signature, constexprs=constexprs, attributes=attributes)
+    return dataclasses.replace(
+        made, signature=signature, constexprs=constexprs, attributes=attributes
+    )
 
 
 def _source(made: Launch) -> ASTSource:
@@ -139,7 +173,8 @@ def _source(made: Launch) -> ASTSource:
 def translate(made: Launch) -> None:
     """Translate ``made`` to Triton's own IR (TTIR), the first stage of a compilation.
 
-    Errors in a kernel's Python are found here, such as a method call on an argument that became a constant.
+    Errors in a kernel's Python are found here, such as a method call on an argument that became a
+    constant.
 
     Raises:
         CompilationError: The message names the line of the kernel.
@@ -162,7 +197,14 @@ def cost(made: Launch) -> Cost:
         text.write_text(ptx)
         named = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
         assert named is not None  # every PTX file states its target
-        command = [get_ptxas(made.architecture).path, "-v", f"--gpu-name={named[1]}", str(text), "-o", str(binary)]
+        command = [
+            get_ptxas(made.architecture).path,
+            "-v",
+            f"--gpu-name={named[1]}",
+            str(text),
+            "-o",
+            str(binary),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -170,4 +212,10 @@ def cost(made: Launch) -> Cost:
     assert spills is not None, said
     instructions = tuple(sorted(set(_INSTRUCTIONS.findall(ptx))))
     serialized = tuple(sorted(set(_SERIALIZED.findall(said))))
-    return Cost(compiled.metadata.shared, int(registers[1]), int(spills[1]) + int(spills[2]), instructions, serialized)
+    return Cost(
+        compiled.metadata.shared,
+        int(registers[1]),
+        int(spills[1]) + int(spills[2]),
+        instructions,
+        serialized,
+    )

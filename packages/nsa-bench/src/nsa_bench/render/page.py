@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
 
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1400px;padding:0 1em;color:#1a1a1a}
-table{border-collapse:collapse;margin:0 0 2em;font-size:13px}td,th{padding:3px 9px;text-align:right;
-border-bottom:1px solid #ddd}td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}caption{text-align:left;
-font-weight:600;padding:6px 0}img{max-width:100%}.scroll{overflow-x:auto}pre{overflow-x:auto;background:#f6f6f6;
-padding:1em}"""
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1400px;padding:0 1em}
+body{color:#1a1a1a}table{border-collapse:collapse;margin:0 0 2em;font-size:13px}
+td,th{padding:3px 9px;text-align:right;border-bottom:1px solid #ddd}
+td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}
+caption{text-align:left;font-weight:600;padding:6px 0}img{max-width:100%}.scroll{overflow-x:auto}
+pre{overflow-x:auto;background:#f6f6f6;padding:1em}"""
 
 
 def page(result: Result) -> str:
@@ -31,19 +32,21 @@ def page(result: Result) -> str:
     body = "".join(_html_table(rows) for rows in tables(result))
     facts = {"environment": result.environment, "settings": result.settings}
     gaps = f"<h2>Figures that are missing</h2><ul>{missing}</ul>" if missing else ""
+    head = f'<meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
+    image = f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">'
+    settings = f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
-        f"</head><body><h1>nsa bench</h1><ul>{lines}</ul>"
-        f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">{body}'
-        f"{gaps}<h2>Machine and settings</h2><pre>{html.escape(json.dumps(facts, indent=1))}</pre></body></html>\n"
+        f'<!doctype html><html lang="en"><head>{head}</head><body><h1>nsa'
+        f" bench</h1><ul>{lines}</ul>{image}{body}{gaps}<h2>Machine and"
+        f" settings</h2>{settings}</body></html>\n"
     )
 
 
 def _html_table(rows: Rows) -> str:
     title, columns, cells = rows
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cell) + "</tr>" for cell in cells)
-    return (
-        f'<div class="scroll"><table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cell) + "</tr>" for cell in cells
     )
+    inner = f"<caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead>"
+    return f'<div class="scroll"><table>{inner}<tbody>{body}</tbody></table></div>'

@@ -1,4 +1,6 @@
-"""Plots of a bench result: time over length with the crossover, time per branch, roofline. Loads matplotlib lazily."""
+"""Plots of a bench result: time over length with the crossover, time per branch, roofline. Loads
+matplotlib lazily.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,19 @@ def _tokens(length: int) -> str:
 
 
 def _nothing(axes: Any) -> None:
-    axes.text(0.5, 0.5, "no figure", ha="center", va="center", transform=axes.transAxes, color="#888888")
+    axes.text(
+        0.5, 0.5, "no figure", ha="center", va="center", transform=axes.transAxes, color="#888888"
+    )
     axes.set_xticks([])
     axes.set_yticks([])
 
 
-def _over_length(axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]) -> None:
-    """Median over length with quartiles; a dotted line where a combination overtakes dense for good."""
+def _over_length(
+    axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]
+) -> None:
+    """Median over length with quartiles; a dotted line where a combination overtakes dense for
+    good.
+    """
     from matplotlib.ticker import NullLocator
 
     timed = [m for m in found if m.performance]
@@ -84,24 +92,37 @@ def _over_length(axes: Any, found: list[Measurement], result: Result, colours: d
         times = [p for m in points if (p := m.performance)]
         dashed = {"dense": "--", "rival": "-."}.get(points[0].kind, "-")
         axes.plot(
-            lengths, [t.median_ms for t in times], dashed, marker="o", ms=4, color=colours[subject], label=subject
+            lengths,
+            [t.median_ms for t in times],
+            dashed,
+            marker="o",
+            ms=4,
+            color=colours[subject],
+            label=subject,
         )
         low, high = [t.q1_ms for t in times], [t.q3_ms for t in times]
         axes.fill_between(lengths, low, high, color=colours[subject], alpha=0.15, lw=0)
     measured = sorted({m.length for m in timed})
     for c in result.crossovers:
-        if (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].problem and c.length and c.length > measured[0]:
+        if (
+            (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].problem
+            and c.length
+            and c.length > measured[0]
+        ):
             label = f"{c.subject} overtakes dense: {c.length} tokens"
             axes.axvline(c.length, ls=":", color=colours.get(c.subject, "#000000"), label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per call (median, quartiles)")
     axes.set_xticks(measured, [_tokens(n) for n in measured])
-    axes.xaxis.set_minor_locator(NullLocator())  # y keeps its own: a range within one decade has no other labels
+    # y keeps its own: a range within one decade has no other labels
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=2)
 
 
 def _stacked(axes: Any, found: list[Measurement]) -> None:
-    """Time per branch over that of the whole call at the longest length: a bar per combination and phase."""
+    """Time per branch over that of the whole call at the longest length: a bar per combination and
+    phase.
+    """
     if not found:
         return _nothing(axes)
     longest = max(m.length for m in found)
@@ -112,22 +133,44 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
         left = 0.0
         for name, colour in BRANCH_COLOURS.items():
             part = m.parts.get(name)
-            width = part.performance.median_ms / m.performance.median_ms if part and part.performance else 0.0
-            axes.barh(height, width, left=left, color=colour, height=0.6, label=name if height == 0 else None)
+            width = (
+                part.performance.median_ms / m.performance.median_ms
+                if part and part.performance
+                else 0.0
+            )
+            axes.barh(
+                height,
+                width,
+                left=left,
+                color=colour,
+                height=0.6,
+                label=name if height == 0 else None,
+            )
             left += width
         widest = max(widest, left)
-        axes.text(max(left, 1.0) + 0.02, height, f"{number(m.performance.median_ms)} ms", va="center", fontsize=8)
+        axes.text(
+            max(left, 1.0) + 0.02,
+            height,
+            f"{number(m.performance.median_ms)} ms",
+            va="center",
+            fontsize=8,
+        )
     axes.axvline(1.0, color="black", lw=1.5, label="whole call")
     names = [f"{m.subject}\n{m.phase}" for m in bars]
     axes.set_yticks(range(len(bars)), names, fontsize=8)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlim(0, widest * 1.3)
-    axes.set(xlabel="each kernel alone, over the whole call", title=f"time per branch at {_tokens(longest)} tokens")
+    axes.set(
+        xlabel="each kernel alone, over the whole call",
+        title=f"time per branch at {_tokens(longest)} tokens",
+    )
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)
 
 
 def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]) -> None:
-    """Achieved rate over arithmetic intensity at the longest length of the first phase, under this machine's roof."""
+    """Achieved rate over arithmetic intensity at the longest length of the first phase, under this
+    machine's roof.
+    """
     if not found:
         return _nothing(axes)
     phase, longest = found[0].phase, max(m.length for m in found)
@@ -152,7 +195,12 @@ def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict
         axes.plot([x], [rate], ls="", marker=_MARKS[name], ms=8, color=colours[subject], alpha=0.85)
     for name in dict.fromkeys(name for _, name, *_ in points):
         axes.plot([], [], ls="", marker=_MARKS[name], color="#444444", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte that must move", ylabel="TFLOP/s of counted work")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations per byte that must move",
+        ylabel="TFLOP/s of counted work",
+    )
     axes.set_title(f"roofline, {phase} at {_tokens(longest)} tokens (colours as at left)")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)

@@ -1,4 +1,6 @@
-"""The figure of a decode bench: the time of a step by subject and cell, and each slot's share of it."""
+"""The figure of a decode bench: the time of a step by subject and cell, and each slot's share of
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,31 +52,39 @@ def _times(axes: Any, found: list[Measurement], colours: dict[str, str]) -> None
             right = p.median_ms
             if m.kind != "layer":
                 axes.plot([m.floor_ms] * 2, [place - 0.4, place + 0.4], color="black", lw=1.5)
-                right = max(right, m.floor_ms)  # a dense kernel sits on its floor: the number stands behind both
+                # a dense kernel sits on its floor: the number stands behind both
+                right = max(right, m.floor_ms)
             axes.text(right * 1.08, place, f"{number(p.median_ms)} ms", va="center", fontsize=8)
             ticks.append((place, f"{m.subject}  {cell}"))
             place += 1
         place += 0.6
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8)
     axes.set_ylim(place, -0.8)
-    axes.set(xscale="log", xlabel="ms per step (median; black: the floor of its bytes and operations)")
+    axes.set(
+        xscale="log", xlabel="ms per step (median; black: the floor of its bytes and operations)"
+    )
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.15)  # room for the numbers
     axes.grid(alpha=0.25, axis="x")
 
 
 def _shares(axes: Any, found: list[Measurement], below: float) -> None:
-    """Each slot's share of the step by its slots, a bar per cell; the legend ``below`` the axes, in their height."""
+    """Each slot's share of the step by its slots, a bar per cell; the legend ``below`` the axes, in
+    their height.
+    """
     for height, m in enumerate(found):
         left = 0.0
         for name, share in m.shares.items():
             label = name if height == 0 else None
             axes.barh(height, share, left=left, color=BRANCH_COLOURS[name], height=0.6, label=label)
             left += share
-        axes.text(max(left, 1.0) + 0.02, height, f"{left:.0%}", va="center", fontsize=8)  # not across the line at 1
+        # not across the line at 1
+        axes.text(max(left, 1.0) + 0.02, height, f"{left:.0%}", va="center", fontsize=8)
     axes.axvline(1.0, color="black", lw=1.2, label="step by its slots")
     axes.set_yticks(range(len(found)), [f"{m.subject}  {_where(m)}" for m in found], fontsize=8)
     axes.set_ylim(len(found) - 0.3, -0.7)
     axes.set_xlim(0, max([1.0, *(sum(m.shares.values()) for m in found)]) * 1.25)
     axes.set(xlabel="time of each slot over that of the step by its slots", title="shares")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3)
+    axes.legend(
+        fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3
+    )

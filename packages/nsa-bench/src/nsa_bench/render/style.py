@@ -16,9 +16,13 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#
 _GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
 _DPI, _COLOURS_KEPT = 100, 96
 BRANCH_COLOURS = {
-    "compress": "#bdbdbd", "cmp": "#0072b2", "select": "#e69f00", "sel": "#d55e00", "win": "#009e73",
+    "compress": "#bdbdbd",
+    "cmp": "#0072b2",
+    "select": "#e69f00",
+    "sel": "#d55e00",
+    "win": "#009e73",
     "combine": "#cc79a7",
-}  # fmt: skip
+}
 
 
 def need_matplotlib() -> None:
@@ -28,7 +32,9 @@ def need_matplotlib() -> None:
         BackendUnavailable: with what to type.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise BackendUnavailable("plots need matplotlib, which is not installed; pip install 'nsa-cli[plot]'")
+        raise BackendUnavailable(
+            "plots need matplotlib, which is not installed; pip install 'nsa-cli[plot]'"
+        )
 
 
 def drawn(make: Callable[[], Any], kind: str) -> bytes:
@@ -36,11 +42,18 @@ def drawn(make: Callable[[], Any], kind: str) -> bytes:
     need_matplotlib()
     import matplotlib as mpl
 
-    style: Any = {"svg.hashsalt": "nsa", "svg.fonttype": "path", "font.size": 9, "axes.titlesize": 10}
+    style: Any = {
+        "svg.hashsalt": "nsa",
+        "svg.fonttype": "path",
+        "font.size": 9,
+        "axes.titlesize": 10,
+    }
     with mpl.rc_context(style):
         figure = make()
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(
+            buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None
+        )
     return buffer.getvalue() if kind == "svg" else _small(buffer)
 
 
@@ -60,5 +73,9 @@ def colours_of(result: Result) -> dict[str, str]:
     for m in result.measurements:
         if m.subject not in names[m.kind]:
             names[m.kind].append(m.subject)
-    found = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])}
-    return found | {name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])}
+    found = {
+        name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])
+    }
+    return found | {
+        name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])
+    }

@@ -1,4 +1,6 @@
-"""The tables of a bench result: combinations, figures of prefill, and what differs between two results."""
+"""The tables of a bench result: combinations, figures of prefill, and what differs between two
+results.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,53 @@ def rows_of(result: Result) -> Iterator[Rows]:
     problems = list(dict.fromkeys(m.problem for m in result.measurements))
     for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
         shape, dtype, inputs, phase, batch = problem
-        title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all samples)"
+        title = (
+            f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all"
+            " samples)"
+        )
         found = [m for m in result.measurements if m.problem == problem]
         graphs = any(m.performance and m.performance.eager for m in found)
         eager = ["eager"] * graphs
-        columns = ["tokens", "subject", "total", "q1..q3", *eager, *_PARTS, "x dense", "of floor", "MiB"]
+        columns = [
+            "tokens",
+            "subject",
+            "total",
+            "q1..q3",
+            *eager,
+            *_PARTS,
+            "x dense",
+            "of floor",
+            "MiB",
+        ]
         rows = sorted(found, key=lambda m: (m.length, m.kind, m.subject))
         yield title, columns, [_row(m, result.peaks[dtype], graphs) for m in rows]
 
 
 def _row(m: Measurement, peaks: Peaks, graphs: bool) -> list[str]:
     if m.performance is None:
-        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 4 + graphs)]  # the summary says why
+        # the summary says why
+        return [
+            str(m.length),
+            m.subject,
+            "-",
+            *[""] * (len(_PARTS) + 4 + graphs),
+        ]
     p = m.performance
     eager = [number(p.eager_ms)] * graphs
     parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
     share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
     return [
-        str(m.length), m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}", *eager, *parts,
-        number(m.ratio_to_dense), share, size(m.peak_memory_bytes),
-    ]  # fmt: skip
+        str(m.length),
+        m.subject,
+        number(p.median_ms),
+        f"{number(p.q1_ms)}..{number(p.q3_ms)}",
+        *eager,
+        *parts,
+        number(m.ratio_to_dense),
+        share,
+        size(m.peak_memory_bytes),
+    ]
 
 
 def _part(m: Measurement, name: str) -> str:
@@ -61,7 +89,9 @@ def _part(m: Measurement, name: str) -> str:
 def _combos(result: Result) -> Rows:
     gates: dict[str, list[str]] = {}
     for gate in result.gates:
-        gates.setdefault(gate.combo, []).append("ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}")
+        gates.setdefault(gate.combo, []).append(
+            "ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}"
+        )
     cells = [
         [
             name,

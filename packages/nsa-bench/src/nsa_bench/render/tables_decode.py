@@ -17,8 +17,23 @@ def decode_rows(result: Result) -> Iterator[Rows]:
     """A table per shape, dtype and kind of cache: a row per cell and subject."""
     found = [m for m in result.measurements if m.phase == "decode"]
     for group in dict.fromkeys((m.shape, m.dtype, m.inputs) for m in found):
-        title = f"{group[0]} {group[1]}, a step (cache: {group[2]}): ms (median), and a slot's share of the step"
-        columns = ["B x tokens", "subject", "ms", "q1..q3", "CV", *SLOTS, "sum", "x dense", "TB/s", "of floor", "MiB"]
+        title = (
+            f"{group[0]} {group[1]}, a step (cache: {group[2]}): ms (median), and a slot's share of"
+            " the step"
+        )
+        columns = [
+            "B x tokens",
+            "subject",
+            "ms",
+            "q1..q3",
+            "CV",
+            *SLOTS,
+            "sum",
+            "x dense",
+            "TB/s",
+            "of floor",
+            "MiB",
+        ]
         rows = [m for m in found if (m.shape, m.dtype, m.inputs) == group]
         yield title, columns, [_row(m) for m in rows]
 
@@ -29,26 +44,53 @@ def _row(m: Measurement) -> list[str]:
         return [where, m.subject, "-", *[""] * (len(SLOTS) + 7)]  # the summary says why
     spread = spread_of_repeats(p)
     shares = m.shares
-    parts = [f"{milliseconds(m.parts[s].performance)} ({shares[s]:.0%})" if s in shares else "" for s in SLOTS]
+    parts = [
+        f"{milliseconds(m.parts[s].performance)} ({shares[s]:.0%})" if s in shares else ""
+        for s in SLOTS
+    ]
     rate = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
     return [
-        where, m.subject, number(p.median_ms), f"{number(p.q1_ms)}..{number(p.q3_ms)}",
-        "-" if spread is None else f"{spread:.1%}", *parts, f"{sum(shares.values()):.0%}" if shares else "",
-        number(m.ratio_to_dense), rate, "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%}",
+        where,
+        m.subject,
+        number(p.median_ms),
+        f"{number(p.q1_ms)}..{number(p.q3_ms)}",
+        "-" if spread is None else f"{spread:.1%}",
+        *parts,
+        f"{sum(shares.values()):.0%}" if shares else "",
+        number(m.ratio_to_dense),
+        rate,
+        "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%}",
         size(m.peak_memory_bytes),
-    ]  # fmt: skip
+    ]
 
 
 def decode_notes(result: Result) -> Iterator[str]:
     """How to read the table."""
     if any(m.subject.endswith(", slots one by one") for m in result.measurements):
-        yield "shares are of the slots run one by one; the step itself is fused, and its parts are not timed apart"
+        yield (
+            "shares are of the slots run one by one; the step itself is fused, and its parts are"
+            " not timed apart"
+        )
     steps = [m for m in result.measurements if m.phase == "decode"]
-    methods = {part.performance.method for m in steps for part in m.parts.values() if part.performance}
+    methods = {
+        part.performance.method for m in steps for part in m.parts.values() if part.performance
+    }
     within = {method for method in methods if method.startswith("within")}
     if within:
-        yield "slots: as they follow one another in a step; on a GPU graphs of the first slots, each less the last one"
+        yield (
+            "slots: as they follow one another in a step; on a GPU graphs of the first slots, each"
+            " less the last one"
+        )
     if methods - within:  # result files of before slots were timed so
-        yield "slots: each alone, with a beginning and an end of its own: their sum may be more than the step"
-    yield "CV: deviation of 5 repeats over their mean; TB/s: bytes that a step must move over its time"
-    yield "layer step: attn(x, cache=cache), projections and appends included, on a default layer of these heads"
+        yield (
+            "slots: each alone, with a beginning and an end of its own: their sum may be more than"
+            " the step"
+        )
+    yield (
+        "CV: deviation of 5 repeats over their mean; TB/s: bytes that a step must move over its"
+        " time"
+    )
+    yield (
+        "layer step: attn(x, cache=cache), projections and appends included, on a default layer of"
+        " these heads"
+    )

@@ -12,18 +12,27 @@ from nsa_core.layout import BlockGeometry
 
 
 class BlockTable:
-    """Pages of ``batch`` sequences; without ``total`` pages to share, one piece of ``page`` tokens each, for good.
+    """Pages of ``batch`` sequences; without ``total`` pages to share, one piece of ``page`` tokens
+    each, for good.
 
-    A compressed token lies in the page of its first token and is written when its last arrives: what a sequence of n
-    tokens has yet to write begins in the page of token num_compressed(n) * d.
+    A compressed token lies in the page of its first token and is written when its last arrives:
+    what a sequence of n tokens has yet to write begins in the page of token num_compressed(n) * d.
 
     Attributes:
-        entries: int32 [B, pages of a sequence] on the device; those of tokens that a sequence has not are any page.
-        room: how many tokens each sequence may get to have without asking for pages; ``device_room`` int32 [B] too.
+        entries: int32 [B, pages of a sequence] on the device; those of tokens that a sequence has
+            not are any page.
+        room: how many tokens each sequence may get to have without asking for pages;
+            ``device_room`` int32 [B] too.
     """
 
     def __init__(
-        self, geometry: BlockGeometry, batch: int, max_len: int, page: int, total: int | None, device: torch.device
+        self,
+        geometry: BlockGeometry,
+        batch: int,
+        max_len: int,
+        page: int,
+        total: int | None,
+        device: torch.device,
     ) -> None:
         self._geometry, self._max_len, self.page, self._device = geometry, max_len, page, device
         self.pages = None if total is None else Pages(batch, page, total)
@@ -34,7 +43,8 @@ class BlockTable:
         self.device_room = torch.full((batch,), self.room[0], dtype=torch.int32, device=device)
 
     def own(self, wanted: Mapping[int, tuple[int, int]], stores: Stores) -> None:
-        """``wanted[b] = (length, tokens)``: b, now of ``length`` tokens, can be written up to ``tokens`` of them.
+        """``wanted[b] = (length, tokens)``: b, now of ``length`` tokens, can be written up to
+        ``tokens`` of them.
 
         Raises:
             InvalidInput: too few pages are free; nothing has changed.
@@ -42,7 +52,10 @@ class BlockTable:
         if self.pages is None:
             return
         d = self._geometry.compress_stride
-        first = {b: self._geometry.num_compressed(length) * d // self.page for b, (length, _) in wanted.items()}
+        first = {
+            b: self._geometry.num_compressed(length) * d // self.page
+            for b, (length, _) in wanted.items()
+        }
         changes = self.pages.own((b, first[b], tokens) for b, (_, tokens) in wanted.items())
         for b in wanted:
             self.room[b] = min(self._max_len, len(self.pages.rows[b]) * self.page)
@@ -67,7 +80,9 @@ class BlockTable:
         return pages
 
     def replace(self, rows: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
-        """Each sequence b of ``rows`` holds those pages, shared, in place of its own, and ``lengths[b]`` tokens."""
+        """Each sequence b of ``rows`` holds those pages, shared, in place of its own, and
+        ``lengths[b]`` tokens.
+        """
         if self.pages is None:
             return
         self._follow(self.pages.replace(rows))

@@ -1,7 +1,8 @@
-"""A step of more rows than the cache's rings have room for: a chunk of a long prompt over what came before.
+"""A step of more rows than the cache's rings have room for: a chunk of a long prompt over what came
+before.
 
-The rings hold w and l tokens and a few more. A long step has rings of its own, which begin with the tokens that its
-first row may see; the cache's take the newest back when it is done.
+The rings hold w and l tokens and a few more. A long step has rings of its own, which begin with the
+tokens that its first row may see; the cache's take the newest back when it is done.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ def _begun(cache: NSACache, ring: Pair, before: int, rows: int) -> Pair:
     heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
     own = Pair(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
     for store in own.flat:
-        store.zero_()  # of a sequence with fewer new tokens than rows it has room for older ones, which have no value
+        # of a sequence with fewer new tokens than rows it has room for older ones, which have no
+        # value
+        store.zero_()
     tokens = cache.starts[:, None] - before + cache.stores.count[:before]
     own.write(own.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
     return own
 
 
 def keep_newest(cache: NSACache, longer: Stores, rows: int) -> None:
-    """Put the newest tokens of a step of ``rows`` rows into the cache's rings; older ones are there."""
+    """Put the newest tokens of a step of ``rows`` rows into the cache's rings; older ones are
+    there.
+    """
     for ring, own in ((cache.stores.win, longer.win), (cache.stores.raw, longer.raw)):
         count = min(ring.rows, rows)
         tokens = cache.lengths[:, None] - count + cache.stores.count[:count]

@@ -1,4 +1,6 @@
-"""The tensors of a cache: pages and rings of keys and values, and how rows are put into them and taken out."""
+"""The tensors of a cache: pages and rings of keys and values, and how rows are put into them and
+taken out.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,24 @@ from nsa_core.torch_ops.slot_op import stats_dtype
 class Pair:
     """Keys [outer, rows, G, Dk] and values [outer, rows, G, Dv], ``outer`` pages or sequences.
 
-    Behind the last row lies one more that nobody reads: what a step must not write goes there, so that a write has
-    the same shape whatever the lengths on the device are.
+    Behind the last row lies one more that nobody reads: what a step must not write goes there, so
+    that a write has the same shape whatever the lengths on the device are.
     """
 
     def __init__(
-        self, outer: int, rows: int, heads: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        outer: int,
+        rows: int,
+        heads: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.rows, self.nowhere = rows, outer * rows
-        self.flat = tuple(torch.empty((outer * rows + 1, heads, width), dtype=dtype, device=device) for width in widths)
+        self.flat = tuple(
+            torch.empty((outer * rows + 1, heads, width), dtype=dtype, device=device)
+            for width in widths
+        )
         self._first = torch.arange(0, outer * rows, rows, device=device)[:, None]
         self.k, self.v = (x[:-1].view(outer, rows, heads, -1) for x in self.flat)
 
@@ -35,8 +46,11 @@ class Pair:
         for store, rows in zip(self.flat, (k, v)):
             store.index_copy_(0, index, rows.reshape(-1, *rows.shape[-2:]))
 
-    def in_pages(self, rows: torch.Tensor, table: torch.Tensor, absent: torch.Tensor | None) -> torch.Tensor:
-        """Flat index of rows int64 [b, m] of sequences with block table ``table`` int32 [b, pages]; of pages.
+    def in_pages(
+        self, rows: torch.Tensor, table: torch.Tensor, absent: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Flat index of rows int64 [b, m] of sequences with block table ``table`` int32 [b, pages];
+        of pages.
 
         Nowhere for those that are ``absent``, bool [b, m]; None: none is.
         """
@@ -48,9 +62,14 @@ class Pair:
         return index if absent is None else index.masked_fill(absent, self.nowhere)
 
     def in_ring(
-        self, tokens: torch.Tensor, absent: torch.Tensor | None, sequences: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        absent: torch.Tensor | None,
+        sequences: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Flat index of tokens int64 [b, m] of ``sequences`` int64 [b] (None: all); of a ring. Nowhere likewise."""
+        """Flat index of tokens int64 [b, m] of ``sequences`` int64 [b] (None: all); of a ring.
+        Nowhere likewise.
+        """
         first = self._first if sequences is None else self._first[sequences]
         index = tokens % self.rows + first
         return index if absent is None else index.masked_fill(absent, self.nowhere)
@@ -77,7 +96,14 @@ class Pair:
 class _Positions:
     """See :class:`Stores`; the same tensors for the caches of all layers of a model."""
 
-    def __init__(self, config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: NSAConfig,
+        max_len: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.count = torch.arange(longest, device=device)
         past = self.count[: max_len + 1] - config.compress_block_size + config.compress_stride
         self.compressed = past.div(config.compress_stride, rounding_mode="floor").clamp(min=0)
@@ -89,7 +115,9 @@ class _Positions:
 _known: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
 
 
-def _positions(config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device) -> _Positions:
+def _positions(
+    config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device
+) -> _Positions:
     rotary = (config.qk_dim, config.rope_base, stats_dtype(dtype)) if config.rope else None
     key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
     found = _known.get(key)
@@ -107,7 +135,8 @@ class Stores:
         rope: angles of every position that a step can name, padding's too; None without rotary.
         count: int64 [0, 1, 2, ...] as long as any row of positions.
         places: where the next block of each sequence lies.
-        compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that of max_len.
+        compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that
+            of max_len.
     """
 
     def __init__(
@@ -131,7 +160,12 @@ class Stores:
         shared = _positions(config, max_len, longest, dtype, device)
         self.places = block_places(config, batch, max_len, self.cmp.rows, rings[1], dtype, device)
         self.most_compressed = config.geometry.num_compressed(max_len)
-        self._shared, self.count, self.compressed, self.rope = shared, shared.count, shared.compressed, shared.rope
+        self._shared, self.count, self.compressed, self.rope = (
+            shared,
+            shared.count,
+            shared.compressed,
+            shared.rope,
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of keys and values, with its unread row."""

@@ -47,7 +47,11 @@ class CacheSizes(NamedTuple):
 
 
 def make_cache(
-    attn: NSAttention, sizes: CacheSizes, dtype: torch.dtype, device: str | torch.device | None, plan: Plan | None
+    attn: NSAttention,
+    sizes: CacheSizes,
+    dtype: torch.dtype,
+    device: str | torch.device | None,
+    plan: Plan | None,
 ) -> NSACache:
     """NSAttention.new_cache."""
     from nsa_core.dispatch.candidates import known_device
@@ -83,8 +87,17 @@ def check_plan(cache: NSACache, plan: Plan) -> None:
     """
     must_be_plan(plan)
     asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
-    named = {"phase": "decode", "dtype": dtype, "device": cache.device.type, "page_size": cache.page_size}
-    wrong = [f"{n} is {got!r}, not {due!r}" for n, due in named.items() if (got := getattr(asked, n)) != due]
+    named = {
+        "phase": "decode",
+        "dtype": dtype,
+        "device": cache.device.type,
+        "page_size": cache.page_size,
+    }
+    wrong = [
+        f"{n} is {got!r}, not {due!r}"
+        for n, due in named.items()
+        if (got := getattr(asked, n)) != due
+    ]
     if plan.config != cache.config:
         wrong.append(f"it is for {plan.config}, not {cache.config}")
     if wrong:

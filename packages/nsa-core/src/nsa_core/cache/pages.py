@@ -1,4 +1,6 @@
-"""Pages of a cache: which are free, who holds which, and who may write to them. Host integers only, no tensors."""
+"""Pages of a cache: which are free, who holds which, and who may write to them. Host integers only,
+no tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Changes(NamedTuple):
 class Pages:
     """``total`` pages of ``size`` tokens, shared by sequences and snapshots by reference count.
 
-    A page that several hold is read by all and written by none: :meth:`own` gives a writer a copy of its own.
+    A page that several hold is read by all and written by none: :meth:`own` gives a writer a copy
+    of its own.
     """
 
     def __init__(self, batch: int, size: int, total: int) -> None:
@@ -37,7 +40,8 @@ class Pages:
         return -(-tokens // self.size)
 
     def own(self, wanted: Iterable[tuple[int, int, int]]) -> Changes:
-        """For each (sequence, first, tokens): its pages from ``first`` to the one of token ``tokens`` - 1 are its own.
+        """For each (sequence, first, tokens): its pages from ``first`` to the one of token
+        ``tokens`` - 1 are its own.
 
         Pages that it lacks come from the free ones, and those it shares are exchanged for copies.
 
@@ -45,7 +49,11 @@ class Pages:
             InvalidInput: too few pages are free; nothing has changed.
         """
         wanted = list(wanted)
-        refs, missing = dict[int, int](), dict[int, list[int]]()  # missing: sequence -> places that need a page
+        # missing: sequence -> places that need a page
+        refs, missing = (
+            dict[int, int](),
+            dict[int, list[int]](),
+        )
         for b, first, tokens in wanted:
             row, places = self.rows[b], []
             for place in range(first, max(len(row), self.pages_of(tokens))):
@@ -60,8 +68,9 @@ class Pages:
         if needed > self.free:
             who = ", ".join(map(str, missing))
             raise InvalidInput(
-                f"out of pages: sequences {who} need {needed} more of {self.size} tokens, "
-                f"{self.free} of {self.total} are free (reset sequences that are done, or take more num_pages)"
+                f"out of pages: sequences {who} need {needed} more of {self.size} tokens,"
+                f" {self.free} of {self.total} are free (reset sequences that are done, or take"
+                " more num_pages)"
             )
         changes = Changes([], [])
         for b, places in missing.items():
@@ -99,7 +108,9 @@ class Pages:
         del row[keep:]
 
     def replace(self, rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-        """Each sequence b of ``rows`` holds those pages, shared, in place of its own; the entries of the table."""
+        """Each sequence b of ``rows`` holds those pages, shared, in place of its own; the entries
+        of the table.
+        """
         for pages in rows.values():
             self.share(pages)
         for b, pages in rows.items():

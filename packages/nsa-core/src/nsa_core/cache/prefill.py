@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention
 
 
-def prefill(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
+def prefill(
+    attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None
+) -> torch.Tensor:
     """[B, m, dim] for x [B, m, dim], where all sequences that get tokens are empty."""
     assert arrival.counts is not None
     active = [b for b, n in enumerate(arrival.counts) if n]
@@ -33,11 +35,22 @@ def prefill(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arriva
         (q, k, v, k_cmp, v_cmp), raw = attn.project_with_raw(x)
         gates, plan = gates_of(attn.gate, x), attn.plan_of(x, q, False, plan)
         o = nsa_attention(q, k, v, gates, config=attn.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
-        _fill(cache, sequences, lengths, padding is not None, ((*raw,), (k[1], v[1]), (k[2], v[2])), (k_cmp, v_cmp))
+        _fill(
+            cache,
+            sequences,
+            lengths,
+            padding is not None,
+            ((*raw,), (k[1], v[1]), (k[2], v[2])),
+            (k_cmp, v_cmp),
+        )
         undo.pop_all()
     result: torch.Tensor = attn.out(o.flatten(-2))
     result = result if padding is None else result.masked_fill(padding, 0)
-    return result.new_zeros((cache.batch, *result.shape[1:])).index_copy(0, sequences, result) if some else result
+    return (
+        result.new_zeros((cache.batch, *result.shape[1:])).index_copy(0, sequences, result)
+        if some
+        else result
+    )
 
 
 def _fill(
@@ -52,10 +65,14 @@ def _fill(
     stores, geometry, table = cache.stores, cache.config.geometry, cache.table.entries[sequences]
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = stores.count[:total].expand(len(sequences), -1)
-    stores.sel.write(stores.sel.in_pages(positions, table, positions >= ends if ragged else None), *pairs[1])
+    stores.sel.write(
+        stores.sel.in_pages(positions, table, positions >= ends if ragged else None), *pairs[1]
+    )
     blocks = stores.count[:n_c].expand(len(sequences), -1)
     unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
-    stores.cmp.write(stores.cmp.in_pages(blocks, table, unfinished if ragged else None), *compressed)
+    stores.cmp.write(
+        stores.cmp.in_pages(blocks, table, unfinished if ragged else None), *compressed
+    )
     every = torch.arange(len(sequences), device=cache.device)[:, None]
     for ring, (k, v) in ((stores.raw, pairs[0]), (stores.win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + stores.count[: min(ring.rows, total)]

@@ -1,11 +1,14 @@
-"""A layer's step over a cache: what is new is projected, put into the cache, and attends to what lies there.
+"""A layer's step over a cache: what is new is projected, put into the cache, and attends to what
+lies there.
 
     stores[starts .. lengths)  <-  rotary(k), v                     the step's own tokens
-    k_cmp[i]  <-  rotary(phi(raw[i*d .. i*d + l)))                  of every block whose last token has come
+    k_cmp[i]  <-  rotary(phi(raw[i*d .. i*d + l)))
+    of every block whose last token has come
     o         =   sum over c of g^c Attn(q, stores^c)               the decode forms of a plan
 
-Steps run without gradient. Nothing here asks the device anything: lengths stay there, and what does not exist is
-masked. Only what the host knows anyway (a block completes, no page is missing) is left out.
+Steps run without gradient. Nothing here asks the device anything: lengths stay there, and what does
+not exist is masked. Only what the host knows anyway (a block completes, no page is missing) is left
+out.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ FEW_TOKENS = 32  # whose gates are few enough that launches are what they cost
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.compiler.disable(reason="a step changes its cache, and the host decides on pages; capture it in a CUDA graph")
+@torch.compiler.disable(
+    reason="a step changes its cache, and the host decides on pages; capture it in a CUDA graph"
+)
 def step(
     attn: NSAttention,
     x: torch.Tensor,  # [B, m, dim]
@@ -52,9 +57,15 @@ def step(
 ) -> torch.Tensor:
     """Append the tokens of x and return the layer's output for them; see NSAttention.forward."""
     if cache is not None and not isinstance(cache, NSACache):
-        raise InvalidInput(f"cache must be what new_cache() of this layer gave, got {type(cache).__name__}")
+        raise InvalidInput(
+            f"cache must be what new_cache() of this layer gave, got {type(cache).__name__}"
+        )
     if cache is None or packed:
-        why = "new goes with cache=" if cache is None else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
+        why = (
+            "new goes with cache="
+            if cache is None
+            else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
+        )
         raise InvalidInput(why)
     in_graph = capturing(cache.device)
     _refuse(attn, x, cache, in_graph)
@@ -72,14 +83,17 @@ def step(
         return y if rows == arrival.rows else F.pad(y, (0, 0, 0, arrival.rows - rows))
 
 
-def _run(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
+def _run(
+    attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None
+) -> torch.Tensor:
     """A step that was admitted."""
     assert arrival.counts is not None
     if arrival.rows > 1 and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
         return prefill(attn, x, cache, arrival, plan)
     most = max(cache.max_step, MOST_ROWS)
     pieces = [
-        _piece(attn, x[:, i : i + most], cache, arrival.piece(i, most), plan) for i in range(0, arrival.rows, most)
+        _piece(attn, x[:, i : i + most], cache, arrival.piece(i, most), plan)
+        for i in range(0, arrival.rows, most)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
@@ -91,22 +105,35 @@ def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, in_graph: bool)
     if x.shape[0] != cache.batch:
         wrong.append(f"x has {x.shape[0]} sequences, the cache {cache.batch}")
     if (x.device, dtype) != (cache.device, cache.dtype):
-        wrong.append(f"the layer computes {dtype} on {x.device}, the cache is {cache.dtype} on {cache.device}")
+        wrong.append(
+            f"the layer computes {dtype} on {x.device}, the cache is {cache.dtype} on"
+            f" {cache.device}"
+        )
     if torch.is_grad_enabled() and x.requires_grad:
-        wrong.append("x requires grad, and no gradient flows through a cache: call the layer under torch.no_grad()")
+        wrong.append(
+            "x requires grad, and no gradient flows through a cache: call the layer under"
+            " torch.no_grad()"
+        )
     if in_graph and x.shape[1] > cache.max_step:
-        wrong.append(f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]}")
+        wrong.append(
+            f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]}"
+        )
     if wrong:
         raise InvalidInput("; ".join(wrong))
 
 
 def rehearse(cache: NSACache, rows: int) -> None:
-    """A step of ``rows`` rows with every sequence full: all is run, nothing written; see reserve_workspace."""
+    """A step of ``rows`` rows with every sequence full: all is run, nothing written; see
+    reserve_workspace.
+    """
     if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= cache.max_step:
         longer = "a longer step, which is never captured, takes more memory while it runs"
         allowed = f"an integer from 1 to max_step = {cache.max_step}"
         raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
-    weight, kept = dtype_and_device_from(cache.attn.qkv), (cache.lengths.clone(), cache.overflowed.clone())
+    weight, kept = (
+        dtype_and_device_from(cache.attn.qkv),
+        (cache.lengths.clone(), cache.overflowed.clone()),
+    )
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=weight.dtype, device=cache.device)
     cache.lengths.fill_(cache.max_len)
     try:
@@ -117,7 +144,9 @@ def rehearse(cache: NSACache, rows: int) -> None:
         cache.overflowed.copy_(kept[1])
 
 
-def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None) -> torch.Tensor:
+def _piece(
+    attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None
+) -> torch.Tensor:
     """At most MOST_ROWS rows over what the cache holds."""
     plan = _plan_of(attn, cache, plan, arrival.counts is None)
     known, is_long = cache.bounds, arrival.rows > cache.max_step
@@ -145,30 +174,43 @@ def _piece(attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival
 
 
 def _plan_of(attn: NSAttention, cache: NSACache, plan: Plan | None, in_graph: bool) -> Plan:
-    """Who runs this step; ``check`` needs every branch's output on its own, and the host, so not a graph."""
+    """Who runs this step; ``check`` needs every branch's output on its own, and the host, so not a
+    graph.
+    """
     if plan is None:
         plan = cache.plan
     else:
         check_plan(cache, plan)
     if attn.check and not in_graph:
-        return dataclasses.replace(checked_plan(plan, attn.layer), fused={})  # a fused form shows no branch
+        # a fused form shows no branch
+        return dataclasses.replace(checked_plan(plan, attn.layer), fused={})
     return plan
 
 
-def _places(cache: NSACache, arrival: Arrival, wanted: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Positions int64 [B, m] of the step's rows, and which are no tokens; None: nobody asks, and all are."""
+def _places(
+    cache: NSACache, arrival: Arrival, wanted: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Positions int64 [B, m] of the step's rows, and which are no tokens; None: nobody asks, and
+    all are.
+    """
     some = arrival.new is not None
     if not (some or wanted):
         return None, None
     positions = cache.starts[:, None] + cache.stores.count[: arrival.rows]
     if arrival.rows > cache.max_step:
-        positions.clamp_(max=cache.max_len)  # what is absent, in a table of angles that ends soon after
-    return positions, positions >= cache.lengths[:, None] if some or arrival.counts is None else None
+        # what is absent, in a table of angles that ends soon after
+        positions.clamp_(max=cache.max_len)
+    return positions, (
+        positions >= cache.lengths[:, None] if some or arrival.counts is None else None
+    )
 
 
 def _completes(cache: NSACache, before: Sequence[int]) -> bool:
     size, stride = cache.config.compress_block_size, cache.config.compress_stride
-    return any(n >= size and (n - size) // stride > (old - size) // stride for n, old in zip(cache.bounds, before))
+    return any(
+        n >= size and (n - size) // stride > (old - size) // stride
+        for n, old in zip(cache.bounds, before)
+    )
 
 
 def _three(parts: list[torch.Tensor]) -> Three:
@@ -177,8 +219,14 @@ def _three(parts: list[torch.Tensor]) -> Three:
 
 
 def _gates(attn: NSAttention, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
-    """[B, m, Hq, 3]; by the plan's own form where it has one and the host binds, that is, for few tokens."""
-    plain = as_it_was_made(attn.gate) if "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS else None
+    """[B, m, Hq, 3]; by the plan's own form where it has one and the host binds, that is, for few
+    tokens.
+    """
+    plain = (
+        as_it_was_made(attn.gate)
+        if "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
+        else None
+    )
     if plain is None:
         return gates_of(attn.gate, x)
     gates: torch.Tensor = plan.fused["gates"](x, plain.weight, plain.bias, call=call)
@@ -193,7 +241,9 @@ def _fused_append(
     targets = [(pair.k, pair.v) for pair in (stores.raw, stores.sel, stores.win)]
     tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
     before = plan.config.rope_before_compress
-    rotated: torch.Tensor = plan.fused["append"](q, *pairs, *targets, rope=tables, rotate_raw=before, call=call)
+    rotated: torch.Tensor = plan.fused["append"](
+        q, *pairs, *targets, rope=tables, rotate_raw=before, call=call
+    )
     return rotated
 
 
@@ -213,7 +263,9 @@ def _append(
     if rope is not None:
         table = RopeTable(rope.cos[positions], rope.sin[positions])
         rows = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
-        q, k_sel, k_win, *rest = rotate(torch.cat(rows, -2), table).split([x.shape[-2] for x in rows], -2)
+        q, k_sel, k_win, *rest = rotate(torch.cat(rows, -2), table).split(
+            [x.shape[-2] for x in rows], -2
+        )
         k_raw = rest[0] if rest else k_raw
     stores.sel.write(stores.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
     stores.raw.write(stores.raw.in_ring(positions, absent), k_raw, values[0])
@@ -221,11 +273,15 @@ def _append(
     return q
 
 
-def _attend(plan: Plan, stores: Stores, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall) -> torch.Tensor:
+def _attend(
+    plan: Plan, stores: Stores, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall
+) -> torch.Tensor:
     """Eq. 5 over the stores, [B, m, Hq, Dv]."""
     cmp, sel, win = stores.cmp, stores.sel, stores.win
     if "step" in plan.fused:
-        o: torch.Tensor = plan.fused["step"](q, gates, cmp.k, cmp.v, sel.k, sel.v, win.k, win.v, call=call)[0]
+        o: torch.Tensor = plan.fused["step"](
+            q, gates, cmp.k, cmp.v, sel.k, sel.v, win.k, win.v, call=call
+        )[0]
         return o
     o_cmp, lse = plan.cmp(q, cmp.k, cmp.v, call=call)
     blocks = plan.select(q, cmp.k, lse, call=call)

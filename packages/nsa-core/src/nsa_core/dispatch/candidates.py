@@ -1,4 +1,6 @@
-"""What is asked of each slot, and what every backend says to it: the evidence a plan is decided on."""
+"""What is asked of each slot, and what every backend says to it: the evidence a plan is decided
+on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Candidate:
     version: str
     status: str  # the backend's: ready, unavailable, incompatible, broken, disabled
     reasons: tuple[Reason, ...]
-    rank: int | None = None  # for this request, where it accepts and the backend ranks requests itself
+    # for this request, where it accepts and the backend ranks requests itself
+    rank: int | None = None
 
     @property
     def accepted(self) -> bool:
@@ -50,26 +53,37 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Survey:
-    """Requests and answers of every slot. ``candidates`` are in the order in which `auto` prefers them."""
+    """Requests and answers of every slot. ``candidates`` are in the order in which `auto` prefers
+    them.
+    """
 
     config: NSAConfig
     requests: Mapping[str, Request]
     wanted: Mapping[str, str | None]  # slot -> backend asked for, None: auto
     candidates: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
-    tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # slot -> why its first candidate is first
+    # slot -> why its first candidate is first
+    tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def request_of(config: NSAConfig, slot: str, *, dtype: str | torch.dtype = "float32", **fields: Any) -> Request:
+def request_of(
+    config: NSAConfig, slot: str, *, dtype: str | torch.dtype = "float32", **fields: Any
+) -> Request:
     """What a layer of ``config`` asks of ``slot``; ``fields`` are the request's others.
 
     Raises:
         InvalidInput: a field is out of range.
     """
     return Request(
-        slot=slot, geometry=config.geometry, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
-        head_dim=config.qk_dim, v_head_dim=config.v_dim, dtype=dtype_name(dtype), **fields,
-    )  # fmt: skip
+        slot=slot,
+        geometry=config.geometry,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.qk_dim,
+        v_head_dim=config.v_dim,
+        dtype=dtype_name(dtype),
+        **fields,
+    )
 
 
 def survey(
@@ -87,10 +101,12 @@ def survey(
     page_size: int | None = None,
     registry: Registry,
 ) -> Survey:
-    """Ask every backend of ``registry`` about every slot; arguments as :func:`nsa_core.dispatch.plan.resolve`.
+    """Ask every backend of ``registry`` about every slot; arguments as
+    :func:`nsa_core.dispatch.plan.resolve`.
 
     Raises:
-        InvalidInput: an argument is wrong for every backend, or names a slot or backend that is not known.
+        InvalidInput: an argument is wrong for every backend, or names a slot or backend that is not
+            known.
         BackendUnavailable: the device is one this torch does not have.
     """
     must_be_config(config)
@@ -101,31 +117,54 @@ def survey(
         deterministic = torch.are_deterministic_algorithms_enabled()
     requests = {
         slot: request_of(
-            config, slot, dtype=dtype, device=place.type, capability=capability, phase=phase, needs_grad=needs_grad,
-            deterministic=deterministic, varlen=varlen, batch=batch, seq_len=seq_len, page_size=page_size,
+            config,
+            slot,
+            dtype=dtype,
+            device=place.type,
+            capability=capability,
+            phase=phase,
+            needs_grad=needs_grad,
+            deterministic=deterministic,
+            varlen=varlen,
+            batch=batch,
+            seq_len=seq_len,
+            page_size=page_size,
         )
         for slot in SLOTS
-    }  # fmt: skip
-    candidates: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {slot: [] for slot in SLOTS}
+    }
+    candidates: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {
+        slot: [] for slot in SLOTS
+    }
     for entry in registry.entries:
         given_up: Reason | None = None
         for slot, request in requests.items():
             reasons = _reasons(entry, request, given_up)
             given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
             rank, reasons = _rank(entry, request, reasons)
-            own = rank if not reasons and entry.spec is not None and entry.spec.rank is not None else None
+            own = (
+                rank
+                if not reasons and entry.spec is not None and entry.spec.rank is not None
+                else None
+            )
             candidate = Candidate(entry.name, entry.version, entry.status, reasons, own)
             candidates[slot].append(((entry.spec is None, -rank, entry.name), candidate))
-    ranked = {slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0])) for slot, of in candidates.items()}
+    ranked = {
+        slot: tuple(c for _, c in sorted(of, key=lambda pair: pair[0]))
+        for slot, of in candidates.items()
+    }
     said = _tune(ranked, requests, device)
     frozen = (MappingProxyType(requests), MappingProxyType(wanted), MappingProxyType(ranked))
     return Survey(config, *frozen, registry, MappingProxyType(said))
 
 
 def _tune(
-    ranked: dict[str, tuple[Candidate, ...]], requests: Mapping[str, Request], device: str | torch.device
+    ranked: dict[str, tuple[Candidate, ...]],
+    requests: Mapping[str, Request],
+    device: str | torch.device,
 ) -> dict[str, str]:
-    """Put what was measured to be fastest on this device first; slot -> the sentence that says so."""
+    """Put what was measured to be fastest on this device first; slot -> the sentence that says
+    so.
+    """
     if not tuned.path().exists():
         return {}
     place = torch.device(device)
@@ -151,9 +190,18 @@ def backends_problems(backends: object) -> list[str]:
         return []
     if not isinstance(backends, Mapping):
         return [f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"]
-    wrong = [f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}" for slot in backends if slot not in SLOTS]
-    strangers = {slot: name for slot, name in backends.items() if not (name is None or isinstance(name, str))}
-    return wrong + [f"the backend of slot {slot!r} must be a name, got {name!r}" for slot, name in strangers.items()]
+    wrong = [
+        f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}"
+        for slot in backends
+        if slot not in SLOTS
+    ]
+    strangers = {
+        slot: name for slot, name in backends.items() if not (name is None or isinstance(name, str))
+    }
+    return wrong + [
+        f"the backend of slot {slot!r} must be a name, got {name!r}"
+        for slot, name in strangers.items()
+    ]
 
 
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
@@ -184,20 +232,32 @@ def known_device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidInput(f"device {device!r} is not one that torch knows: {describe_error(error)}") from None
+        raise InvalidInput(
+            f"device {device!r} is not one that torch knows: {describe_error(error)}"
+        ) from None
     if place.type != "cuda":
         return place
     if not torch.cuda.is_available():
-        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU and driver"
-        raise BackendUnavailable(f"device {str(place)!r} cannot be used: torch {torch.__version__} {why}")
+        why = (
+            "is built without CUDA"
+            if torch.version.cuda is None
+            else "finds no CUDA GPU and driver"
+        )
+        raise BackendUnavailable(
+            f"device {str(place)!r} cannot be used: torch {torch.__version__} {why}"
+        )
     count = torch.cuda.device_count()
     if place.index is not None and place.index >= count:
-        raise InvalidInput(f"device {str(place)!r} does not exist: there are {count} CUDA devices, numbered from 0")
+        raise InvalidInput(
+            f"device {str(place)!r} does not exist: there are {count} CUDA devices, numbered from 0"
+        )
     return place
 
 
 def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> tuple[Reason, ...]:
-    """Everything against ``entry`` running ``request``; ``given_up`` stands for a probe not to be tried again."""
+    """Everything against ``entry`` running ``request``; ``given_up`` stands for a probe not to be
+    tried again.
+    """
     if entry.spec is None:
         assert entry.reason is not None  # an entry has one or the other
         return (entry.reason,)
@@ -206,14 +266,28 @@ def _reasons(entry: BackendEntry, request: Request, given_up: Reason | None) -> 
     if slot is None:
         return (Reason("slot_not_offered", f"does not offer {request.slot}"),)
     if request.phase == "decode" and slot.decode is None and request.slot != "combine":
-        reasons.append(Reason("no_decode", f"has no decode form of {request.slot}", "use another backend to decode"))
+        reasons.append(
+            Reason(
+                "no_decode",
+                f"has no decode form of {request.slot}",
+                "use another backend to decode",
+            )
+        )
     if request.needs_grad and slot.backward is None and DIFFERENTIABLE[request.slot]:
-        reasons.append(Reason("no_backward", f"has no backward for {request.slot}", "use another backend to train"))
+        reasons.append(
+            Reason(
+                "no_backward", f"has no backward for {request.slot}", "use another backend to train"
+            )
+        )
     return (*reasons, *([given_up] if given_up else _probe(entry, entry.spec.probe, request)))
 
 
-def _rank(entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]) -> tuple[int, tuple[Reason, ...]]:
-    """Where ``entry`` stands for ``request``, highest first, and ``reasons``, with one more where its rank fails."""
+def _rank(
+    entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]
+) -> tuple[int, tuple[Reason, ...]]:
+    """Where ``entry`` stands for ``request``, highest first, and ``reasons``, with one more where
+    its rank fails.
+    """
     if entry.spec is None:
         return 0, reasons
     stated = entry.spec.priority_of(request.slot)
@@ -232,7 +306,9 @@ def _rank(entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]) ->
 
 
 def details(entry: BackendEntry) -> list[str]:
-    """What ``entry``'s backend says of itself on this machine, a line each; what goes wrong in asking is a line too."""
+    """What ``entry``'s backend says of itself on this machine, a line each; what goes wrong in
+    asking is a line too.
+    """
     if entry.spec is None or entry.spec.detail is None:
         return []
     try:
@@ -265,7 +341,9 @@ def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ..
 
 
 def _call_limited(probe: Any, *arguments: Any) -> Any:
-    """``probe(*arguments)`` in a thread of its own, left behind when it does not answer within PROBE_LIMIT_S."""
+    """``probe(*arguments)`` in a thread of its own, left behind when it does not answer within
+    PROBE_LIMIT_S.
+    """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def ask() -> None:

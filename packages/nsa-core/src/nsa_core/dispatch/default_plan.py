@@ -1,4 +1,6 @@
-"""The plan of calls that bring none: made once per configuration, device and dtype, and visible to torch.compile."""
+"""The plan of calls that bring none: made once per configuration, device and dtype, and visible to
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     """``backends`` of :func:`nsa_core.resolve` as a hashable value.
 
     Raises:
-        InvalidInput: a kind or a slot that resolve() would refuse; whether a name is known shows when planning.
+        InvalidInput: a kind or a slot that resolve() would refuse; whether a name is known shows
+            when planning.
     """
     if wrong := backends_problems(backends):
         raise InvalidInput("; ".join(wrong))
@@ -37,18 +40,27 @@ def must_be_plan(plan: object) -> None:
         InvalidInput: its type, and what makes a plan.
     """
     if not isinstance(plan, Plan):
-        why = "; a backend's name goes to backends= of the layer or of nsa_core.resolve()" * isinstance(plan, str)
-        raise InvalidInput(f"plan must be what nsa_core.resolve() returns, got {type(plan).__name__}{why}")
+        why = (
+            "; a backend's name goes to backends= of the layer or of nsa_core.resolve()"
+            * isinstance(plan, str)
+        )
+        raise InvalidInput(
+            f"plan must be what nsa_core.resolve() returns, got {type(plan).__name__}{why}"
+        )
 
 
 def is_long(tokens: int, varlen: bool) -> bool:
-    """Whether a call on sequences of ``tokens``, not on packed documents, has the plan of long sequences."""
+    """Whether a call on sequences of ``tokens``, not on packed documents, has the plan of long
+    sequences.
+    """
     # A branch, so that torch.compile has a constant and a guard where S is a symbol.
     return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 
 
 class _Plans:
-    """Every default plan made, as attributes: torch.compile follows an attribute down to a kernel, with guards."""
+    """Every default plan made, as attributes: torch.compile follows an attribute down to a kernel,
+    with guards.
+    """
 
 
 _plans = _Plans()
@@ -67,25 +79,31 @@ def default_plan(
 
     ``long``: for dense calls of contract.LONG_SEQUENCE tokens or more, see :func:`is_long`.
 
-    One that can train, so that grad and no_grad run the same kernels; only where none can and no gradient is
-    wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
+    One that can train, so that grad and no_grad run the same kernels; only where none can and no
+    gradient is wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
 
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
     """
-    plan: Plan = getattr(_plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long))
+    plan: Plan = getattr(
+        _plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long)
+    )
     return plan
 
 
 def constant_result(function: Function) -> Function:
-    """torch.compiler.assume_constant_result, which would import the compiler: as long again as torch itself takes."""
+    """torch.compiler.assume_constant_result, which would import the compiler: as long again as
+    torch itself takes.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
 def _plan_name(
-    values: tuple[Any, ...],  # of the config: torch.compile passes plain values on, not every torch a dataclass
+    values: tuple[
+        Any, ...
+    ],  # of the config: torch.compile passes plain values on, not every torch a dataclass
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
@@ -94,7 +112,15 @@ def _plan_name(
     long: bool,
 ) -> str:
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (values, device, dtype, varlen, torch.are_deterministic_algorithms_enabled(), backends, long)
+    asked = (
+        values,
+        device,
+        dtype,
+        varlen,
+        torch.are_deterministic_algorithms_enabled(),
+        backends,
+        long,
+    )
     try:
         return _made(_plans, True, *asked)
     except Unsupported:

@@ -1,6 +1,8 @@
-"""Installed plugins: what the metadata says about them, and loading one of them inside its own guard. No torch here.
+"""Installed plugins: what the metadata says about them, and loading one of them inside its own
+guard. No torch here.
 
-Stock pluggy stops at the first bad plugin; here every entry point has a pluggy manager, a guard and a status.
+Stock pluggy stops at the first bad plugin; here every entry point has a pluggy manager, a guard and
+a status.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def normalized(name: str) -> str:
-    """Names that differ only in case, "-", "_" or "." are one name, as for distributions and operator namespaces."""
+    """Names that differ only in case, "-", "_" or "." are one name, as for distributions and
+    operator namespaces.
+    """
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -44,7 +48,9 @@ def is_first_party(distribution: str) -> bool:
 
 
 def report_hint(distribution: str) -> str:
-    """Where to report a fault inside a backend of ``distribution``: to this project, or to the plugin's author."""
+    """Where to report a fault inside a backend of ``distribution``: to this project, or to the
+    plugin's author.
+    """
     if is_first_party(distribution):
         return "this is a bug in NSA itself: please report it with the output of `nsa env`"
     return "report it to the plugin's author"
@@ -67,7 +73,9 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class BackendEntry:
-    """A backend as the registry knows it; ``spec`` is there exactly when ``status`` is "ready", else ``reason`` is."""
+    """A backend as the registry knows it; ``spec`` is there exactly when ``status`` is "ready",
+    else ``reason`` is.
+    """
 
     name: str
     distribution: str
@@ -87,8 +95,9 @@ class BackendEntry:
 def installed() -> list[Plugin]:
     """Every installed plugin by name, from metadata alone: nothing is imported.
 
-    A distribution found twice on the path counts once, the first one, as import does. One whose entry points cannot
-    be read is a Plugin with an empty value, which :func:`load` reports as broken.
+    A distribution found twice on the path counts once, the first one, as import does. One whose
+    entry points cannot be read is a Plugin with an empty value, which :func:`load` reports as
+    broken.
     """
     found: dict[tuple[str, str, str], Plugin] = {}
     homes: dict[str, int] = {}
@@ -119,7 +128,9 @@ def _plugins_of(dist: importlib.metadata.Distribution) -> Iterator[Plugin]:
 
 
 def call_plugin(name: str, value: str) -> list[object]:
-    """Import an entry point and call its hook; the results, flat and unchecked. Raises whatever the plugin raises."""
+    """Import an entry point and call its hook; the results, flat and unchecked. Raises whatever the
+    plugin raises.
+    """
     module = importlib.metadata.EntryPoint(name, value, ENTRY_POINT_GROUP).load()
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Hooks)
@@ -132,33 +143,69 @@ def call_plugin(name: str, value: str) -> list[object]:
 
 
 def load(plugin: Plugin) -> list[BackendEntry]:
-    """The backends of ``plugin``; one entry with the reason where it cannot be loaded. Raises nothing of the plugin's.
+    """The backends of ``plugin``; one entry with the reason where it cannot be loaded. Raises
+    nothing of the plugin's.
 
-    A missing module of somebody else's is "unavailable" (a dependency to install); a missing module of the plugin's
-    own or of nsa_core, and every other failure to import, is "broken".
+    A missing module of somebody else's is "unavailable" (a dependency to install); a missing module
+    of the plugin's own or of nsa_core, and every other failure to import, is "broken".
     """
     if not plugin.value:
-        return [failed(plugin, "broken", Reason("bad_metadata", "its entry points cannot be read", "reinstall it"))]
+        return [
+            failed(
+                plugin,
+                "broken",
+                Reason("bad_metadata", "its entry points cannot be read", "reinstall it"),
+            )
+        ]
     try:
         results = call_plugin(plugin.name, plugin.value)
         entries = [_entry(plugin, result) for result in results]
     except pluggy.PluginValidationError as error:
         text = f"does not fit contract {_dotted(API_VERSION)}: {describe_error(error)}"
-        return [failed(plugin, "incompatible", Reason("stale_hook", text, "upgrade the plugin or nsa-core"))]
+        return [
+            failed(
+                plugin, "incompatible", Reason("stale_hook", text, "upgrade the plugin or nsa-core")
+            )
+        ]
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing and missing not in (plugin.value.partition(":")[0].partition(".")[0], "nsa_core"):
+        if missing and missing not in (
+            plugin.value.partition(":")[0].partition(".")[0],
+            "nsa_core",
+        ):
             hint = f"install the package that provides {missing!r}"
-            return [failed(plugin, "unavailable", Reason("dependency_missing", describe_error(error), hint))]
-        return [failed(plugin, "broken", Reason("import_failed", describe_error(error), "reinstall the plugin"))]
+            return [
+                failed(
+                    plugin, "unavailable", Reason("dependency_missing", describe_error(error), hint)
+                )
+            ]
+        return [
+            failed(
+                plugin,
+                "broken",
+                Reason("import_failed", describe_error(error), "reinstall the plugin"),
+            )
+        ]
     except ImportError as error:
-        return [failed(plugin, "broken", Reason("import_failed", describe_error(error), "reinstall the plugin"))]
+        return [
+            failed(
+                plugin,
+                "broken",
+                Reason("import_failed", describe_error(error), "reinstall the plugin"),
+            )
+        ]
     except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
         reason = Reason("load_failed", describe_error(error), report_hint(plugin.distribution))
         return [failed(plugin, "broken", reason)]
     if not entries:
         text = "its hook nsa_register_backends is missing or registered nothing"
-        return [failed(plugin, "broken", Reason("registers_nothing", text, report_hint(plugin.distribution)))]
+        return [
+            failed(
+                plugin,
+                "broken",
+                Reason("registers_nothing", text, report_hint(plugin.distribution)),
+            )
+        ]
     return entries
 
 
@@ -194,9 +241,13 @@ def _entry(plugin: Plugin, result: object) -> BackendEntry:
             return failed(plugin, "incompatible", newer, name)
         faults = _spec_faults(result)
         if not faults:
-            maps: dict[str, Any] = {n: dict(getattr(result, n)) for n in ("slots", "slot_priority", "fused")}
+            maps: dict[str, Any] = {
+                n: dict(getattr(result, n)) for n in ("slots", "slot_priority", "fused")
+            }
             own = dataclasses.replace(result, **maps)
-            return dataclasses.replace(failed(plugin, "ready", Reason("", ""), name), reason=None, spec=own)
+            return dataclasses.replace(
+                failed(plugin, "ready", Reason("", ""), name), reason=None, spec=own
+            )
     else:
         faults = [f"the hook returned {type(result).__name__}, not a BackendSpec or Unavailable"]
     name = result.name if hasattr(result, "name") and _is_name(result.name) else plugin.name
@@ -209,11 +260,15 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _api_reason(version: Any) -> Reason | None:
-    """Why this contract version is not ours; None when it is, or is no version at all (a fault of the spec)."""
+    """Why this contract version is not ours; None when it is, or is no version at all (a fault of
+    the spec).
+    """
     if not _is_version(version) or (version[0] == API_VERSION[0] and version[1] <= API_VERSION[1]):
         return None
     text = f"written for contract {_dotted(version)}, this nsa-core has {_dotted(API_VERSION)}"
-    return Reason("api_version", text, "upgrade " + ("nsa-core" if version > API_VERSION else "the plugin"))
+    return Reason(
+        "api_version", text, "upgrade " + ("nsa-core" if version > API_VERSION else "the plugin")
+    )
 
 
 def _is_version(value: Any) -> bool:
@@ -226,7 +281,9 @@ def _is_name(value: Any) -> bool:
 
 def is_reason(value: Any) -> bool:
     """A Reason whose fields are all text."""
-    return isinstance(value, Reason) and all(isinstance(t, str) for t in (value.code, value.message, value.hint))
+    return isinstance(value, Reason) and all(
+        isinstance(t, str) for t in (value.code, value.message, value.hint)
+    )
 
 
 def _is_function(value: Any) -> bool:
@@ -254,9 +311,15 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
         faults += [f"unknown slot {key!r} in {field}" for key in value if key not in SLOTS]
     if not spec.slots:
         faults.append("slots is empty")
-    if not isinstance(spec.fused, Mapping) or not all(k in FUSED and _is_function(v) for k, v in spec.fused.items()):
+    if not isinstance(spec.fused, Mapping) or not all(
+        k in FUSED and _is_function(v) for k, v in spec.fused.items()
+    ):
         faults.append(f"fused must map {', '.join(FUSED)} to 'module:function', got {spec.fused!r}")
-    faults += [f"slot_priority of {k} must be an integer" for k, v in spec.slot_priority.items() if type(v) is not int]
+    faults += [
+        f"slot_priority of {k} must be an integer"
+        for k, v in spec.slot_priority.items()
+        if type(v) is not int
+    ]
     for slot, value in spec.slots.items():
         faults += [f"slot {slot}: {fault}" for fault in _slot_faults(value)]
     return faults
@@ -265,12 +328,18 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
 def _slot_faults(slot: Any) -> list[str]:
     if not isinstance(slot, SlotSpec):
         return [f"{type(slot).__name__} is not a SlotSpec"]
-    faults = [] if _is_function(slot.forward) else [f"forward must be 'module:function', got {slot.forward!r}"]
+    faults = (
+        []
+        if _is_function(slot.forward)
+        else [f"forward must be 'module:function', got {slot.forward!r}"]
+    )
     for field in ("backward", "decode", "workspace"):
         value = getattr(slot, field)
         if value is not None and not _is_function(value):
             faults.append(f"{field} must be None or 'module:function', got {value!r}")
-    if not isinstance(slot.evidence, tuple) or not all(isinstance(text, str) for text in slot.evidence):
+    if not isinstance(slot.evidence, tuple) or not all(
+        isinstance(text, str) for text in slot.evidence
+    ):
         faults.append(f"evidence must be a tuple of texts, got {slot.evidence!r}")
     for field in ("deterministic", "reads_boundaries"):
         if type(getattr(slot, field)) is not bool:

@@ -1,4 +1,6 @@
-"""resolve: a configuration, a device and a dtype in; an immutable Plan that names the kernel of every slot out."""
+"""resolve: a configuration, a device and a dtype in; an immutable Plan that names the kernel of
+every slot out.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,23 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.text import describe_error, one_line
 
-__all__ = ["Candidate", "Choice", "Plan", "Survey", "decide", "describe_request", "resolve", "survey"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Plan",
+    "Survey",
+    "decide",
+    "describe_request",
+    "resolve",
+    "survey",
+]
 
 _log = logging.getLogger("nsa")
 _said: set[tuple[str, ...]] = set()
 _said_lock = threading.Lock()
-_NO_BACKEND = "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
+_NO_BACKEND = (
+    "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +58,9 @@ SlotKernel = Any  # a Kernel; in a plan for decode a DecodeKernel, but for combi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Who runs each slot. Immutable; a copy is the same plan, and a pickled one is resolved anew where it is loaded."""
+    """Who runs each slot. Immutable; a copy is the same plan, and a pickled one is resolved anew
+    where it is loaded.
+    """
 
     config: NSAConfig
     requests: Mapping[str, Request]
@@ -56,29 +71,47 @@ class Plan:
     win: SlotKernel
     combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
-    fused: Mapping[str, DecodeKernel] = dataclasses.field(default_factory=dict)  # of contract.FUSED, decode only
+    # of contract.FUSED, decode only
+    fused: Mapping[str, DecodeKernel] = dataclasses.field(default_factory=dict)
 
     def explain(self) -> str:
-        """The request, and per slot who runs it and why nobody else does; plain text of several lines."""
+        """The request, and per slot who runs it and why nobody else does; plain text of several
+        lines.
+        """
         lines = [describe_request(self.requests["cmp"])]
         for slot, choice in self.choices.items():
-            how = "asked for" if choice.explicit else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
+            how = (
+                "asked for"
+                if choice.explicit
+                else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
+            )
             lines.append(f"{slot}: {one_line(choice.backend)} {one_line(choice.version)} ({how})")
-            lines += [f"  {candidate}" for candidate in choice.candidates if candidate.backend != choice.backend]
-        lines += [f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()]
+            lines += [
+                f"  {candidate}"
+                for candidate in choice.candidates
+                if candidate.backend != choice.backend
+            ]
+        lines += [
+            f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
+        ]
         return "\n".join(lines)
 
     def workspace_bytes(self, request: Request) -> int:
         """Peak bytes that the backend of ``request.slot`` takes beyond its inputs.
 
-        ``request`` is usually one of ``requests`` with batch and seq_len set (``dataclasses.replace``).
+        ``request`` is usually one of ``requests`` with batch and seq_len set
+        (``dataclasses.replace``).
 
         Raises:
             InvalidInput: batch or seq_len is not given.
             Unsupported: the backend does not state its workspace.
             NSAError: the backend's function failed or returned no size.
         """
-        wrong = [f"{n} must be >= 0, got None" for n in ("batch", "seq_len") if getattr(request, n) is None]
+        wrong = [
+            f"{n} must be >= 0, got None"
+            for n in ("batch", "seq_len")
+            if getattr(request, n) is None
+        ]
         if wrong:
             raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
         name, spec = self.choices[request.slot].backend, self._slots[request.slot]
@@ -86,7 +119,9 @@ class Plan:
         path = spec.decode_workspace if step else spec.workspace
         if path is None:
             form = "the decode form of " if step else ""
-            raise Unsupported(f"backend {name!r} does not state the workspace of {form}{request.slot!r}")
+            raise Unsupported(
+                f"backend {name!r} does not state the workspace of {form}{request.slot!r}"
+            )
         try:
             size = import_named(path)(request)
         except NSAError:
@@ -95,15 +130,20 @@ class Plan:
             text = f"backend {name!r}, workspace of {request.slot!r}: {describe_error(error)}"
             raise NSAError(text) from error
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise NSAError(f"backend {name!r}, workspace of {request.slot!r}: {size!r} is not a number of bytes")
+            raise NSAError(
+                f"backend {name!r}, workspace of {request.slot!r}: {size!r} is not a number of"
+                " bytes"
+            )
         return size
 
     def warmup(self, device: str | torch.device | None = None) -> None:
-        """Compile what a first step would, by running every slot on a few tokens; forward, and backward if planned.
+        """Compile what a first step would, by running every slot on a few tokens; forward, and
+        backward if planned.
 
-        A plan for decode runs its decode and fused forms for a token, on a small cache; a cache's own longest step is
-        cache.reserve_workspace()'s. ``device``: one of the plan's kind, by default the current one. Kernels of our own
-        are one binary for every length, so nothing is left to compile at the first real step.
+        A plan for decode runs its decode and fused forms for a token, on a small cache; a cache's
+        own longest step is cache.reserve_workspace()'s. ``device``: one of the plan's kind, by
+        default the current one. Kernels of our own are one binary for every length, so nothing is
+        left to compile at the first real step.
 
         Raises:
             InvalidInput: ``device`` is of another kind than the plan's.
@@ -113,7 +153,9 @@ class Plan:
 
         place = torch.device(self.requests["cmp"].device if device is None else device)
         if place.type != self.requests["cmp"].device:
-            raise InvalidInput(f"warmup: the plan is for {self.requests['cmp'].device}, got {place}")
+            raise InvalidInput(
+                f"warmup: the plan is for {self.requests['cmp'].device}, got {place}"
+            )
         kernels = {slot: getattr(self, slot) for slot in SLOTS}
         warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, place)
 
@@ -125,9 +167,21 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         asked = self.requests["cmp"]
-        fields = ("device", "dtype", "needs_grad", "deterministic", "varlen", "phase", "batch", "seq_len", "page_size")
+        fields = (
+            "device",
+            "dtype",
+            "needs_grad",
+            "deterministic",
+            "varlen",
+            "phase",
+            "batch",
+            "seq_len",
+            "page_size",
+        )
         arguments = {name: getattr(asked, name) for name in fields}
-        arguments["backends"] = {slot: choice.backend for slot, choice in self.choices.items() if choice.explicit}
+        arguments["backends"] = {
+            slot: choice.backend for slot, choice in self.choices.items() if choice.explicit
+        }
         return (_resolve_again, (self.config, arguments))
 
 
@@ -140,16 +194,31 @@ def _size(value: int | None) -> str:
 
 
 def describe_request(request: Request) -> str:
-    """The request in one line: shapes in the contract's symbols, then what else matters to a backend."""
+    """The request in one line: shapes in the contract's symbols, then what else matters to a
+    backend.
+    """
     g = request.geometry
     shape = (
-        f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads} G={request.n_kv_heads} "
-        f"Dk={request.head_dim} Dv={request.v_head_dim} l={g.compress_block_size} d={g.compress_stride} "
-        f"l'={g.select_block_size} n={g.num_selected_blocks} w={g.window_size}"
+        f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads}"
+        f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim}"
+        f" l={g.compress_block_size} d={g.compress_stride} l'={g.select_block_size}"
+        f" n={g.num_selected_blocks} w={g.window_size}"
     )
-    device = request.device + (f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else "")
-    said = {"gradients": request.needs_grad, "deterministic": request.deterministic, "packed": request.varlen}
-    flags = [word for word, yes in (said | {f"pages of {request.page_size} tokens": request.page_size}).items() if yes]
+    device = request.device + (
+        f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else ""
+    )
+    said = {
+        "gradients": request.needs_grad,
+        "deterministic": request.deterministic,
+        "packed": request.varlen,
+    }
+    flags = [
+        word
+        for word, yes in (
+            said | {f"pages of {request.page_size} tokens": request.page_size}
+        ).items()
+        if yes
+    ]
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
 
 
@@ -170,15 +239,19 @@ def resolve(
 ) -> Plan:
     """Decide who runs each slot.
 
-    ``backends``: None or "auto" (the accepting backend of the highest priority, ties by name), one name for all
-    slots, or a mapping of slots to names, where a slot left out is auto. ``deterministic`` None takes
-    ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and ``seq_len`` may stay unknown. With
-    ``phase="decode"`` the kernels are decode forms, for a cache of ``page_size`` (None: one piece a sequence).
+    ``backends``: None or "auto" (the accepting backend of the highest priority, ties by name), one
+    name for all slots, or a mapping of slots to names, where a slot left out is auto.
+    ``deterministic`` None takes ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and
+    ``seq_len`` may stay unknown. With ``phase="decode"`` the kernels are decode forms, for a cache
+    of ``page_size`` (None: one piece a sequence).
 
     Raises:
-        InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a suggestion.
-        BackendUnavailable: a backend asked for by name is not ready or its kernels do not import; or there is none.
-        Unsupported: a backend asked for by name, or every backend, refuses; the message lists every reason.
+        InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a
+            suggestion.
+        BackendUnavailable: a backend asked for by name is not ready or its kernels do not import;
+            or there is none.
+        Unsupported: a backend asked for by name, or every backend, refuses; the message lists every
+            reason.
     """
     answers = survey(
         config,
@@ -215,14 +288,18 @@ def decide(answers: Survey) -> Plan:
         explicit = answers.wanted[slot] is not None
         first = not explicit and candidates[0].backend == candidate.backend
         said = answers.tuned.get(slot, "") if first else ""
-        choices[slot] = Choice(slot, candidate.backend, candidate.version, explicit, candidates, said)
+        choices[slot] = Choice(
+            slot, candidate.backend, candidate.version, explicit, candidates, said
+        )
         spec = answers.registry.get(candidate.backend).spec
         assert spec is not None  # an accepted candidate is ready
         kernels[slot], slots[slot] = kernel, spec.slots[slot]
     _say_once(answers, choices)
     fused = MappingProxyType(_fused(answers, choices))
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
-    return Plan(answers.config, answers.requests, frozen[0], _slots=frozen[1], fused=fused, **kernels)
+    return Plan(
+        answers.config, answers.requests, frozen[0], _slots=frozen[1], fused=fused, **kernels
+    )
 
 
 def _kernel(answers: Survey, slot: str, backend: str) -> Kernel | DecodeKernel:
@@ -233,7 +310,9 @@ def _kernel(answers: Survey, slot: str, backend: str) -> Kernel | DecodeKernel:
     if request.phase == "decode" and chosen.decode is not None:
         return decode_kernel(backend, slot, chosen.decode)
     scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
-    return Kernel(backend, slot, slot_op(backend, slot, chosen).op, scale, geometry, request.deterministic)
+    return Kernel(
+        backend, slot, slot_op(backend, slot, chosen).op, scale, geometry, request.deterministic
+    )
 
 
 def _fused(answers: Survey, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
@@ -249,10 +328,16 @@ _Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAEr
 
 
 def _decide_slot(answers: Survey, slot: str) -> _Outcome:
-    """(chosen candidate and its kernel, candidates with what importing added, or the error's type)."""
+    """(chosen candidate and its kernel, candidates with what importing added, or the error's
+    type).
+    """
     name, candidates = answers.wanted[slot], list(answers.candidates[slot])
     error: type[NSAError] = Unsupported
-    if not answers.registry.ready() if name is None else answers.registry.get(name).status != "ready":
+    if (
+        not answers.registry.ready()
+        if name is None
+        else answers.registry.get(name).status != "ready"
+    ):
         error = BackendUnavailable
     for index, candidate in enumerate(candidates):
         if name not in (None, candidate.backend) or not candidate.accepted:
@@ -270,11 +355,19 @@ def _decide_slot(answers: Survey, slot: str) -> _Outcome:
 def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
     """One sentence, the request, and for every slot that nobody runs a line per backend."""
     named = {slot: one_line(name) for slot in refused if (name := answers.wanted[slot]) is not None}
-    sentences = [f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}" for name in {*named.values()}]
+    sentences = [
+        f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}"
+        for name in {*named.values()}
+    ]
     others = [slot for slot in refused if slot not in named]
     if others:
-        sentences.append(f"no backend takes {', '.join(others)}" if answers.registry.ready() else _NO_BACKEND)
-    lines = ["; ".join(sorted(sentences)), f"  request: {describe_request(answers.requests['cmp'])}"]
+        sentences.append(
+            f"no backend takes {', '.join(others)}" if answers.registry.ready() else _NO_BACKEND
+        )
+    lines = [
+        "; ".join(sorted(sentences)),
+        f"  request: {describe_request(answers.requests['cmp'])}",
+    ]
     blocks: dict[tuple[str, ...], list[str]] = {}  # slots that got the same answers share one block
     for slot, candidates in refused.items():
         said = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
@@ -287,7 +380,11 @@ def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> st
 def _say_once(answers: Survey, choices: Mapping[str, Choice]) -> None:
     chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
     request = answers.requests["cmp"]
-    said = (request.device, request.dtype, *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()))
+    said = (
+        request.device,
+        request.dtype,
+        *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()),
+    )
     with _said_lock:
         if not chosen or said in _said:
             return

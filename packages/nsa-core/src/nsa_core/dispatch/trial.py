@@ -1,9 +1,10 @@
-"""Third-party plugins tried in a child process first: a crash or a hang of one must not take the caller with it.
+"""Third-party plugins tried in a child process first: a crash or a hang of one must not take the
+caller with it.
 
 A child loads the plugin and puts a plain request to its probe.
 
-The verdict is remembered in the user's cache directory, per distribution version, entry point and Python version, and
-dropped when the plugin's files or the installed torch change.
+The verdict is remembered in the user's cache directory, per distribution version, entry point and
+Python version, and dropped when the plugin's files or the installed torch change.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from nsa_core.util.atomic_files import user_cache, write_atomic
 LIMIT_S = 20.0
 _PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.dispatch.candidates
 _AT_ONCE = 8
-_SURVIVED = 86  # exit status; no pipe, because a grandchild that outlives the child would keep a pipe open
+# exit status; no pipe, because a grandchild that outlives the child would keep a pipe open
+_SURVIVED = 86
 _SCHEMA = 2  # 1: probes were not asked
 
 
@@ -45,14 +47,19 @@ class Verdict:
 
 
 def crashed(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
-    """The plugins that do not survive loading and probing in a child process, with what became of each.
+    """The plugins that do not survive loading and probing in a child process, with what became of
+    each.
 
-    Several children run at once, ``limit_s`` bounds each, and a remembered verdict takes the place of a child.
-    A plugin that merely raises survives: loading it here tells the reason.
+    Several children run at once, ``limit_s`` bounds each, and a remembered verdict takes the place
+    of a child. A plugin that merely raises survives: loading it here tells the reason.
     """
     known = _recall(plugins)
     # A hang under a shorter limit than this one says nothing about this one.
-    stale = [p for p, v in known.items() if v.reason is not None and v.reason.code == "hangs" and v.limit_s < limit_s]
+    stale = [
+        p
+        for p, v in known.items()
+        if v.reason is not None and v.reason.code == "hangs" and v.limit_s < limit_s
+    ]
     todo = [p for p in plugins if p not in known or p in stale]
     fresh = _try_all(todo, limit_s)
     if fresh:
@@ -89,14 +96,20 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Verdict]
 
 
 def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
-    # The caller's own path, set before anything is imported; an argument, so that no environment variable is needed.
+    # The caller's own path, set before anything is imported; an argument, so that no environment
+    # variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    code = f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import _child\n_child(*sys.argv[1:])"
+    code = (
+        f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import"
+        " _child\n_child(*sys.argv[1:])"
+    )
     return start([code, plugin.name, plugin.value])
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A silent child that runs ``arguments[0]`` as Python; it and what it starts are ended by :func:`end`."""
+    """A silent child that runs ``arguments[0]`` as Python; it and what it starts are ended by
+    :func:`end`.
+    """
     return subprocess.Popen(
         [sys.executable, "-c", *arguments],
         stdin=subprocess.DEVNULL,
@@ -117,11 +130,14 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _child(name: str, value: str) -> None:
-    """Body of the child process: load the plugin, ask it, and leave with the status that says it survived."""
+    """Body of the child process: load the plugin, ask it, and leave with the status that says it
+    survived.
+    """
     with contextlib.suppress(ImportError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is a finding, not a case for a core file
+        # a crash here is a finding, not a case for a core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     asking = threading.Thread(target=_ask, args=(load(Plugin(name, "", "", value)),), daemon=True)
     asking.start()
     asking.join(_PROBE_S)
@@ -129,13 +145,22 @@ def _child(name: str, value: str) -> None:
 
 
 def _ask(entries: Sequence[BackendEntry]) -> None:
-    """Put a plain request of each slot to the probes; what they answer, or raise, is for whoever asks in earnest."""
+    """Put a plain request of each slot to the probes; what they answer, or raise, is for whoever
+    asks in earnest.
+    """
     geometry = BlockGeometry()
     for spec in (entry.spec for entry in entries if entry.spec is not None):
         for slot in spec.slots:
             with contextlib.suppress(Exception, SystemExit):
                 import_named(spec.probe)(
-                    Request(slot=slot, geometry=geometry, n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64)
+                    Request(
+                        slot=slot,
+                        geometry=geometry,
+                        n_heads=12,
+                        n_kv_heads=2,
+                        head_dim=64,
+                        v_head_dim=64,
+                    )
                 )
 
 
@@ -144,16 +169,22 @@ def _reason(status: int | None, limit_s: float) -> Reason | None:
 
 
 def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:
-    """Why a child that ended with ``status`` (None: killed at its limit) did not survive; None: it did."""
+    """Why a child that ended with ``status`` (None: killed at its limit) did not survive; None: it
+    did.
+    """
     if status == _SURVIVED:
         return None
     if status is None:
-        return Reason("hangs", f"did not finish within {limit_s:g} s in a child process {doing}", hint)
+        return Reason(
+            "hangs", f"did not finish within {limit_s:g} s in a child process {doing}", hint
+        )
     return Reason("crashes" if status < 0 else "exits", fate(status, doing), hint)
 
 
 def fate(status: int, doing: str) -> str:
-    """What a process that left with ``status`` (negative: a signal's number) did, ``doing`` something."""
+    """What a process that left with ``status`` (negative: a signal's number) did, ``doing``
+    something.
+    """
     if status >= 0:
         return f"ended its process with exit status {status} {doing}"
     try:
@@ -186,7 +217,12 @@ def _stamp(plugin: Plugin) -> str:
     try:
         spec = importlib.util.find_spec(plugin.value.partition(":")[0].partition(".")[0])
         places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec else []
-        files = [f for p in places for f in (Path(p).iterdir() if os.path.isdir(p) else [Path(p)]) if f.is_file()]
+        files = [
+            f
+            for p in places
+            for f in (Path(p).iterdir() if os.path.isdir(p) else [Path(p)])
+            if f.is_file()
+        ]
         newest = max((f.stat().st_mtime_ns for f in files), default=0)
     except Exception:  # noqa: BLE001  a plugin may install its own finder
         places, newest = [], 0
@@ -194,12 +230,18 @@ def _stamp(plugin: Plugin) -> str:
 
 
 def _read() -> dict[str, Any]:
-    """Everything remembered, by key; a file that is missing, unreadable or not ours counts as empty."""
+    """Everything remembered, by key; a file that is missing, unreadable or not ours counts as
+    empty.
+    """
     try:
         document = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    verdicts = document.get("verdicts") if isinstance(document, dict) and document.get("schema") == _SCHEMA else None
+    verdicts = (
+        document.get("verdicts")
+        if isinstance(document, dict) and document.get("schema") == _SCHEMA
+        else None
+    )
     return verdicts if isinstance(verdicts, dict) else {}
 
 
@@ -216,7 +258,11 @@ def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Verdict]:
             continue
         if reason is None:
             found[plugin] = Verdict(None, limit)
-        elif isinstance(reason, list) and len(reason) == 2 and all(isinstance(text, str) for text in reason):
+        elif (
+            isinstance(reason, list)
+            and len(reason) == 2
+            and all(isinstance(text, str) for text in reason)
+        ):
             found[plugin] = Verdict(Reason(reason[0], reason[1], _hint()), limit)
     return found
 
@@ -225,7 +271,11 @@ def _remember(verdicts: dict[Plugin, Verdict]) -> None:
     stored = _read()
     for plugin, verdict in verdicts.items():
         reason = [verdict.reason.code, verdict.reason.message] if verdict.reason else None
-        stored[_key(plugin)] = {"stamp": _stamp(plugin), "limit_s": verdict.limit_s, "reason": reason}
+        stored[_key(plugin)] = {
+            "stamp": _stamp(plugin),
+            "limit_s": verdict.limit_s,
+            "reason": reason,
+        }
     text = json.dumps({"schema": _SCHEMA, "verdicts": stored}, indent=1, sort_keys=True)
     # A cache that cannot be written costs a child process next time, nothing more.
     with contextlib.suppress(OSError, InvalidInput):

@@ -1,8 +1,10 @@
-"""What `nsa tune` measured here: the order in which `auto` tries backends that would all run a request.
+"""What `nsa tune` measured here: the order in which `auto` tries backends that would all run a
+request.
 
-A record holds for one device, torch version, shape class and slot, and only while the backends that take the request
-are those that were measured, in the same versions. Anything else, a corrupt file included, is ignored: `auto` then
-follows the priorities that the backends state. A record never admits a backend that its probe refuses.
+A record holds for one device, torch version, shape class and slot, and only while the backends that
+take the request are those that were measured, in the same versions. Anything else, a corrupt file
+included, is ignored: `auto` then follows the priorities that the backends state. A record never
+admits a backend that its probe refuses.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _log = logging.getLogger("nsa")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Times of one slot's backends: ms per call, forward, or forward and backward for requests with gradients."""
+    """Times of one slot's backends: ms per call, forward, or forward and backward for requests with
+    gradients.
+    """
 
     device: str
     torch: str
@@ -39,10 +43,15 @@ class Record:
     date: str
 
     def sentence(self) -> str:
-        """ "1.2 ms against sdpa 4.5 ms at 8192 tokens, 2026-01-31", the first being the chosen backend's."""
+        """ "1.2 ms against sdpa 4.5 ms at 8192 tokens, 2026-01-31", the first being the chosen
+        backend's.
+        """
         (_, best), *rest = sorted(self.times_ms.items(), key=lambda item: (item[1], item[0]))
         others = ", ".join(f"{one_line(name)} {time:.3g} ms" for name, time in rest)
-        return f"{best:.3g} ms{' against ' + others if others else ''} at {self.tokens} tokens, {one_line(self.date)}"
+        return (
+            f"{best:.3g} ms{' against ' + others if others else ''} at {self.tokens} tokens,"
+            f" {one_line(self.date)}"
+        )
 
 
 def path() -> Path:
@@ -69,7 +78,9 @@ def torch_version() -> str:
 def processor_name() -> str:
     """The processor's model as the system tells it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -78,7 +89,9 @@ def processor_name() -> str:
 
 
 def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[str, str] | None:
-    """(backend, sentence) of the fastest among ``accepted`` (name -> version), or None where nothing valid is known."""
+    """(backend, sentence) of the fastest among ``accepted`` (name -> version), or None where
+    nothing valid is known.
+    """
     if len(accepted) < 2 or request.varlen or request.deterministic or request.phase != "prefill":
         return None  # nothing to choose, or not what was measured
     key = (device, torch_version(), shape_class(request), request.slot)
@@ -90,7 +103,10 @@ def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[
         times = {name: time for name, time in record.times_ms.items() if name in accepted}
         if not times:
             return None
-        return min(times, key=lambda name: (times[name], name)), dataclasses.replace(record, times_ms=times).sentence()
+        return (
+            min(times, key=lambda name: (times[name], name)),
+            dataclasses.replace(record, times_ms=times).sentence(),
+        )
     return None
 
 
@@ -110,7 +126,14 @@ def load() -> list[Record]:
 
 def _record(entry: Any) -> Record:
     record = Record(**entry)
-    words = (record.device, record.torch, record.shape_class, record.slot, record.date, *record.versions.values())
+    words = (
+        record.device,
+        record.torch,
+        record.shape_class,
+        record.slot,
+        record.date,
+        *record.versions.values(),
+    )
     numbers = [record.tokens, *record.times_ms.values()]
     if not all(isinstance(word, str) for word in words):
         raise ValueError("a text field is no text")
@@ -122,13 +145,17 @@ def _record(entry: Any) -> Record:
 
 
 def save(records: Iterable[Record]) -> Path:
-    """Add ``records`` to the file, in place of older ones for the same device, torch, shape class and slot.
+    """Add ``records`` to the file, in place of older ones for the same device, torch, shape class
+    and slot.
 
     Raises:
         OSError: the cache directory cannot be written to.
     """
     kept = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*load(), *records]}
-    document = {"schema_version": SCHEMA_VERSION, "records": [dataclasses.asdict(r) for r in kept.values()]}
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "records": [dataclasses.asdict(r) for r in kept.values()],
+    }
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(document, indent=1) + "\n", force=True)

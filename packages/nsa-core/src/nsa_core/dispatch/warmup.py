@@ -1,4 +1,6 @@
-"""Every slot of a plan run once on tensors of zeros, so that what compiles at a first call has compiled."""
+"""Every slot of a plan run once on tensors of zeros, so that what compiles at a first call has
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def warm(
     scale: float,
     device: torch.device,
 ) -> None:
-    """Run each slot of ``kernels`` on ``device``, backward too where its request asks for gradients; a plan for decode
-    its decode forms and ``fused``."""
+    """Run each slot of ``kernels`` on ``device``, backward too where its request asks for
+    gradients; a plan for decode its decode forms and ``fused``.
+    """
     if requests["cmp"].phase == "decode":
         _warm_decode(kernels, fused, requests["cmp"], scale, device)
     else:
@@ -30,7 +33,10 @@ def warm(
 
 
 def _warm_slots(
-    kernels: Mapping[str, Kernel], requests: Mapping[str, Request], specs: Mapping[str, SlotSpec], device: torch.device
+    kernels: Mapping[str, Kernel],
+    requests: Mapping[str, Request],
+    specs: Mapping[str, SlotSpec],
+    device: torch.device,
 ) -> None:
     for slot, kernel in kernels.items():
         request = requests[slot]
@@ -41,7 +47,9 @@ def _warm_slots(
         for tensor in asked:
             tensor.requires_grad_()
         bounds = [0, length // 2, length]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device) if request.varlen else None
+        cu_seqlens = (
+            torch.tensor(bounds, dtype=torch.int32, device=device) if request.varlen else None
+        )
         with torch.set_grad_enabled(bool(asked)):
             result = kernel(*tensors.values(), cu_seqlens=cu_seqlens, max_seqlen=length)
         if asked:
@@ -50,14 +58,22 @@ def _warm_slots(
 
 
 def _zeros(request: Request, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The slot's tensors by the contract's names: one sequence, or documents of ``length`` tokens in all."""
+    """The slot's tensors by the contract's names: one sequence, or documents of ``length`` tokens
+    in all.
+    """
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
     rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
     sizes: dict[str | int, int] = {
-        "B": 1, "S": length, "Hq": request.n_heads, "G": request.n_kv_heads, "Dk": request.head_dim,
-        "Dv": request.v_head_dim, "C": rows, "n": geometry.num_selected_blocks,
-    }  # fmt: skip
+        "B": 1,
+        "S": length,
+        "Hq": request.n_heads,
+        "G": request.n_kv_heads,
+        "Dk": request.head_dim,
+        "Dv": request.v_head_dim,
+        "C": rows,
+        "n": geometry.num_selected_blocks,
+    }
     kinds = {"blocks": torch.int32, "lse": stats_dtype(dtype), "gates": stats_dtype(dtype)}
     made = {}
     for name in INPUTS[request.slot]:
@@ -74,9 +90,11 @@ def _warm_decode(
     scale: float,
     device: torch.device,
 ) -> None:
-    """Run each decode form of ``kernels``, combine's forward, and each of ``fused`` for a token of two sequences.
+    """Run each decode form of ``kernels``, combine's forward, and each of ``fused`` for a token of
+    two sequences.
 
-    Both hold a window's tokens and one more, or a whole selection if that is longer, in pages of the request's size.
+    Both hold a window's tokens and one more, or a whole selection if that is longer, in pages of
+    the request's size.
     """
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
@@ -95,7 +113,10 @@ def _warm_decode(
     table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
     lengths = zeros(2, kind=torch.int32) + length
     call = DecodeCall(geometry, scale, lengths - 1, lengths, table, length)
-    q, gates = zeros(2, 1, request.n_heads, request.head_dim), zeros(2, 1, request.n_heads, 3, kind=stats_dtype(dtype))
+    q, gates = (
+        zeros(2, 1, request.n_heads, request.head_dim),
+        zeros(2, 1, request.n_heads, 3, kind=stats_dtype(dtype)),
+    )
     k_cmp, v_cmp = store(size // geometry.compress_stride)
     sel, win, raw = store(size), store(w, 2), store(geometry.compress_block_size, 2)
     o_cmp, lse = kernels["cmp"](q, k_cmp, v_cmp, call=call)
@@ -106,10 +127,18 @@ def _warm_decode(
     if "step" in fused:
         fused["step"](q, gates, k_cmp, v_cmp, *sel, *win, call=call)
     if "append" in fused:
-        k, v = ((zeros(2, 1, request.n_kv_heads, x),) * 3 for x in (request.head_dim, request.v_head_dim))
+        k, v = (
+            (zeros(2, 1, request.n_kv_heads, x),) * 3
+            for x in (request.head_dim, request.v_head_dim)
+        )
         angles = zeros(length, request.head_dim // 2, kind=stats_dtype(dtype))
         for rope in (None, (angles, angles)) if request.head_dim % 2 == 0 else (None,):
             fused["append"](q, k, v, raw, sel, win, rope=rope, rotate_raw=False, call=call)
     if "gates" in fused:
         x = q.flatten(2)  # a request knows no dim
-        fused["gates"](x, x.new_zeros(3 * request.n_heads, x.shape[-1]), x.new_zeros(3 * request.n_heads), call=call)
+        fused["gates"](
+            x,
+            x.new_zeros(3 * request.n_heads, x.shape[-1]),
+            x.new_zeros(3 * request.n_heads),
+            call=call,
+        )

@@ -1,4 +1,6 @@
-"""nsa_attention: Native Sparse Attention of given queries, keys, values and gates (arXiv 2502.11089, section 3)."""
+"""nsa_attention: Native Sparse Attention of given queries, keys, values and gates (arXiv
+2502.11089, section 3).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,16 @@ if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
 
 KV = torch.Tensor | Sequence[torch.Tensor | None]
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
+_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
 
 
 @overload
@@ -87,38 +98,61 @@ def nsa_attention(
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
-    """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv] in q's dtype.
+    """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv]
+    in q's dtype.
 
-    Packed documents drop B ([T, ...], compressed tensors [T // d, ...]) and carry ``cu_seqlens`` on the same device;
-    ``max_seqlen`` bounds their lengths (default T; too small: wrong rows, and an error only on the CPU or with
-    NSA_CHECK=1). Of tensors laid out [B, H, S, D] pass ``x.transpose(1, 2)``: any strides, the last axis contiguous.
+    Packed documents drop B ([T, ...], compressed tensors [T // d, ...]) and carry ``cu_seqlens`` on
+    the same device; ``max_seqlen`` bounds their lengths (default T; too small: wrong rows, and an
+    error only on the CPU or with NSA_CHECK=1). Of tensors laid out [B, H, S, D] pass
+    ``x.transpose(1, 2)``: any strides, the last axis contiguous.
 
-    Without ``k_cmp`` and ``v_cmp`` the cmp entries of k and v are averaged over each compression block; with them those
-    entries are not read and may be None. ``blocks`` given (local to the document, any order; -1, duplicates, future
-    and out-of-range entries are harmless) replaces the selection. No gradient flows through the selection.
+    Without ``k_cmp`` and ``v_cmp`` the cmp entries of k and v are averaged over each compression
+    block; with them those entries are not read and may be None. ``blocks`` given (local to the
+    document, any order; -1, duplicates, future and out-of-range entries are harmless) replaces the
+    selection. No gradient flows through the selection.
 
-    The kernels are ``plan``'s, which is for prefill. Without one, the plan is that of :func:`nsa_core.resolve` for
-    these tensors, made once (another from contract.LONG_SEQUENCE tokens on); it can train wherever some backend can.
+    The kernels are ``plan``'s, which is for prefill. Without one, the plan is that of
+    :func:`nsa_core.resolve` for these tensors, made once (another from contract.LONG_SEQUENCE
+    tokens on); it can train wherever some backend can.
 
     Returns:
-        o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S], natural log,
-        -inf where no key is visible, no gradient), and with ``return_blocks`` the blocks.
+        o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S],
+        natural log, -inf where no key is visible, no gradient), and with ``return_blocks`` the
+        blocks.
 
     Raises:
-        InvalidInput: tensors that do not fit each other, the config or the plan; all faults, and all shapes.
+        InvalidInput: tensors that do not fit each other, the config or the plan; all faults, and
+            all shapes.
         Unsupported: no backend takes the request; a line per backend with its reasons.
     """
     (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
-    given: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates, "blocks": blocks}
-    given |= {"k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win, "v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
+    given: dict[str, Any] = {
+        "q": q,
+        "k_cmp": k_cmp,
+        "v_cmp": v_cmp,
+        "gates": gates,
+        "blocks": blocks,
+    }
+    given |= {
+        "k[cmp]": k_raw,
+        "k[sel]": k_sel,
+        "k[win]": k_win,
+        "v[cmp]": v_raw,
+        "v[sel]": v_sel,
+        "v[win]": v_win,
+    }
     wants_grad = _check_inputs(given, config, cu_seqlens, max_seqlen)
     if plan is None:
         varlen = cu_seqlens is not None
-        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen))
+        plan = default_plan(
+            config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen)
+        )
     else:
         _check_plan(plan, config, q, cu_seqlens is not None, wants_grad)
     if k_cmp is None or v_cmp is None:
-        places = None if cu_seqlens is None else packed_blocks(cu_seqlens, q.shape[0], config.geometry)
+        places = (
+            None if cu_seqlens is None else packed_blocks(cu_seqlens, q.shape[0], config.geometry)
+        )
         k_cmp, v_cmp = (mean_compress(x, config.geometry, places) for x in (k_raw, v_raw))
 
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -129,29 +163,45 @@ def nsa_attention(
     o_win, lse_win = plan.win(q, k_win, v_win, **where)
     o = plan.combine(gates, o_cmp, o_sel, o_win, **where)
 
-    extras = ([(lse_cmp, lse_sel, lse_win)] if return_lse else []) + ([blocks] if return_blocks else [])
+    extras = ([(lse_cmp, lse_sel, lse_win)] if return_lse else []) + (
+        [blocks] if return_blocks else []
+    )
     return (o, *extras) if extras else o
 
 
 def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any, Any]:
-    """The (cmp, sel, win) entries of k or v; the cmp entry is None where the compressed tensor replaces it."""
+    """The (cmp, sel, win) entries of k or v; the cmp entry is None where the compressed tensor
+    replaces it.
+    """
     if isinstance(x, torch.Tensor):
         return (None if compressed is not None else x), x, x
     if not isinstance(x, (tuple, list)) or len(x) != 3:
         size = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
-        raise InvalidInput(f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{size}")
-    missing = [b for b, t in zip(("cmp", "sel", "win"), x) if t is None and not (b == "cmp" and compressed is not None)]
+        raise InvalidInput(
+            f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{size}"
+        )
+    missing = [
+        b
+        for b, t in zip(("cmp", "sel", "win"), x)
+        if t is None and not (b == "cmp" and compressed is not None)
+    ]
     if missing:
         raise InvalidInput(
-            f"{name} lacks its {', '.join(missing)} entry (only cmp may be None, and only beside {name}_cmp)"
+            f"{name} lacks its {', '.join(missing)} entry (only cmp may be None, and only beside"
+            f" {name}_cmp)"
         )
     return (None if compressed is not None else x[0]), x[1], x[2]
 
 
 def _check_inputs(
-    given: dict[str, Any], config: NSAConfig, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+    given: dict[str, Any],
+    config: NSAConfig,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
 ) -> bool:
-    """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may be None."""
+    """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may
+    be None.
+    """
     must_be_config(config)
     given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
     _check_kinds(given)
@@ -167,17 +217,30 @@ def _check_inputs(
     return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
 
 
-def _problems(config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool) -> list[str]:
+def _problems(
+    config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool
+) -> list[str]:
     """What does not fit among the inputs by their metadata alone."""
     given = dict(zip(names, tensors))
-    axes: dict[str, tuple[str | int, ...]] = {"q": ("B", "S", "Hq", "Dk"), "gates": ("B", "S", "Hq", 3)}
-    axes |= {"k_cmp": ("B", "C", "G", "Dk"), "v_cmp": ("B", "C", "G", "Dv"), "blocks": ("B", "S", "G", "n")}
+    axes: dict[str, tuple[str | int, ...]] = {
+        "q": ("B", "S", "Hq", "Dk"),
+        "gates": ("B", "S", "Hq", 3),
+    }
+    axes |= {
+        "k_cmp": ("B", "C", "G", "Dk"),
+        "v_cmp": ("B", "C", "G", "Dv"),
+        "blocks": ("B", "S", "G", "n"),
+    }
     shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in given]
     sizes = {"Hq": config.n_heads, "G": config.n_kv_heads, "Dk": config.qk_dim, "Dv": config.v_dim}
     if given["q"].dim() == 4 - packed:
         length = given["q"].shape[-3]
         sizes["S"] = length
-        sizes["C"] = config.geometry.max_compressed(length) if packed else config.geometry.num_compressed(length)
+        sizes["C"] = (
+            config.geometry.max_compressed(length)
+            if packed
+            else config.geometry.num_compressed(length)
+        )
     wrong = tensor_problems(names, tensors, shapes, packed, sizes)
     floats = {n: t for n, t in given.items() if n not in ("gates", "blocks")}
     wrong += dtype_problems(floats, {"gates": given["gates"]})
@@ -198,18 +261,32 @@ def _known_problems(
 
 def _check_kinds(given: dict[str, torch.Tensor]) -> None:
     """Refuse what is no plain tensor, and what the operators would silently take for one."""
-    strangers = [f"{n} must be a tensor, got {type(t).__name__}" for n, t in given.items() if not is_tensor(t)]
+    strangers = [
+        f"{n} must be a tensor, got {type(t).__name__}"
+        for n, t in given.items()
+        if not is_tensor(t)
+    ]
     if strangers:
-        raise InvalidInput("; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0]))
+        raise InvalidInput(
+            "; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0])
+        )
     if torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given.values()):
-        raise Unsupported("forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward")
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in given.values()
+    ):
+        raise Unsupported(
+            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward"
+        )
 
 
-def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> list[str]:
+def _packing_problems(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+) -> list[str]:
     wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
-    if wrong or torch.compiler.is_compiling() or type(cu_seqlens) is not torch.Tensor:  # a fake tensor has no values
+    if (
+        wrong or torch.compiler.is_compiling() or type(cu_seqlens) is not torch.Tensor
+    ):  # a fake tensor has no values
         return wrong
     try:
         check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
@@ -218,24 +295,36 @@ def _packing_problems(q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seql
     return []
 
 
-def _check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
+def _check_plan(
+    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool
+) -> None:
     must_be_plan(plan)
     request, wrong = plan.requests["cmp"], []
     if request.phase != "prefill":
-        wrong.append(f"plan is for {request.phase}, not prefill, as this call and the first tokens of a cache are")
+        wrong.append(
+            f"plan is for {request.phase}, not prefill, as this call and the first tokens of a"
+            " cache are"
+        )
     if plan.config is not config and plan.config.values != config.values:
         wrong.append(f"plan is for {plan.config}, not for {config}")
     if wants_grad and not request.needs_grad:
-        wrong.append("plan was made without needs_grad=True, but a gradient is wanted: plan again, or use no_grad")
+        wrong.append(
+            "plan was made without needs_grad=True, but a gradient is wanted: plan again, or use"
+            " no_grad"
+        )
     if packed and not request.varlen:
         wrong.append("plan was made without varlen=True, but cu_seqlens is given")
     dtype, device = dtype_name(q.dtype), q.device.type
     if dtype != request.dtype or device not in (request.device, "meta"):
-        wrong.append(f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}")
+        wrong.append(
+            f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}"
+        )
     if wrong:
         raise InvalidInput("; ".join(wrong))
 
 
 def _wide(blocks: torch.Tensor) -> torch.Tensor:
-    """int32 and int64 as they are; other integers widened, so that no value wraps round into range."""
+    """int32 and int64 as they are; other integers widened, so that no value wraps round into
+    range.
+    """
     return blocks if blocks.dtype in (torch.int32, torch.int64) else blocks.to(torch.int64)

@@ -11,15 +11,22 @@ from nsa_core.layer.rope import Table, turn, widened
 
 
 class RotatedHeads(torch.autograd.Function):
-    """product [..., R, W] -> q [..., R, Hq, Dk]; k of cmp as it is, of sel and win [..., R, G, Dk]; v likewise.
+    """product [..., R, W] -> q [..., R, Hq, Dk]; k of cmp as it is, of sel and win [..., R, G, Dk];
+    v likewise.
 
-    W = (Hq + 3 G) Dk + 3 G Dv. q, and k of sel and win, are turned by the table's angles. All but the entries of cmp,
-    which are views, keep nothing of the product.
+    W = (Hq + 3 G) Dk + 3 G Dv. q, and k of sel and win, are turned by the table's angles. All but
+    the entries of cmp, which are views, keep nothing of the product.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, product: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int, dk: int
+        ctx: Any,
+        product: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: int,
+        groups: int,
+        dk: int,
     ) -> tuple[torch.Tensor, ...]:
         """Products of k of cmp with the angles are not used: cheaper than to leave it out."""
         ctx.save_for_backward(cos, sin)
@@ -36,7 +43,9 @@ class RotatedHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dq: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dq: torch.Tensor, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         """Of the product."""
         (heads, groups, dk), dk_raw = ctx.sizes, grads[0]
         grad = dq.new_empty(ctx.shape)
@@ -48,7 +57,9 @@ class RotatedHeads(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _cut(product: torch.Tensor, heads: int, groups: int, dk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut(
+    product: torch.Tensor, heads: int, groups: int, dk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., Hq + 3 G, Dk] of q and k, and [..., 3, G, Dv], as views."""
     turned = (heads + 3 * groups) * dk
     return (
@@ -61,7 +72,9 @@ def _new(like: torch.Tensor, heads: int, width: int, *several: int) -> torch.Ten
     return like.new_empty((*several, *like.shape[:-1], heads, width))
 
 
-def rotated_heads(product: torch.Tensor, table: Table, heads: int, groups: int, dk: int) -> tuple[torch.Tensor, ...]:
+def rotated_heads(
+    product: torch.Tensor, table: Table, heads: int, groups: int, dk: int
+) -> tuple[torch.Tensor, ...]:
     """See :class:`RotatedHeads`: q, k of cmp, sel and win, v of cmp, sel and win."""
     made: tuple[torch.Tensor, ...] = RotatedHeads.apply(  # type: ignore[no-untyped-call]
         product, *table, heads, groups, dk

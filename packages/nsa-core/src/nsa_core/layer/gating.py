@@ -1,7 +1,9 @@
-"""Sigmoid gates of the three branches, per token and query head, from the layer's input (arXiv 2502.11089, Eq. 5).
+"""Sigmoid gates of the three branches, per token and query head, from the layer's input (arXiv
+2502.11089, Eq. 5).
 
-Gates are computed and kept in fp32 (fp64 for fp64 inputs), under autocast too. At the start the logits have zero
-mean and a spread of about a half over tokens of unit variance: no branch is preferred, and no gate is a constant.
+Gates are computed and kept in fp32 (fp64 for fp64 inputs), under autocast too. At the start the
+logits have zero mean and a spread of about a half over tokens of unit variance: no branch is
+preferred, and no gate is a constant.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Apply ``layer`` in x's dtype. A layer that is not plain is called, with its tensors cast to that dtype."""
+    """Apply ``layer`` in x's dtype. A layer that is not plain is called, with its tensors cast to
+    that dtype.
+    """
     if is_plain_linear(layer):
         assert isinstance(layer, nn.Linear)
         return _product(x, layer)
@@ -58,13 +62,17 @@ class LinearGate(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
+        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64
+        x.
+        """
         with no_autocast(x.device):
             return _gates(_product(x.to(stats_dtype(x.dtype)), self))
 
 
 class MLPGate(nn.Sequential):
-    """sigmoid(W2 SiLU(W1 x + b1) + b2) with dim / 4 hidden units; rows of W2 as in :class:`LinearGate`."""
+    """sigmoid(W2 SiLU(W1 x + b1) + b2) with dim / 4 hidden units; rows of W2 as in
+    :class:`LinearGate`.
+    """
 
     def __init__(self, dim: int, n_heads: int) -> None:
         hidden = max(1, dim // 4)
@@ -72,21 +80,27 @@ class MLPGate(nn.Sequential):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As :meth:`LinearGate.reset_parameters`, over hidden units of unit variance before SiLU."""
+        """As :meth:`LinearGate.reset_parameters`, over hidden units of unit variance before
+        SiLU.
+        """
         for layer, spread in zip((self[0], self[2]), (1.0, _SPREAD / _SILU_RMS)):
             assert isinstance(layer, nn.Linear)  # as __init__ made it
             nn.init.normal_(layer.weight, std=spread * layer.in_features**-0.5)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64 x."""
+        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64
+        x.
+        """
         inner, activation, outer = self
         with no_autocast(x.device):
             return _gates(_linear(activation(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
 
 
 def as_it_was_made(gate: nn.Module) -> LinearGate | None:
-    """``gate`` if it is a plain LinearGate, which a fused form may compute from its weight and bias; else None."""
+    """``gate`` if it is a plain LinearGate, which a fused form may compute from its weight and
+    bias; else None.
+    """
     if not is_plain_linear(gate, LinearGate):
         return None
     assert isinstance(gate, LinearGate)
@@ -97,7 +111,8 @@ def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Call ``gate`` on x [..., dim] and return gates [..., Hq, 3].
 
     Raises:
-        InvalidInput: ``gate`` is an adapter around one of this module's gates. It would add to gates, not to logits.
+        InvalidInput: ``gate`` is an adapter around one of this module's gates. It would add to
+            gates, not to logits.
     """
     if not isinstance(gate, (LinearGate, MLPGate)):
         _refuse_adapter(gate)
@@ -106,15 +121,18 @@ def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_adapter(wrapper: nn.Module) -> None:
-    """Refuse a wrapper that adds parameters to a gate. Wrappers of torch.compile and DDP add none."""
+    """Refuse a wrapper that adds parameters to a gate. Wrappers of torch.compile and DDP add
+    none.
+    """
     inside = [m for m in wrapper.modules() if isinstance(m, (LinearGate, MLPGate))]
     own = {id(p) for gate in inside for p in gate.parameters()}
     added = [name for name, p in wrapper.named_parameters() if id(p) not in own]
     if inside and added:
         raise InvalidInput(
-            f"gate: {type(wrapper).__name__} adds {', '.join(added)} to a {type(inside[0]).__name__}, whose output is "
-            "the sigmoid of a linear map: train the gate's own parameters (peft: modules_to_save), or configure "
-            "gate='mlp' and adapt its linear layers gate.0 and gate.2"
+            f"gate: {type(wrapper).__name__} adds {', '.join(added)} to a"
+            f" {type(inside[0]).__name__}, whose output is the sigmoid of a linear map: train the"
+            " gate's own parameters (peft: modules_to_save), or configure gate='mlp' and adapt its"
+            " linear layers gate.0 and gate.2"
         )
 
 

@@ -1,7 +1,8 @@
 """Checks that a module computes exactly what its class defines.
 
-Some code reads the parameters of a linear layer and computes the product in a faster form. That form is correct only
-for plain layers. A wrapped, hooked or parametrised layer must be called as a module.
+Some code reads the parameters of a linear layer and computes the product in a faster form. That
+form is correct only for plain layers. A wrapped, hooked or parametrised layer must be called as a
+module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether ``module`` is exactly of class ``kind``, without hooks and without a forward of its own.
+    """Whether ``module`` is exactly of class ``kind``, without hooks and without a forward of its
+    own.
 
     Parametrisations and FSDP2 change the class. Global hooks count as hooks.
     """
@@ -37,17 +39,22 @@ def is_plain_linear(layer: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool
     if not is_plain(layer, kind):
         return False
     parameters = layer._parameters
-    return type(parameters.get("weight")) in _PLAIN_TENSORS and type(parameters.get("bias")) in _PLAIN_TENSORS
+    return (
+        type(parameters.get("weight")) in _PLAIN_TENSORS
+        and type(parameters.get("bias")) in _PLAIN_TENSORS
+    )
 
 
 def dtype_and_device_from(layer: nn.Module) -> torch.Tensor:
-    """A tensor with the dtype and device of ``layer``: its weight, or else its largest floating-point parameter.
+    """A tensor with the dtype and device of ``layer``: its weight, or else its largest
+    floating-point parameter.
 
-    Reading ``weight`` of a parametrised layer would compute it. The largest parameter of a LoRA wrapper is the base
-    layer's weight.
+    Reading ``weight`` of a parametrised layer would compute it. The largest parameter of a LoRA
+    wrapper is the base layer's weight.
 
     Raises:
-        InvalidInput: The layer has no floating-point parameter, for example because it is quantised.
+        InvalidInput: The layer has no floating-point parameter, for example because it is
+            quantised.
     """
     weight = layer._parameters.get("weight")
     if weight is not None and weight.is_floating_point():
@@ -58,7 +65,7 @@ def dtype_and_device_from(layer: nn.Module) -> torch.Tensor:
         floating = [nn.Parameter(attribute.detach(), requires_grad=False)]
     if not floating:
         raise InvalidInput(
-            f"{type(layer).__name__} has no floating-point parameter, so the dtype of the attention layer is unknown: "
-            "keep the weight of this layer in a floating-point dtype"
+            f"{type(layer).__name__} has no floating-point parameter, so the dtype of the attention"
+            " layer is unknown: keep the weight of this layer in a floating-point dtype"
         )
     return max(floating, key=torch.Tensor.numel)

@@ -1,7 +1,8 @@
-"""Rotary position embedding on half-split pairs (x_i, x_{i + D/2}), for queries, keys and compressed keys.
+"""Rotary position embedding on half-split pairs (x_i, x_{i + D/2}), for queries, keys and
+compressed keys.
 
-Eagerly each pass is one node and four kernels over tables as wide as a head; for torch.compile, which fuses, and
-torch.func it is written op by op. The bits are the same.
+Eagerly each pass is one node and four kernels over tables as wide as a head; for torch.compile,
+which fuses, and torch.func it is written op by op. The bits are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nsa_core.layer.rope_op import cos_sin
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import capturing, eager
 
-# Of a table that is kept, 8 MiB at D = 128: eight of them hold little for good, and the host binds no longer sequence.
+# Of a table that is kept, 8 MiB at D = 128: eight of them hold little for good, and the host binds
+# no longer sequence.
 MOST_ROWS = 1 << 13
 
 
@@ -46,7 +48,9 @@ def rope_table(
     base: float,
     dtype: torch.dtype,
 ) -> RopeTable:
-    """Angles position * base^(-2i/D), i < D/2, for tensors of ``dtype`` and even head width ``dim``."""
+    """Angles position * base^(-2i/D), i < D/2, for tensors of ``dtype`` and even head width
+    ``dim``.
+    """
     return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
 
 
@@ -55,11 +59,15 @@ def as_used(table: RopeTable) -> Table:
     return table.wide() if eager() else table
 
 
-def table_for(x: torch.Tensor, rows: int, step: int, dim: int, base: float, every: Table | None = None) -> Table:
-    """Angles of ``rows`` positions 0, step, 2 * step, ... for tensors like x and heads of width ``dim``.
+def table_for(
+    x: torch.Tensor, rows: int, step: int, dim: int, base: float, every: Table | None = None
+) -> Table:
+    """Angles of ``rows`` positions 0, step, 2 * step, ... for tensors like x and heads of width
+    ``dim``.
 
-    Eagerly a table is kept for the next layer and the next step of the same length. Compiled, it is rows of ``every``,
-    a table of all positions up to the last: another would be ten more kernels in every layer.
+    Eagerly a table is kept for the next layer and the next step of the same length. Compiled, it is
+    rows of ``every``, a table of all positions up to the last: another would be ten more kernels in
+    every layer.
     """
     if every is not None and not eager():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in every))
@@ -71,14 +79,22 @@ def table_for(x: torch.Tensor, rows: int, step: int, dim: int, base: float, ever
     return _kept(*asked, torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
 
 
-def _made(rows: int, step: int, dim: int, base: float, dtype: torch.dtype, device: torch.device) -> RopeTable:
+def _made(
+    rows: int, step: int, dim: int, base: float, dtype: torch.dtype, device: torch.device
+) -> RopeTable:
     positions = torch.arange(rows, device=device)
     return rope_table(positions if step == 1 else positions * step, dim, base, dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def _kept(
-    rows: int, step: int, dim: int, base: float, dtype: torch.dtype, device: torch.device, stream: int
+    rows: int,
+    step: int,
+    dim: int,
+    base: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    stream: int,
 ) -> WideTable:
     """``stream``: another one would not wait for the kernels that fill the table."""
     with torch.inference_mode(False):  # or no later backward could keep it
@@ -98,7 +114,9 @@ def widened(cos: torch.Tensor, sin: torch.Tensor, dim: int) -> tuple[torch.Tenso
     return (cos, sin) if cos.shape[-1] == dim else RopeTable(cos, sin).wide()
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
+def turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, back: bool = False
+) -> torch.Tensor:
     """``out``, of x's shape and dtype: x turned by the angles of either table; no gradient."""
     cos, sin = widened(cos, sin, x.shape[-1])
     add = torch.sub if back else torch.add
@@ -109,7 +127,9 @@ class _Rotate(torch.autograd.Function):
     """The gradient is turned back by the same angles."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
         return turn(x, cos, sin, x.new_empty(x.shape), back)
@@ -120,7 +140,9 @@ class _Rotate(torch.autograd.Function):
         return _turned(grad, cos, sin, not ctx.back), None, None, None
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False
+) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         turned: torch.Tensor = _Rotate.apply(x, cos, sin, back)  # type: ignore[no-untyped-call]
         return turned
@@ -131,12 +153,16 @@ def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
     table: Table,
 ) -> torch.Tensor:
-    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the table's dtype."""
+    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the
+    table's dtype.
+    """
     return _turned(x, *table) if eager() else _by_ops(x, table)
 
 
 class _Apart(torch.autograd.Function):
-    """x [..., R, n, heads, D] to n tensors [..., R, heads, D], each in memory of its own order; rotated, by angles."""
+    """x [..., R, n, heads, D] to n tensors [..., R, heads, D], each in memory of its own order;
+    rotated, by angles.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -160,8 +186,12 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
-    """x [..., R, n, heads, D] as n tensors [..., R, heads, D] that keep nothing of x; rotated by ``table``."""
+    """x [..., R, n, heads, D] as n tensors [..., R, heads, D] that keep nothing of x; rotated by
+    ``table``.
+    """
     if eager():
         return list(_Apart.apply(x, *(table or ())))  # type: ignore[no-untyped-call]
     parts = x.unbind(-3)
-    return [rotate(part, table) for part in parts] if table else [part.contiguous() for part in parts]
+    return (
+        [rotate(part, table) for part in parts] if table else [part.contiguous() for part in parts]
+    )

@@ -13,16 +13,24 @@ from nsa_core.packing import token_places
 
 @dataclasses.dataclass(frozen=True)
 class NSAStats:
-    """Averages over tokens and heads (gates) or groups (blocks); 0 where there is nothing to average."""
+    """Averages over tokens and heads (gates) or groups (blocks); 0 where there is nothing to
+    average.
+    """
 
     gate_mean: dict[str, float]  # per branch
-    gate_entropy: dict[str, float]  # per branch, of the gate read as a probability: ln 2 at 0.5, 0 when it is stuck
-    mixture_entropy: float  # of the three gates divided by their sum: ln 3 when balanced, 0 when one branch is left
+    # per branch, of the gate read as a probability: ln 2 at 0.5, 0 when it is stuck
+    gate_entropy: dict[str, float]
+    # of the three gates divided by their sum: ln 3 when balanced, 0 when one branch is left
+    mixture_entropy: float
     blocks_per_token: float
-    forced_share: float  # of the chosen blocks, those chosen whatever their score (initial and local)
+    forced_share: (
+        float  # of the chosen blocks, those chosen whatever their score (initial and local)
+    )
     mean_distance: float  # in tokens, from a token back to the first token of a chosen block
     distinct_blocks: float  # per document and group: different blocks chosen by any of its tokens
-    neighbour_overlap: float  # |A and B| / |A or B| of the blocks of a token and of the token before it
+    neighbour_overlap: (
+        float  # |A and B| / |A or B| of the blocks of a token and of the token before it
+    )
 
 
 def summarize(

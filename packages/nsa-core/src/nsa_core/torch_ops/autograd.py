@@ -1,8 +1,10 @@
-"""Autograd of an operator whose forward and gradient are each a Python function over a fixed list of arguments.
+"""Autograd of an operator whose forward and gradient are each a Python function over a fixed list
+of arguments.
 
-What torch.library.register_autograd does, for schemas without keyword-only arguments, defaults and lists of tensors:
-those make it walk the schema at every call, which took half of an operator's host time. And where nobody looks on, an
-operator need not be called at all: its functions are, which saves each call's two ways through PyTorch's dispatcher.
+What torch.library.register_autograd does, for schemas without keyword-only arguments, defaults and
+lists of tensors: those make it walk the schema at every call, which took half of an operator's host
+time. And where nobody looks on, an operator need not be called at all: its functions are, which
+saves each call's two ways through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def unseen(*tensors: torch.Tensor | None) -> bool:
-    """Whether nobody could tell an operator of these from its function: no compiler, transform, mode or profiler."""
+    """Whether nobody could tell an operator of these from its function: no compiler, transform,
+    mode or profiler.
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -31,19 +35,24 @@ def unseen(*tensors: torch.Tensor | None) -> bool:
     ):
         return False
     for tensor in tensors:
-        # The dispatcher alone gives an operator the values of a view that is negated lazily (x.conj().imag).
+        # The dispatcher alone gives an operator the values of a view that is negated lazily
+        # (x.conj().imag).
         if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg()):
             return False
     return True
 
 
 def once() -> contextlib.AbstractContextManager[Any]:
-    """Around an operator's backward: where nobody differentiates it, its own autograd kernel has nothing to do."""
+    """Around an operator's backward: where nobody differentiates it, its own autograd kernel has
+    nothing to do.
+    """
     return _AS_IT_IS if torch.is_grad_enabled() else _AutoDispatchBelowAutograd()
 
 
 def _below(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` without its autograd kernel, told the keys of the call; without any, its ``function``."""
+    """``op`` without its autograd kernel, told the keys of the call; without any, its
+    ``function``.
+    """
 
     def below(keyset: Any, *arguments: Any) -> Any:
         with _AutoDispatchBelowAutograd():
@@ -57,7 +66,8 @@ def _below(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def register_constant(
     lib: torch.library.Library, short: str, op: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``op`` has no gradient: what it does inside is not recorded, which would keep every tensor that it makes.
+    """``op`` has no gradient: what it does inside is not recorded, which would keep every tensor
+    that it makes.
 
     Returns what does as ``op``, for calls that are :func:`unseen`.
     """
@@ -76,8 +86,8 @@ def register(
 ) -> Callable[..., Any]:
     """Differentiate ``op``, the overload of ``lib``'s operator ``short``, which runs ``function``.
 
-    ``setup_context(ctx, arguments, result)`` keeps what ``backward(ctx, *grads)`` needs to return a gradient, or None,
-    per argument. Returns what does as ``op``, for calls that are :func:`unseen`.
+    ``setup_context(ctx, arguments, result)`` keeps what ``backward(ctx, *grads)`` needs to return a
+    gradient, or None, per argument. Returns what does as ``op``, for calls that are :func:`unseen`.
     """
     below = _below(op, function)
 

@@ -1,7 +1,8 @@
-"""A backend's decode forms as a plan calls them: what the contract promises is checked here, not in each backend.
+"""A backend's decode forms as a plan calls them: what the contract promises is checked here, not in
+each backend.
 
-Plain calls, no torch operators: a step has no gradient, runs on a cache that changes under it, and is captured in a
-CUDA graph rather than traced.
+Plain calls, no torch operators: a step has no gradient, runs on a cache that changes under it, and
+is captured in a CUDA graph rather than traced.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class DecodeKernel:
         self._check(results, self._expected(tensors, call), q.device)
         return results
 
-    def _expected(self, tensors: Sequence[Any], call: DecodeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _expected(
+        self, tensors: Sequence[Any], call: DecodeCall
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         q = tensors[0]
         if self.slot == "gates":
             return [((*q.shape[:2], tensors[1].shape[0] // 3, 3), stats_dtype(q.dtype))]
@@ -53,11 +56,19 @@ class DecodeKernel:
         o = (batch, rows, heads, tensors[2].shape[-1])
         return [(o, q.dtype), ((batch, heads, rows), stats_dtype(q.dtype))]
 
-    def _check(self, results: Any, expected: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+    def _check(
+        self,
+        results: Any,
+        expected: list[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+    ) -> None:
         got = [results] if isinstance(results, torch.Tensor) else list(results)
         found = [(tuple(t.shape), t.dtype) for t in got]
         if found != expected or any(t.device != device for t in got):
-            text = f"returned {found} on {[str(t.device) for t in got]}, expected {expected} on {device}"
+            text = (
+                f"returned {found} on {[str(t.device) for t in got]}, expected {expected} on"
+                f" {device}"
+            )
             raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
 
 

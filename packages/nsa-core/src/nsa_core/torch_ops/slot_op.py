@@ -1,8 +1,9 @@
-"""A backend's plain functions as torch operators: schema, shape inference, autograd, and checks on both sides.
+"""A backend's plain functions as torch operators: schema, shape inference, autograd, and checks on
+both sides.
 
-One operator pair per (backend, slot), named ``nsa_<backend>::<slot>`` and ``..._backward``, so that torch.compile,
-CUDA graphs, checkpointing and the profiler see every backend alike. Nothing is checked twice: what the operator
-checks here, a backend need not.
+One operator pair per (backend, slot), named ``nsa_<backend>::<slot>`` and ``..._backward``, so that
+torch.compile, CUDA graphs, checkpointing and the profiler see every backend alike. Nothing is
+checked twice: what the operator checks here, a backend need not.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
-from nsa_core.torch_ops.tensor_checks import SLOT_AXES, Described, Metadata, check_cu_seqlens, check_slot
+from nsa_core.torch_ops.tensor_checks import (
+    SLOT_AXES,
+    Described,
+    Metadata,
+    check_cu_seqlens,
+    check_slot,
+)
 from nsa_core.torch_ops.torch_state import surroundings
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
-DIFFERENTIABLE = {slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()}
+DIFFERENTIABLE = {
+    slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
+}
 DIFFERENTIABLE["select"] = ()  # no gradient flows through the choice
 _TAIL = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic"
 
@@ -89,9 +98,15 @@ class running:  # noqa: N801  a context manager, read as a function; a class bec
             trace.append(DispatchRecord(*self._of))
         self._around.__enter__()
 
-    def __exit__(self, kind: object, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._around.__exit__(type(error) if error else None, error, where)
-        if error is None or isinstance(error, (NSAError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+        if (
+            error is None
+            or isinstance(error, (NSAError, torch.OutOfMemoryError))
+            or not isinstance(error, Exception)
+        ):
             return
         backend, slot, direction = self._of
         text = f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}"
@@ -103,7 +118,12 @@ def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(
-    backend: str, slot: str, direction: str, results: Any, specs: Sequence[TensorSpec], device: torch.device
+    backend: str,
+    slot: str,
+    direction: str,
+    results: Any,
+    specs: Sequence[TensorSpec],
+    device: torch.device,
 ) -> list[torch.Tensor]:
     results = [results] if isinstance(results, torch.Tensor) else list(results)
     wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
@@ -112,7 +132,9 @@ def _checked(
             got = f"{tuple(result.shape)} {result.dtype} on {result.device}"
             wrong.append(f"result {index} is {got}, expected {tuple(shape)} {dtype} on {device}")
     if wrong:
-        raise NSAError(f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong))
+        raise NSAError(
+            f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong)
+        )
     return [result.contiguous() for result in results]
 
 
@@ -120,7 +142,8 @@ def _checked(
 def _outputs(
     slot: str, known: tuple[tuple[Any, ...], ...], cu: Metadata | None, geometry: BlockGeometry
 ) -> list[TensorSpec]:
-    """:func:`output_specs` of inputs that fit, as Metadata's fields; remembered: a next step is not checked again.
+    """:func:`output_specs` of inputs that fit, as Metadata's fields; remembered: a next step is not
+    checked again.
 
     Raises:
         InvalidInput: as check_slot.
@@ -131,8 +154,12 @@ def _outputs(
 
 
 def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Nothing to compute: no tokens, no compressed token that anyone could see, or no block in the caller's list."""
-    unseen = (slot == "cmp" and tensors[1].shape[-3] == 0) or (slot == "sel" and tensors[3].shape[-1] == 0)
+    """Nothing to compute: no tokens, no compressed token that anyone could see, or no block in the
+    caller's list.
+    """
+    unseen = (slot == "cmp" and tensors[1].shape[-3] == 0) or (
+        slot == "sel" and tensors[3].shape[-1] == 0
+    )
     return tensors[0].numel() == 0 or unseen
 
 
@@ -140,42 +167,70 @@ class SlotOp:
     """The operator pair of one backend's slot.
 
     Attributes:
-        op: the overload; call it with the slot's tensors, then cu_seqlens, max_seqlen, scale, geometry, deterministic.
+        op: the overload; call it with the slot's tensors, then cu_seqlens, max_seqlen, scale,
+            geometry, deterministic.
     """
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
         self.backend, self.slot, self.spec = backend, slot, spec
         self._forward: Callable[..., Any] = import_named(spec.forward)
-        self._backward: Callable[..., Any] | None = import_named(spec.backward) if spec.backward else None
+        self._backward: Callable[..., Any] | None = (
+            import_named(spec.backward) if spec.backward else None
+        )
         self._n = len(INPUTS[slot])
         self._grads = [INPUTS[slot].index(name) for name in DIFFERENTIABLE[slot]]
         self._n_out = 1 if slot in ("select", "combine") else 2
         namespace, short = name.split("::")
         # FRAGMENT: several slots, and later plans, add to one namespace.
         self._lib = torch.library.Library(namespace, "FRAGMENT")
-        self._define(short, self._forward_impl, self._forward_fake, [f"Tensor {i}" for i in INPUTS[slot]], self._n_out)
+        self._define(
+            short,
+            self._forward_impl,
+            self._forward_fake,
+            [f"Tensor {i}" for i in INPUTS[slot]],
+            self._n_out,
+        )
         self.op = getattr(getattr(torch.ops, namespace), short).default
         if not self._grads:
             direct = autograd.register_constant(self._lib, short, self.op, self._forward_impl)
         else:
-            saved = [f"Tensor {i}" for i in INPUTS[slot]] + (["Tensor o", "Tensor lse"] if self._n_out == 2 else [])
+            saved = [f"Tensor {i}" for i in INPUTS[slot]] + (
+                ["Tensor o", "Tensor lse"] if self._n_out == 2 else []
+            )
             self._define(
-                f"{short}_backward", self._backward_impl, self._backward_fake, ["Tensor grad", *saved], len(self._grads)
+                f"{short}_backward",
+                self._backward_impl,
+                self._backward_fake,
+                ["Tensor grad", *saved],
+                len(self._grads),
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
             direct = autograd.register(
                 self._lib, short, self.op, self._forward_impl, self._setup_context, self._autograd
             )
             autograd.register(
-                self._lib, f"{short}_backward", self.backward_op, self._backward_impl, lambda *_: None, self._double
+                self._lib,
+                f"{short}_backward",
+                self.backward_op,
+                self._backward_impl,
+                lambda *_: None,
+                self._double,
             )
         _direct[self.op] = direct
 
     def _define(
-        self, short: str, impl: Callable[..., Any], fake: Callable[..., Any], tensors: list[str], outputs: int
+        self,
+        short: str,
+        impl: Callable[..., Any],
+        fake: Callable[..., Any],
+        tensors: list[str],
+        outputs: int,
     ) -> None:
         result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
-        self._lib.define(f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}", tags=(torch.Tag.pt2_compliant_tag,))
+        self._lib.define(
+            f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}",
+            tags=(torch.Tag.pt2_compliant_tag,),
+        )
         self._lib.impl(short, impl, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{self._lib.ns}::{short}", fake, lib=self._lib)
 
@@ -191,7 +246,14 @@ class SlotOp:
                 outs[1].fill_(-torch.inf)
         else:
             with running(self.backend, self.slot, "forward", device):
-                outs = _checked(self.backend, self.slot, "forward", self._forward(*tensors, call=call), specs, device)
+                outs = _checked(
+                    self.backend,
+                    self.slot,
+                    "forward",
+                    self._forward(*tensors, call=call),
+                    specs,
+                    device,
+                )
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _forward_fake(self, *args: Any) -> Any:
@@ -211,7 +273,14 @@ class SlotOp:
         else:
             tensors = [_unit_stride(t) for t in (grad, *saved)]
             with running(self.backend, self.slot, "backward", device):
-                outs = _checked(self.backend, self.slot, "backward", self._backward(*tensors, call=call), specs, device)
+                outs = _checked(
+                    self.backend,
+                    self.slot,
+                    "backward",
+                    self._backward(*tensors, call=call),
+                    specs,
+                    device,
+                )
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
@@ -220,11 +289,15 @@ class SlotOp:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if self._backward is None:
-            raise Unsupported(f"backend {self.backend!r} has no backward for {self.slot!r}; plan with needs_grad=True")
+            raise Unsupported(
+                f"backend {self.backend!r} has no backward for {self.slot!r}; plan with"
+                " needs_grad=True"
+            )
         outs = output if self._n_out == 2 else ()
         if self._n_out == 2:
             ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # or every backward would fill a gradient of lse that nobody reads
+        # or every backward would fill a gradient of lse that nobody reads
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[: self._n], *outs, inputs[self._n])
         ctx.tail = inputs[self._n + 1 :]
 
@@ -235,14 +308,17 @@ class SlotOp:
             return tuple(given)
         alone = not torch.is_grad_enabled() and autograd.unseen(grads[0], *saved, cu_seqlens)
         with autograd.once():
-            results = (self._backward_impl if alone else self.backward_op)(grads[0], *saved, cu_seqlens, *ctx.tail)
+            results = (self._backward_impl if alone else self.backward_op)(
+                grads[0], *saved, cu_seqlens, *ctx.tail
+            )
         for index, result in zip(self._grads, results):
             given[index] = result
         return tuple(given)
 
     def _double(self, ctx: Any, *grads: Any) -> Any:
         raise Unsupported(
-            f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once, not twice"
+            f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once,"
+            " not twice"
         )
 
 
@@ -251,7 +327,9 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
 
 
-_direct: dict[Any, Callable[..., Any]] = {}  # an operator's function with its autograd, for calls that nobody sees
+_direct: dict[
+    Any, Callable[..., Any]
+] = {}  # an operator's function with its autograd, for calls that nobody sees
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
 
@@ -267,7 +345,9 @@ def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
         for op in made:
             if op.spec == spec:
                 return op
-        name = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}::{slot}" + (f"_{len(made) + 1}" if made else "")
+        name = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}::{slot}" + (
+            f"_{len(made) + 1}" if made else ""
+        )
         made.append(SlotOp(backend, slot, spec, name))
         return made[-1]
 
@@ -284,7 +364,10 @@ class Kernel:
     deterministic: bool
 
     def __call__(
-        self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+        self,
+        *tensors: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Any:
         """Run the slot on ``tensors`` (contract.py gives their shapes).
 
@@ -296,5 +379,9 @@ class Kernel:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
         if autograd.unseen(*tensors, cu_seqlens) and type(max_seqlen) is int:
             direct = _direct[self.op]
-            return direct(*tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic)
-        return self.op(*tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic)
+            return direct(
+                *tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic
+            )
+        return self.op(
+            *tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic
+        )

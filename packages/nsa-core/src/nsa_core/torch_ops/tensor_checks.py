@@ -1,4 +1,6 @@
-"""Checks of tensors against the shapes of the contract; metadata only, unless the values are on the host anyway."""
+"""Checks of tensors against the shapes of the contract; metadata only, unless the values are on the
+host anyway.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
     """Name, shape, dtype and device of each tensor, as error messages show them."""
-    return ", ".join(f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors))
+    return ", ".join(
+        f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors)
+    )
 
 
 def tensor_problems(
@@ -50,9 +54,9 @@ def tensor_problems(
 ) -> list[str]:
     """What does not fit together among ``tensors``; empty: nothing.
 
-    ``shapes`` gives a symbol or a number per axis of the [B, S, ...] form ("B", "S", "Hq", "G", "Dk", 3); equal
-    symbols must have equal sizes, those of ``sizes`` the given ones, and ``packed`` drops "B". "Hq" must be a
-    multiple of "G".
+    ``shapes`` gives a symbol or a number per axis of the [B, S, ...] form ("B", "S", "Hq", "G",
+    "Dk", 3); equal symbols must have equal sizes, those of ``sizes`` the given ones, and ``packed``
+    drops "B". "Hq" must be a multiple of "G".
     """
     wrong: list[str] = []
     known: dict[str, int] = dict(sizes or {})
@@ -73,7 +77,10 @@ def tensor_problems(
 
 
 def check_tensors(
-    names: Sequence[str], tensors: Sequence[Described], shapes: Sequence[Sequence[str | int]], packed: bool
+    names: Sequence[str],
+    tensors: Sequence[Described],
+    shapes: Sequence[Sequence[str | int]],
+    packed: bool,
 ) -> None:
     """Refuse tensors that :func:`tensor_problems` finds fault with.
 
@@ -98,7 +105,9 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
 
 
 def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described]) -> list[str]:
-    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No silent cast."""
+    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No
+    silent cast.
+    """
     dtypes = {t.dtype for t in named.values()}
     if len(dtypes) > 1:
         return [f"{', '.join(named)} must share one dtype"]
@@ -121,10 +130,14 @@ def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> No
     """
     if wrong := dtype_problems(named, stats):
         everything = {**named, **stats}
-        raise InvalidInput("; ".join(wrong) + f" ({describe(list(everything), list(everything.values()))})")
+        raise InvalidInput(
+            "; ".join(wrong) + f" ({describe(list(everything), list(everything.values()))})"
+        )
 
 
-def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | None, geometry: BlockGeometry) -> None:
+def check_slot(
+    slot: str, tensors: Sequence[Described], cu_seqlens: Described | None, geometry: BlockGeometry
+) -> None:
     """Refuse tensors a slot cannot take.
 
     Raises:
@@ -141,11 +154,19 @@ def check_slot(slot: str, tensors: Sequence[Described], cu_seqlens: Described | 
         raise InvalidInput(f"blocks must be int32 or int64 ({describe(names, tensors)})")
     if slot in ("cmp", "select"):
         length = given["q"].shape[-3]
-        rows = geometry.num_compressed(length) if cu_seqlens is None else geometry.max_compressed(length)
+        rows = (
+            geometry.num_compressed(length)
+            if cu_seqlens is None
+            else geometry.max_compressed(length)
+        )
         if given["k_cmp"].shape[-3] != rows:
-            raise InvalidInput(f"k_cmp must have {rows} rows for {length} tokens ({describe(names, tensors)})")
+            raise InvalidInput(
+                f"k_cmp must have {rows} rows for {length} tokens ({describe(names, tensors)})"
+            )
     if cu_seqlens is not None and (
-        cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != tensors[0].device
+        cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.device != tensors[0].device
     ):
         raise InvalidInput(
             f"cu_seqlens must be int32 [documents + 1] on {tensors[0].device}, "
@@ -159,10 +180,13 @@ def is_tensor(x: object) -> bool:
 
 
 def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.device) -> list[str]:
-    """What is wrong with them beside rows on ``device``, as far as it shows without reading boundaries."""
+    """What is wrong with them beside rows on ``device``, as far as it shows without reading
+    boundaries.
+    """
     wrong = []
     if max_seqlen is not None:
-        counts = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")  # numpy's integers, SymInt
+        # numpy's integers, SymInt
+        counts = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
         if isinstance(max_seqlen, (bool, torch.Tensor)) or not counts or cast(int, max_seqlen) < 0:
             wrong.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
         elif cu_seqlens is None:
@@ -170,14 +194,19 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
     if cu_seqlens is None:
         return wrong
     if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
-        wrong.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}")
+        wrong.append(
+            f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}"
+        )
     elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         text = describe(["cu_seqlens"], [cu_seqlens])
         wrong.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
     elif cu_seqlens.device != device:
         wrong.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
     elif cu_seqlens.shape[0] < 2:
-        wrong.append(f"cu_seqlens must hold at least one document, [documents + 1], got {list(cu_seqlens.shape)}")
+        wrong.append(
+            "cu_seqlens must hold at least one document, [documents + 1], got"
+            f" {list(cu_seqlens.shape)}"
+        )
     return wrong
 
 
@@ -198,36 +227,48 @@ def check_layer_input(
     wrong = []
     if mask is not None:
         wrong.append(
-            "attention_mask is not supported: NSA is causal, and padding is left out, not masked: "
-            "rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and cu_seqlens=, "
-            "and nsa_core.pad brings the result back"
+            "attention_mask is not supported: NSA is causal, and padding is left out, not masked:"
+            " rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and"
+            " cu_seqlens=, and nsa_core.pad brings the result back"
         )
     for name, other in zip(("context", "key_value_states"), others):
         if other is not None:
             wrong.append(f"{name}: NSA is self-attention only, it has no cross-attention")
     if not isinstance(x, torch.Tensor):
         raise InvalidInput("; ".join([*wrong, f"x must be a tensor, got {type(x).__name__}"]))
-    form = "[T, dim] beside cu_seqlens" if cu_seqlens is not None else "[B, S, dim], or [T, dim] with cu_seqlens"
+    form = (
+        "[T, dim] beside cu_seqlens"
+        if cu_seqlens is not None
+        else "[B, S, dim], or [T, dim] with cu_seqlens"
+    )
     if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
         wrong.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
     if x.device != weight.device:
         wrong.append(f"x is on {x.device}, the layer on {weight.device}")
     if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
-        wrong.append(f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use autocast")
+        wrong.append(
+            f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use"
+            " autocast"
+        )
     wrong += packing_problems(cu_seqlens, max_seqlen, x.device)
     if wrong:
         raise InvalidInput("; ".join(wrong))
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None) -> None:
-    """Refuse boundaries that do not start at 0, decrease, do not end at ``total`` tokens, or exceed ``max_seqlen``.
+def check_cu_seqlens(
+    cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
+) -> None:
+    """Refuse boundaries that do not start at 0, decrease, do not end at ``total`` tokens, or exceed
+    ``max_seqlen``.
 
     Reads the values only where that costs no synchronisation: on the CPU, or with NSA_CHECK=1.
 
     Raises:
         InvalidInput: naming the boundary at fault, or the longest document's length.
     """
-    if cu_seqlens is None or (cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"):
+    if cu_seqlens is None or (
+        cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"
+    ):
         return
     bounds = cu_seqlens.tolist()
     if len(bounds) < 2:
@@ -241,4 +282,6 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: in
         raise InvalidInput(f"cu_seqlens must end at the {total} tokens given, got {bounds[-1]}")
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     if max_seqlen is not None and longest > max_seqlen:
-        raise InvalidInput(f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}")
+        raise InvalidInput(
+            f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}"
+        )

@@ -25,10 +25,13 @@ def write_bytes_atomic(path: str | Path, content: bytes, force: bool = False) ->
     """Write ``content`` to ``path``: a reader sees the old file or the whole new one, never a part.
 
     Raises:
-        InvalidInput: the file exists and ``force`` is False, or the path names something that is not a plain file.
-        OSError: the system refuses (directory missing, no permission, disk full); nothing is left behind.
+        InvalidInput: the file exists and ``force`` is False, or the path names something that is
+            not a plain file.
+        OSError: the system refuses (directory missing, no permission, disk full); nothing is left
+            behind.
     """
-    target = Path(os.path.realpath(path))  # a link is followed: what it points to is replaced, not the link
+    # a link is followed: what it points to is replaced, not the link
+    target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise InvalidInput(f"{path} is not a plain file")
     if target.exists() and not force:

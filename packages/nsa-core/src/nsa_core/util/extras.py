@@ -9,7 +9,8 @@ from nsa_core.errors import BackendUnavailable
 
 
 def needed(module: str, purpose: str, extra: str) -> Any:
-    """The module called ``module``; ``purpose`` is the subject of the error ("checkpoints need ..."), with its verb.
+    """The module called ``module``; ``purpose`` is the subject of the error ("checkpoints need
+    ..."), with its verb.
 
     Raises:
         BackendUnavailable: it is not installed; the message says what to type.

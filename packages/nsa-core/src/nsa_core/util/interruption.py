@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM held back, so that a long run ends in order: between two pieces of work, with what it has."""
+"""SIGINT and SIGTERM held back, so that a long run ends in order: between two pieces of work, with
+what it has.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Interruption:
 
     @contextlib.contextmanager
     def cuts_short(self) -> Iterator[None]:
-        """End the block at a KeyboardInterrupt (a second Ctrl-C) that follows a signal, and go on behind it."""
+        """End the block at a KeyboardInterrupt (a second Ctrl-C) that follows a signal, and go on
+        behind it.
+        """
         try:
             yield
         except KeyboardInterrupt:
@@ -38,7 +42,9 @@ NEVER = Interruption()  # of a run that nobody interrupts: Ctrl-C raises as ever
 
 
 def exit_code(name: str) -> int:
-    """What a shell reports for a process that the signal ``name`` ended: 130 for SIGINT, 143 for SIGTERM."""
+    """What a shell reports for a process that the signal ``name`` ended: 130 for SIGINT, 143 for
+    SIGTERM.
+    """
     return 128 + signal.Signals[name]
 
 
@@ -46,14 +52,17 @@ def exit_code(name: str) -> int:
 def held(*numbers: signal.Signals) -> Iterator[Interruption]:
     """Hold back these signals (SIGINT and SIGTERM unless named) and tell of the first.
 
-    A second SIGINT raises KeyboardInterrupt, or does whatever it did before. Further SIGTERMs change nothing:
-    `timeout` sends its own twice. Outside the main thread, which alone gets signals, nothing is held.
+    A second SIGINT raises KeyboardInterrupt, or does whatever it did before. Further SIGTERMs
+    change nothing: `timeout` sends its own twice. Outside the main thread, which alone gets
+    signals, nothing is held.
     """
     came = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {number: signal.getsignal(number) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.getsignal(number) for number in numbers or (signal.SIGINT, signal.SIGTERM)
+    }
 
     def hold(number: int, frame: object) -> None:
         came.signal = came.signal or signal.Signals(number)
@@ -73,7 +82,8 @@ def held(*numbers: signal.Signals) -> Iterator[Interruption]:
 def kept_from_children() -> Iterator[None]:
     """Processes started inside never get SIGINT and SIGTERM, which this one gets behind the block.
 
-    A terminal and `timeout` send them to the whole group, where one process alone should decide what ends.
+    A terminal and `timeout` send them to the whole group, where one process alone should decide
+    what ends.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

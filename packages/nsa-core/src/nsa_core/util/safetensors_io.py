@@ -1,4 +1,6 @@
-"""Files of tensors: safetensors, the header of which holds what they are and JSON. Never a pickle."""
+"""Files of tensors: safetensors, the header of which holds what they are and JSON. Never a
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ _FORMAT = "format"  # the header's entry that tells one kind of file from anothe
 
 
 def write(
-    path: Path, kind: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], force: bool = False
+    path: Path,
+    kind: str,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+    force: bool = False,
 ) -> None:
-    """Write tensors (on the CPU, contiguous) and ``facts`` (JSON) as a file of ``kind``, whole or not at all.
+    """Write tensors (on the CPU, contiguous) and ``facts`` (JSON) as a file of ``kind``, whole or
+    not at all.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
@@ -34,29 +41,43 @@ def write(
 
 @contextlib.contextmanager
 def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Facts and tensors of a file that :func:`write` made; what the body finds wrong with them is the file's fault.
+    """Facts and tensors of a file that :func:`write` made; what the body finds wrong with them is
+    the file's fault.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file cannot be read, is of another kind, or the body failed over what it holds.
+        InvalidInput: the file cannot be read, is of another kind, or the body failed over what it
+            holds.
     """
     library = _library("safetensors")
     try:
         with library.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             if header.get(_FORMAT) != kind:
-                raise InvalidInput(f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}")
+                raise InvalidInput(
+                    f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}"
+                )
             facts = {name: json.loads(value) for name, value in header.items() if name != _FORMAT}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         yield facts, tensors
     except NSAError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, library.SafetensorError) as error:
-        raise InvalidInput(f"{path} cannot be read as a checkpoint: {describe_error(error)}") from error
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        library.SafetensorError,
+    ) as error:
+        raise InvalidInput(
+            f"{path} cannot be read as a checkpoint: {describe_error(error)}"
+        ) from error
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a file that :func:`write` made; None where it is somebody else's, or no such file.
+    """The kind of a file that :func:`write` made; None where it is somebody else's, or no such
+    file.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
@@ -81,7 +102,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors: dict[str, torch.Tensor] = _library("safetensors.torch").load_file(path)
     except (OSError, ValueError, library.SafetensorError) as error:
-        raise InvalidInput(f"{path} cannot be read as safetensors: {describe_error(error)}") from error
+        raise InvalidInput(
+            f"{path} cannot be read as safetensors: {describe_error(error)}"
+        ) from error
     return tensors
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints: one safetensors file with the model, the optimizer and the random states, and JSON for all the rest.
+"""Checkpoints: one safetensors file with the model, the optimizer and the random states, and JSON
+for all the rest.
 
 Never a pickle; written whole or not at all.
 """
@@ -57,7 +58,9 @@ class Checkpoint:
         """Put parameters, moments and random states back; every process has to call this."""
         load_whole(model, self._of(_MODEL))
         state = self._of(_OPTIMIZER)
-        for name, parameter in model.named_parameters() if state else ():  # none before the first step
+        for name, parameter in (
+            model.named_parameters() if state else ()
+        ):  # none before the first step
             kept = optimizer.state[parameter]
             for key in ("exp_avg", "exp_avg_sq"):
                 kept[key] = share_of(state[f"{name}.{key}"], parameter)
@@ -71,12 +74,16 @@ class Checkpoint:
 
 
 def gathered(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint holds as tensors, whole and on the CPU; every process has to call this."""
+    """Everything a checkpoint holds as tensors, whole and on the CPU; every process has to call
+    this.
+    """
     found = {f"{_RANDOM}{name}": state for name, state in random_state().items()}
     for name, parameter in model.named_parameters():
         found[f"{_MODEL}{name}"] = whole(parameter)
         # What FSDP gathers for a forward are other parameters than those that it trains.
-        assert parameter in optimizer.state or not optimizer.state, f"{name} is not what the optimizer has"
+        assert parameter in optimizer.state or not optimizer.state, (
+            f"{name} is not what the optimizer has"
+        )
         for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{_OPTIMIZER}{name}.{key}"] = whole(value)
     return {name: tensor.cpu().contiguous().clone() for name, tensor in found.items()}

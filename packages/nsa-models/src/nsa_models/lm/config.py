@@ -1,4 +1,6 @@
-"""LMConfig: the sizes of a small decoder language model, validated when it is made, and the sizes that have a name."""
+"""LMConfig: the sizes of a small decoder language model, validated when it is made, and the sizes
+that have a name.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ ATTENTION = ("nsa", "dense")
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
-    """A decoder of ``n_layers`` pre-norm blocks, attention then SwiGLU, with one table for input and output embedding.
+    """A decoder of ``n_layers`` pre-norm blocks, attention then SwiGLU, with one table for input
+    and output embedding.
 
-    ``layer`` holds the width, the heads, and the sizes of NSA; with ``attention="dense"`` its heads, rotary, q/k norm
-    and scale alone are used, by causal attention over all keys. ``mlp_dim`` defaults to 8/3 of the width, rounded up to
-    a multiple of 64, so that a block has as many parameters as one of 4 x width without a gate.
+    ``layer`` holds the width, the heads, and the sizes of NSA; with ``attention="dense"`` its
+    heads, rotary, q/k norm and scale alone are used, by causal attention over all keys. ``mlp_dim``
+    defaults to 8/3 of the width, rounded up to a multiple of 64, so that a block has as many
+    parameters as one of 4 x width without a gate.
 
     Raises:
         InvalidInput: a field is out of range; all offending fields are named with their values.
@@ -72,13 +76,20 @@ class LMConfig:
 
 def _small(dim: int, heads: int, window: int) -> NSAConfig:
     return NSAConfig(
-        dim=dim, n_heads=heads, n_kv_heads=heads // 2, compress_block_size=8, compress_stride=4, select_block_size=16,
-        num_selected_blocks=4, window_size=window,
-    )  # fmt: skip
+        dim=dim,
+        n_heads=heads,
+        n_kv_heads=heads // 2,
+        compress_block_size=8,
+        compress_stride=4,
+        select_block_size=16,
+        num_selected_blocks=4,
+        window_size=window,
+    )
 
 
 SIZES = {
-    # Trains on two CPU cores in minutes; its blocks are as many per row of 256 tokens as the large sizes have per 4k.
+    # Trains on two CPU cores in minutes; its blocks are as many per row of 256 tokens as the large
+    # sizes have per 4k.
     "tiny": LMConfig(_small(128, 4, 32), n_layers=2),
     # One layer of width 128 at the paper's block sizes: row 10 of docs/report-rows.md.
     "toy": LMConfig(NSAConfig(dim=128, n_heads=8, n_kv_heads=2), n_layers=1),

@@ -1,7 +1,8 @@
-"""Where documents come from: text files, folders, JSONL, parquet, Hugging Face data sets, Python's documentation.
+"""Where documents come from: text files, folders, JSONL, parquet, Hugging Face data sets, Python's
+documentation.
 
-A corpus gives the documents of an epoch in an order that its seed fixes, from any place on, so that a position in it is
-two integers.
+A corpus gives the documents of an epoch in an order that its seed fixes, from any place on, so that
+a position in it is two integers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class ListCorpus:
 class FileCorpus:
     """Documents of local files, read when they are wanted; their places alone are held.
 
-    Lines of JSONL and pieces of text come in one order of the epoch's own; groups of rows of parquet, which are costly
-    to read, come one after another in such an order, and so do the rows inside each.
+    Lines of JSONL and pieces of text come in one order of the epoch's own; groups of rows of
+    parquet, which are costly to read, come one after another in such an order, and so do the rows
+    inside each.
     """
 
     def __init__(self, paths: list[Path], name: str, field: str = "text", seed: int = 0) -> None:
@@ -61,7 +63,9 @@ class FileCorpus:
             if kind == ".parquet":
                 self._tables.append(_Table(path, field))
             else:
-                self._spans.append(_Lines(path, field) if kind in (".jsonl", ".ndjson") else _Spans(path))
+                self._spans.append(
+                    _Lines(path, field) if kind in (".jsonl", ".ndjson") else _Spans(path)
+                )
         self._firsts = torch.tensor([0, *(len(s) for s in self._spans)]).cumsum(0)
         self._groups = [(table, group) for table in self._tables for group in range(table.groups)]
 
@@ -69,7 +73,11 @@ class FileCorpus:
         """See :class:`Corpus`."""
         order = shuffled(len(self._groups) + 1, self.seed, epoch).tolist()
         for run in order:
-            size = self._groups[run - 1][0].rows(self._groups[run - 1][1]) if run else int(self._firsts[-1])
+            size = (
+                self._groups[run - 1][0].rows(self._groups[run - 1][1])
+                if run
+                else int(self._firsts[-1])
+            )
             if start >= size:
                 start -= size
                 continue
@@ -92,9 +100,13 @@ class HubCorpus:
         library = needed("datasets", "Hugging Face data sets need", "train")
         path, _, part = name.partition(":")
         try:
-            self._stream: Any = library.load_dataset(path, part or None, split="train", streaming=True)
+            self._stream: Any = library.load_dataset(
+                path, part or None, split="train", streaming=True
+            )
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            raise InvalidInput(f"the data set {name} cannot be opened: {describe_error(error)}") from error
+            raise InvalidInput(
+                f"the data set {name} cannot be opened: {describe_error(error)}"
+            ) from error
 
     def epoch(self, epoch: int, start: int) -> Iterator[str]:
         """See :class:`Corpus`; what lies before ``start`` is passed over."""
@@ -103,10 +115,11 @@ class HubCorpus:
 
 
 def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
-    """The corpus that ``data`` names: a file, a folder, ``python-docs``, ``fineweb-edu`` or ``hf:NAME[:CONFIG]``.
+    """The corpus that ``data`` names: a file, a folder, ``python-docs``, ``fineweb-edu`` or
+    ``hf:NAME[:CONFIG]``.
 
-    A text file is one document up to about 16 KiB, and cut at blank lines into as many as it takes beyond that. Of a
-    folder come all files that are text, JSONL or parquet, hidden ones left out.
+    A text file is one document up to about 16 KiB, and cut at blank lines into as many as it takes
+    beyond that. Of a folder come all files that are text, JSONL or parquet, hidden ones left out.
 
     Raises:
         InvalidInput: there is nothing of that name, or no document in it.
@@ -120,11 +133,19 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
         return HubCorpus(FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:"), field)
     path = Path(data)
     if not path.exists():
-        raise InvalidInput(f"--data {data}: no such file or folder, and not python-docs, fineweb-edu or hf:NAME")
+        raise InvalidInput(
+            f"--data {data}: no such file or folder, and not python-docs, fineweb-edu or hf:NAME"
+        )
     paths = [path]
     if path.is_dir():
-        found = (p for p in sorted(path.rglob("*")) if not any(part[0] == "." for part in p.relative_to(path).parts))
-        paths = [p for p in found if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))]
+        found = (
+            p
+            for p in sorted(path.rglob("*"))
+            if not any(part[0] == "." for part in p.relative_to(path).parts)
+        )
+        paths = [
+            p for p in found if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))
+        ]
     elif path.suffix.lower() != ".parquet" and not _is_text(path):
         raise InvalidInput(f"{path} is no UTF-8 text, JSONL or parquet")
     if not paths:
@@ -152,7 +173,10 @@ class _Spans:
         self._bounds = array("Q", [0])
         size = path.stat().st_size
         if size:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            with (
+                open(path, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            ):
                 while self._bounds[-1] < size:
                     self._bounds.append(self._next(content, self._bounds[-1], size))
 
@@ -163,7 +187,9 @@ class _Spans:
         """The piece, bytes that are no UTF-8 replaced by U+FFFD."""
         with open(self.path, "rb") as file:
             file.seek(self._bounds[number])
-            return file.read(self._bounds[number + 1] - self._bounds[number]).decode("utf-8", errors="replace")
+            return file.read(self._bounds[number + 1] - self._bounds[number]).decode(
+                "utf-8", errors="replace"
+            )
 
     def _next(self, content: mmap.mmap, start: int, size: int) -> int:
         if size - start <= 2 * _CUT:
@@ -210,7 +236,9 @@ class _Table:
         try:
             self._file: Any = library.ParquetFile(path)
         except errors as error:
-            raise InvalidInput(f"{path} cannot be read as parquet: {describe_error(error)}") from error
+            raise InvalidInput(
+                f"{path} cannot be read as parquet: {describe_error(error)}"
+            ) from error
         names = self._file.schema_arrow.names
         if field not in names:
             raise InvalidInput(f"{path} has no column {field!r}; it has {', '.join(names)}")

@@ -1,8 +1,9 @@
-"""Rows of tokens to train on: documents packed end to end with their boundaries, from a position that can be kept.
+"""Rows of tokens to train on: documents packed end to end with their boundaries, from a position
+that can be kept.
 
-A document is read as [end, its tokens, end]: every token and the end are a target once, and nothing is cut off. One
-that does not fit in what is left of a row goes on in the next row, as a document of its own: its positions begin anew,
-and its attention does not reach back.
+A document is read as [end, its tokens, end]: every token and the end are a target once, and nothing
+is cut off. One that does not fit in what is left of a row goes on in the next row, as a document of
+its own: its positions begin anew, and its attention does not reach back.
 """
 
 from __future__ import annotations
@@ -34,25 +35,35 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # int64 [B, S], or packed [T]
     targets: torch.Tensor  # int64, of the same shape
-    cu_seqlens: torch.Tensor | None  # int32, a power of two + 1 entries: the last documents are empty
+    # int32, a power of two + 1 entries: the last documents are empty
+    cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     counted: int  # targets that are not IGNORED
 
     def to(self, device: torch.device | str) -> Batch:
         """On ``device``, without waiting for what that does."""
         bounds = None if self.cu_seqlens is None else _sent(self.cu_seqlens, device)
-        return Batch(_sent(self.tokens, device), _sent(self.targets, device), bounds, self.max_seqlen, self.counted)
+        return Batch(
+            _sent(self.tokens, device),
+            _sent(self.targets, device),
+            bounds,
+            self.max_seqlen,
+            self.counted,
+        )
 
 
 def _sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    # A copy from pageable memory, if it is of more than 64 KiB, waits until the GPU has done all that it was given.
+    # A copy from pageable memory, if it is of more than 64 KiB, waits until the GPU has done all
+    # that it was given.
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Rows(Protocol):
-    """A stream of rows. ``state_dict`` is its position, as JSON; a stream that has loaded it goes on from there."""
+    """A stream of rows. ``state_dict`` is its position, as JSON; a stream that has loaded it goes
+    on from there.
+    """
 
     length: int
     packed: bool  # rows hold several documents
@@ -69,12 +80,16 @@ class Rows(Protocol):
 
 
 def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
-    """Rows of one length: as [B, S] where each holds one document, else end to end with their boundaries.
+    """Rows of one length: as [B, S] where each holds one document, else end to end with their
+    boundaries.
 
-    The number of boundaries is a power of two (and one), the rest of them empty documents, so that torch.compile sees
-    few different shapes.
+    The number of boundaries is a power of two (and one), the rest of them empty documents, so that
+    torch.compile sees few different shapes.
     """
-    tokens, targets = torch.tensor([r.tokens for r in rows]), torch.tensor([r.targets for r in rows])
+    tokens, targets = (
+        torch.tensor([r.tokens for r in rows]),
+        torch.tensor([r.targets for r in rows]),
+    )
     counted = int((targets != IGNORED).sum())
     if not packed:
         return Batch(tokens, targets, None, None, counted)
@@ -85,14 +100,18 @@ def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
 
 
 def unigram_entropy(rows: Sequence[Row]) -> float:
-    """Nats per target of who knows how often each token comes, and nothing of what came before it."""
+    """Nats per target of who knows how often each token comes, and nothing of what came before
+    it.
+    """
     counts = collections.Counter(t for row in rows for t in row.targets if t != IGNORED)
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 def is_held_out(document: str, share: float) -> bool:
-    """Whether a document is kept from training: a property of its text alone, so that copies stay together."""
+    """Whether a document is kept from training: a property of its text alone, so that copies stay
+    together.
+    """
     digest = hashlib.blake2b(document.encode("utf-8", errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
@@ -100,12 +119,13 @@ def is_held_out(document: str, share: float) -> bool:
 class TextRows:
     """The documents of a corpus as rows: those held out, or all others.
 
-    ``epochs`` None goes round without end, an epoch's first document behind the last of the one before, in one row.
-    With a number the stream ends, and what is left of its last row has IGNORED targets.
+    ``epochs`` None goes round without end, an epoch's first document behind the last of the one
+    before, in one row. With a number the stream ends, and what is left of its last row has IGNORED
+    targets.
 
     Raises:
-        InvalidInput: ``length`` is below 2; when rows are taken, a whole epoch has no document for this side of the
-            split.
+        InvalidInput: ``length`` is below 2; when rows are taken, a whole epoch has no document for
+            this side of the split.
     """
 
     packed = True
@@ -161,13 +181,17 @@ class TextRows:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position that :meth:`state_dict` gave."""
-        self._epoch, self._document, self._offset = (int(state[k]) for k in ("epoch", "document", "offset"))
+        self._epoch, self._document, self._offset = (
+            int(state[k]) for k in ("epoch", "document", "offset")
+        )
         self._sequence: list[int] = []
         self._documents = self.corpus.epoch(self._epoch, self._document)
         self._found = self._epoch > 0 or self._document > 0
 
     def _has_document(self) -> bool:
-        """Whether there is something at ``_offset``, after moving on to the next document where one is used up."""
+        """Whether there is something at ``_offset``, after moving on to the next document where one
+        is used up.
+        """
         if not self._sequence:
             if self._epochs is not None and self._epoch >= self._epochs:
                 return False
@@ -180,7 +204,9 @@ class TextRows:
         return bool(self._sequence)
 
     def _load_next(self) -> None:
-        """The document at ``_document``, or the next one of this side behind it; nothing when the epochs are over."""
+        """The document at ``_document``, or the next one of this side behind it; nothing when the
+        epochs are over.
+        """
         self._sequence, count = [], 0
         while not self._sequence:
             for text in self._documents:
@@ -193,7 +219,11 @@ class TextRows:
             if not count and not self._found:
                 raise InvalidInput(f"{self.corpus.name} holds no text")
             if not self._found:
-                side = f"held out at a share of {self._share:g}" if self._held_out else "left to train on"
+                side = (
+                    f"held out at a share of {self._share:g}"
+                    if self._held_out
+                    else "left to train on"
+                )
                 raise InvalidInput(
                     f"{self.corpus.name} has no document {side}, of {count} in all; "
                     "give more documents, or another share"

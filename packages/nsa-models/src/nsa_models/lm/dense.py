@@ -1,4 +1,6 @@
-"""Dense causal attention with grouped queries: what NSAttention replaces, in the same place and with the same heads."""
+"""Dense causal attention with grouped queries: what NSAttention replaces, in the same place and
+with the same heads.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,20 @@ class DenseCache:
         """
         first, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[1]:
-            raise InvalidInput(f"the cache has {first} of {self.k.shape[1]} tokens, {k.shape[1]} more do not fit")
+            raise InvalidInput(
+                f"the cache has {first} of {self.k.shape[1]} tokens, {k.shape[1]} more do not fit"
+            )
         self.k[:, first:end], self.v[:, first:end], self.length = k.detach(), v.detach(), end
         return self.k[:, :end], self.v[:, :end]
 
 
 class DenseAttention(nn.Module):
-    """o = W_o concat over heads of softmax(q K^T scale) V over keys <= t: x [B, S, dim] -> [B, S, dim].
+    """o = W_o concat over heads of softmax(q K^T scale) V over keys <= t: x [B, S, dim] -> [B, S,
+    dim].
 
-    One key/value pair; queries and keys are rotated as in NSAttention. Packed documents: x [T, dim] with
-    ``cu_seqlens``, one call a document, for which the boundaries are read on the host once a call.
+    One key/value pair; queries and keys are rotated as in NSAttention. Packed documents: x [T, dim]
+    with ``cu_seqlens``, one call a document, for which the boundaries are read on the host once a
+    call.
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -71,7 +77,10 @@ class DenseAttention(nn.Module):
         config, rows, first = self.config, x.shape[-2], 0 if cache is None else cache.length
         q, k, v = self.qkv(x).split(self._widths, dim=-1)
         q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
-        k, v = self.k_norm(k.unflatten(-1, (config.n_kv_heads, -1))), v.unflatten(-1, (config.n_kv_heads, -1))
+        k, v = (
+            self.k_norm(k.unflatten(-1, (config.n_kv_heads, -1))),
+            v.unflatten(-1, (config.n_kv_heads, -1)),
+        )
         if config.rope:
             if cu_seqlens is None and not first:
                 table = table_for(q, rows, 1, config.qk_dim, config.rope_base)
@@ -83,13 +92,19 @@ class DenseAttention(nn.Module):
             q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             k, v = cache.append(k, v)
-        o = causal(q, k, v, config.softmax_scale) if cu_seqlens is None else self._packed(q, k, v, cu_seqlens)
+        o = (
+            causal(q, k, v, config.softmax_scale)
+            if cu_seqlens is None
+            else self._packed(q, k, v, cu_seqlens)
+        )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
 
     # torch.compile would make one graph for every list of lengths.
     @torch.compiler.disable
-    def _packed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
+    def _packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> Any:
         bounds = cu_seqlens.tolist()
         spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
         scale = self.config.softmax_scale
@@ -102,12 +117,18 @@ def causal(
     v: torch.Tensor,  # [B, S, G, Dv]
     scale: float,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v over keys <= t, [B, n, Hq, Dv], by PyTorch's kernels; q are the last n of S."""
+    """softmax(q k^T scale) v over keys <= t, [B, n, Hq, Dv], by PyTorch's kernels; q are the last n
+    of S.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped, (rows, keys) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
     if rows != keys:
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
+        )
         return o.transpose(1, 2)
     assert q.shape[2] == k.shape[2], "is_causal aligns top-left: only for as many queries as keys"
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+    ).transpose(1, 2)

@@ -1,4 +1,6 @@
-"""Operations of a training step that the mathematics needs, for the share of the device's matrix rate."""
+"""Operations of a training step that the mathematics needs, for the share of the device's matrix
+rate.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ _NSA = ("cmp", "select", "sel", "win")
 
 
 def row_flops(model: LanguageModel, length: int) -> int:
-    """Forward and backward over one row of one document: 6 a weight and use, and 2, then 5, products per visible pair.
+    """Forward and backward over one row of one document: 6 a weight and use, and 2, then 5,
+    products per visible pair.
 
-    phi's weights are used once per compressed token and key/value head, the rest once per token. Recomputation is not
-    counted. A row of several documents has fewer visible pairs: for it this is an upper bound.
+    phi's weights are used once per compressed token and key/value head, the rest once per token.
+    Recomputation is not counted. A row of several documents has fewer visible pairs: for it this is
+    an upper bound.
     """
     config, layer = model.config, model.config.layer
     phi = sum(p.numel() for n, p in model.named_parameters() if ".phi_" in n and p.dim() > 1)

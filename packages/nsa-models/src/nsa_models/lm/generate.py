@@ -12,7 +12,8 @@ from nsa_models.lm.model import Cache, LanguageModel
 
 @torch.no_grad()
 def advance(model: LanguageModel, caches: Sequence[Cache], tokens: torch.Tensor) -> torch.Tensor:
-    """Read ``tokens`` int64 [B, n] behind what ``caches`` hold, and add them: logits fp32 [B, vocab_size] of the next.
+    """Read ``tokens`` int64 [B, n] behind what ``caches`` hold, and add them: logits fp32 [B,
+    vocab_size] of the next.
 
     ``caches`` are those of :meth:`LanguageModel.new_caches`.
     """
@@ -31,10 +32,12 @@ def generate(
     end: int | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """The new tokens, int64 [B, n], n <= max_new_tokens: fewer when every sequence has come to ``end``.
+    """The new tokens, int64 [B, n], n <= max_new_tokens: fewer when every sequence has come to
+    ``end``.
 
-    What follows ``end`` in a sequence is ``end``. Temperature 0 takes the likeliest token; ``top_k`` draws among the k
-    likeliest. The draws are the seed's, whatever was drawn before; they are made on the CPU.
+    What follows ``end`` in a sequence is ``end``. Temperature 0 takes the likeliest token;
+    ``top_k`` draws among the k likeliest. The draws are the seed's, whatever was drawn before; they
+    are made on the CPU.
 
     Raises:
         InvalidInput: an argument is out of range; all of them are named.
@@ -70,15 +73,17 @@ def generate(
     return made
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> torch.Tensor:
     """logits [B, V] -> int64 [B]."""
     if temperature == 0:
         return logits.argmax(-1)
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest becomes 0: over a temperature near 0 it would be infinite, and NaN as a probability. Over one that
-    # float32 rounds to 0, so would 0 be.
+    # The largest becomes 0: over a temperature near 0 it would be infinite, and NaN as a
+    # probability. Over one that float32 rounds to 0, so would 0 be.
     ahead = logits - logits.amax(-1, keepdim=True)
     likely = (ahead / max(temperature, torch.finfo(ahead.dtype).tiny)).softmax(-1)
     drawn: torch.Tensor = torch.multinomial(likely, 1, generator=generator)

@@ -22,8 +22,8 @@ class _Captured(NamedTuple):
 class Graphed:
     """``work`` on batches, captured at the first call of a shape and replayed after it.
 
-    ``work`` leaves gradients at ``parameters`` and returns a tensor. Here the gradients keep their memory, whichever
-    graph ran: a call writes them, or with ``add`` adds to them.
+    ``work`` leaves gradients at ``parameters`` and returns a tensor. Here the gradients keep their
+    memory, whichever graph ran: a call writes them, or with ``add`` adds to them.
     """
 
     def __init__(self, work: Work, parameters: list[torch.nn.Parameter]) -> None:
@@ -45,7 +45,9 @@ class Graphed:
 
     def _capture(self, batch: Batch, add: bool) -> _Captured:
         bounds = None if batch.cu_seqlens is None else batch.cu_seqlens.clone()
-        inputs = Batch(batch.tokens.clone(), batch.targets.clone(), bounds, batch.max_seqlen, batch.counted)
+        inputs = Batch(
+            batch.tokens.clone(), batch.targets.clone(), bounds, batch.max_seqlen, batch.counted
+        )
         sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -58,8 +60,11 @@ class Graphed:
         self._without_gradients()
         with torch.cuda.graph(graph):
             result = self._work(inputs)
-            # Here, in a few launches for all: adding to a gradient that is there is a launch a parameter.
-            pairs = [(total, p.grad) for total, p in zip(sums, self._parameters) if p.grad is not None]
+            # Here, in a few launches for all: adding to a gradient that is there is a launch a
+            # parameter.
+            pairs = [
+                (total, p.grad) for total, p in zip(sums, self._parameters) if p.grad is not None
+            ]
             totals, made = [total for total, _ in pairs], [gradient for _, gradient in pairs]
             if add:
                 torch._foreach_add_(totals, made)

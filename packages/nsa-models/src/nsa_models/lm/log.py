@@ -16,7 +16,9 @@ FILE = "log.jsonl"
 
 
 class Log:
-    """Appends records; those behind ``step`` of an earlier run, which a resumed one makes again, are dropped."""
+    """Appends records; those behind ``step`` of an earlier run, which a resumed one makes again,
+    are dropped.
+    """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], step: int = 0) -> None:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}

@@ -1,4 +1,6 @@
-"""The plot of a training run: losses over tokens, and how much the chosen blocks hold. Loads matplotlib lazily."""
+"""The plot of a training run: losses over tokens, and how much the chosen blocks hold. Loads
+matplotlib lazily.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,15 @@ def _losses(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) ->
     for name, style, colour in (("loss", "-", "#999999"), ("held_out_loss", "o-", "#0072b2")):
         found = [r for r in records if name in r]
         label = {"loss": "training, one step", "held_out_loss": "held out"}[name]
-        axes.plot([r["step"] * per_step for r in found], [r[name] for r in found], style, ms=4, lw=1, color=colour,
-                  label=label)  # fmt: skip
+        axes.plot(
+            [r["step"] * per_step for r in found],
+            [r[name] for r in found],
+            style,
+            ms=4,
+            lw=1,
+            color=colour,
+            label=label,
+        )
     axes.set(xlabel="tokens", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -47,7 +56,14 @@ def _losses(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) ->
 def _mass(axes: Any, chosen: list[dict[str, Any]]) -> None:
     steps = [r["step"] for r in chosen]
     for layer in range(len(chosen[0]["selected_mass"])):
-        axes.plot(steps, [r["selected_mass"][layer] for r in chosen], "o-", ms=4, lw=1, label=f"layer {layer}")
+        axes.plot(
+            steps,
+            [r["selected_mass"][layer] for r in chosen],
+            "o-",
+            ms=4,
+            lw=1,
+            label=f"layer {layer}",
+        )
     keys = [sum(r["selected_keys"]) / len(r["selected_keys"]) for r in chosen]
     axes.plot(steps, keys, "--", lw=1, color="#444444", label="share of the keys")
     axes.set(xlabel="step", ylabel="of dense attention, inside the chosen blocks", ylim=(0, 1))

@@ -1,4 +1,6 @@
-"""How much of dense attention's probability lies inside the blocks that a layer chooses, layer by layer."""
+"""How much of dense attention's probability lies inside the blocks that a layer chooses, layer by
+layer.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,18 @@ def selected_mass(
         raise InvalidInput(f"a model with attention {model.config.attention!r} chooses no blocks")
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-    places, reach = token_places(cu_seqlens, len(tokens)), layer.num_selected_blocks * layer.select_block_size
+    places, reach = (
+        token_places(cu_seqlens, len(tokens)),
+        layer.num_selected_blocks * layer.select_block_size,
+    )
     chosen = (places.position >= reach).nonzero().flatten()
     if not len(chosen):
-        raise InvalidInput(f"tokens must hold a document longer than num_selected_blocks blocks, {reach} tokens")
-    chosen = chosen[torch.linspace(0, len(chosen) - 1, min(rows, len(chosen))).long().to(chosen.device)]
+        raise InvalidInput(
+            f"tokens must hold a document longer than num_selected_blocks blocks, {reach} tokens"
+        )
+    chosen = chosen[
+        torch.linspace(0, len(chosen) - 1, min(rows, len(chosen))).long().to(chosen.device)
+    ]
     found, longest = [], int(cu_seqlens.diff().max())
     x = model.embed(tokens)
     for block in model.blocks:
@@ -56,24 +65,43 @@ def selected_mass(
 
 
 def _of_layer(
-    block: Block, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, places: TokenPlaces, rows: torch.Tensor
+    block: Block,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    places: TokenPlaces,
+    rows: torch.Tensor,
 ) -> Mass:
     attn = block.attn
     assert isinstance(attn, NSAttention)  # the caller's choice
     x = block.attn_norm(x)
     made = attn.project(x, cu_seqlens)
     _, blocks = nsa_attention(
-        made.q, made.k, made.v, attn.gate(x), k_cmp=made.k_cmp, v_cmp=made.v_cmp, config=attn.config,
-        cu_seqlens=cu_seqlens, max_seqlen=longest, return_blocks=True,
+        made.q,
+        made.k,
+        made.v,
+        attn.gate(x),
+        k_cmp=made.k_cmp,
+        v_cmp=made.v_cmp,
+        config=attn.config,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=longest,
+        return_blocks=True,
         plan=default_plan(attn.config, x.device, made.q.dtype, True, False, attn.backends),
-    )  # fmt: skip
-    parts = [_of_rows(attn.config, made, blocks, places, part) for part in rows.split(_ROWS_AT_ONCE)]
+    )
+    parts = [
+        _of_rows(attn.config, made, blocks, places, part) for part in rows.split(_ROWS_AT_ONCE)
+    ]
     selected, keys = torch.cat(parts).mean(0).tolist()
     return Mass(selected, keys)
 
 
 def _of_rows(
-    config: NSAConfig, made: Projected, blocks: torch.Tensor, places: TokenPlaces, rows: torch.Tensor
+    config: NSAConfig,
+    made: Projected,
+    blocks: torch.Tensor,
+    places: TokenPlaces,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     """[rows, 2]: the mean over heads of each row's mass, and its share of the keys."""
     q, k = made.q[rows].float(), made.k[1]

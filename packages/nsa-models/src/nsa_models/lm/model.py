@@ -41,7 +41,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LMConfig, backends: str | Mapping[str, str] | None, layer: int) -> None:
+    def __init__(
+        self, config: LMConfig, backends: str | Mapping[str, str] | None, layer: int
+    ) -> None:
         super().__init__()
         dim = config.layer.dim
         self.attn_norm, self.mlp_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
@@ -63,7 +65,9 @@ class Block(nn.Module):
         cache: Cache | None = None,
     ) -> torch.Tensor:
         """x [B, S, dim], or packed [T, dim] -> the same shape."""
-        x = x + self.attn(self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache)
+        x = x + self.attn(
+            self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache
+        )
         result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
@@ -75,18 +79,22 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """logits = E norm(blocks(E[tokens])): tokens [B, S], or packed documents [T] with ``cu_seqlens``.
+    """logits = E norm(blocks(E[tokens])): tokens [B, S], or packed documents [T] with
+    ``cu_seqlens``.
 
-    ``backends`` is that of :class:`nsa_core.NSAttention`; errors of a layer name its number. ``recompute`` keeps only
-    the blocks' inputs for backward and computes the rest again.
+    ``backends`` is that of :class:`nsa_core.NSAttention`; errors of a layer name its number.
+    ``recompute`` keeps only the blocks' inputs for backward and computes the rest again.
     """
 
     def __init__(self, config: LMConfig, backends: str | Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.config, self.recompute = config, False
         self.embed = nn.Embedding(config.vocab_size, config.layer.dim)
-        nn.init.normal_(self.embed.weight, std=0.02)  # so that a token does not begin by predicting itself
-        self.blocks = nn.ModuleList(Block(config, backends, layer) for layer in range(config.n_layers))
+        # so that a token does not begin by predicting itself
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(
+            Block(config, backends, layer) for layer in range(config.n_layers)
+        )
         self.norm = nn.RMSNorm(config.layer.dim, eps=1e-6)
 
     def forward(
@@ -99,13 +107,18 @@ class LanguageModel(nn.Module):
         """logits [..., vocab_size]; with ``targets``, the sum of -log p(target) over them, fp32 [].
 
         Raises:
-            InvalidInput: tokens are not [B, S], or [T] beside cu_seqlens, or targets have another shape.
+            InvalidInput: tokens are not [B, S], or [T] beside cu_seqlens, or targets have another
+                shape.
             Unsupported: no backend takes the request.
         """
         if tokens.dim() != (2 if cu_seqlens is None else 1):
-            raise InvalidInput(f"tokens must be [B, S], or [T] with cu_seqlens; got {list(tokens.shape)}")
+            raise InvalidInput(
+                f"tokens must be [B, S], or [T] with cu_seqlens; got {list(tokens.shape)}"
+            )
         if targets is not None and targets.shape != tokens.shape:
-            raise InvalidInput(f"targets must be {list(tokens.shape)}, as tokens are, got {list(targets.shape)}")
+            raise InvalidInput(
+                f"targets must be {list(tokens.shape)}, as tokens are, got {list(targets.shape)}"
+            )
         x = self.hidden(tokens, cu_seqlens, max_seqlen)
         return F.linear(x, self.embed.weight) if targets is None else self._loss(x, targets)
 
@@ -118,7 +131,8 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """What the output embedding is applied to, [..., dim].
 
-        With ``caches``, those of :meth:`new_caches`, tokens [B, n] are the next of each sequence and are added to them.
+        With ``caches``, those of :meth:`new_caches`, tokens [B, n] are the next of each sequence
+        and are added to them.
         """
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):

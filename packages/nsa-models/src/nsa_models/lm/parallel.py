@@ -1,7 +1,8 @@
-"""One process, or several under torchrun: which rows are whose, and how gradients meet (DDP, or FSDP2).
+"""One process, or several under torchrun: which rows are whose, and how gradients meet (DDP, or
+FSDP2).
 
-A run on several processes is the run on one: the rows of a step are dealt out, and the loss is divided by the targets
-of the whole step.
+A run on several processes is the run on one: the rows of a step are dealt out, and the loss is
+divided by the targets of the whole step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class World:
 
 
 def join(device: str) -> World:
-    """The world that torchrun started, or a world of one; on GPUs each process has the one of its local rank.
+    """The world that torchrun started, or a world of one; on GPUs each process has the one of its
+    local rank.
 
     Raises:
         InvalidInput: there are fewer GPUs than processes on this host.
@@ -62,18 +64,22 @@ def join(device: str) -> World:
 
 
 class Replica:
-    """``model`` as this process trains it: ``forward`` sums its loss, ``syncing`` says when gradients meet.
+    """``model`` as this process trains it: ``forward`` sums its loss, ``syncing`` says when
+    gradients meet.
 
     Raises:
         InvalidInput: ``kind`` is not of KINDS.
     """
 
-    def __init__(self, model: LanguageModel, world: World, kind: str = "ddp", compiled: bool = False) -> None:
+    def __init__(
+        self, model: LanguageModel, world: World, kind: str = "ddp", compiled: bool = False
+    ) -> None:
         if kind not in KINDS:
             raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
         self.model, self.sharded = model, world.size > 1 and kind == "fsdp"
         self._wrapped: Any = model
-        if compiled:  # one compilation serves all blocks, and what gathers parameters and gradients stays outside
+        # one compilation serves all blocks, and what gathers parameters and gradients stays outside
+        if compiled:
             for block in model.blocks:
                 block.compile()
         if self.sharded:
@@ -91,7 +97,9 @@ class Replica:
         fully_shard(self.model)
 
     def rest(self) -> None:
-        """After a forward without backward: give back what was gathered for it, as a backward would."""
+        """After a forward without backward: give back what was gathered for it, as a backward
+        would.
+        """
         if self.sharded:
             self._wrapped.reshard()
 
@@ -105,7 +113,9 @@ class Replica:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, put together from all processes where it is sharded; every process has to call this."""
+    """``tensor``, put together from all processes where it is sharded; every process has to call
+    this.
+    """
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach()
 

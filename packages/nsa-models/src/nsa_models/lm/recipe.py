@@ -1,4 +1,6 @@
-"""Recipe: how a model is trained, validated when it is made; its learning rate and its optimizer."""
+"""Recipe: how a model is trained, validated when it is made; its learning rate and its
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A training run. ``batch`` counts the rows of a step over all processes; each part of a step has
-    batch / (accumulate * processes) rows, so that more processes or parts change speed and memory and not the loss.
+    """A training run. ``batch`` counts the rows of a step over all processes; each part of a step
+    has batch / (accumulate * processes) rows, so that more processes or parts change speed and
+    memory and not the loss.
 
     Raises:
         InvalidInput: a field is out of range; all offending fields are named with their values.
@@ -60,12 +63,15 @@ class Recipe:
                 wrong.append(f"{name} must be finite and >= 0, got {getattr(self, name)}")
         for name, known in (("precision", PRECISIONS), ("parallel", KINDS)):
             if getattr(self, name) not in known:
-                wrong.append(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+                wrong.append(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         if wrong:
             raise InvalidInput("; ".join(wrong))
 
     def rows_of(self, rank: int, part: int, world: int) -> slice:
-        """Rows of a step that ``rank`` of ``world`` processes has in the ``part``-th of its accumulated parts.
+        """Rows of a step that ``rank`` of ``world`` processes has in the ``part``-th of its
+        accumulated parts.
 
         Raises:
             InvalidInput: the rows of a step do not divide over parts and processes.
@@ -73,21 +79,33 @@ class Recipe:
         parts = self.accumulate * world
         if self.batch % parts:
             raise InvalidInput(
-                f"batch {self.batch} does not divide over accumulate {self.accumulate} x {world} processes"
+                f"batch {self.batch} does not divide over accumulate {self.accumulate} x {world}"
+                " processes"
             )
         first, rows = part * world + rank, self.batch // parts
         return slice(first * rows, (first + 1) * rows)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0: a ramp, then a cosine down to final_rate of it at the last step."""
+        """Learning rate of a step, counted from 0: a ramp, then a cosine down to final_rate of it
+        at the last step.
+        """
         ramp = min(1.0, (step + 1) / (self.warmup + 1))
         way = min(1.0, max(0, step - self.warmup) / max(1, self.steps - 1 - self.warmup))
-        return self.learning_rate * ramp * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * way)) / 2)
+        return (
+            self.learning_rate
+            * ramp
+            * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * way)) / 2)
+        )
 
     def optimizer(self, model: LanguageModel) -> torch.optim.AdamW:
         """AdamW, fused where the parameters are on a GPU; matrices decay, vectors do not."""
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         fused = matrices[0].device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), fused=fused)
+        return torch.optim.AdamW(
+            groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), fused=fused
+        )

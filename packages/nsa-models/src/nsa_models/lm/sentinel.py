@@ -1,4 +1,6 @@
-"""The leak sentinel: on uniform tokens, fresh at every step, no model gets below ln V unless it sees them."""
+"""The leak sentinel: on uniform tokens, fresh at every step, no model gets below ln V unless it
+sees them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def leak_sentinel(
     last: int = 100,
     device: str = "cpu",
 ) -> Sentinel:
-    """Train a model of ``config`` on uniform tokens and look at the mean loss of its ``last`` steps.
+    """Train a model of ``config`` on uniform tokens and look at the mean loss of its ``last``
+    steps.
 
     One length tells little: leaks show where blocks, windows and rows end, so try w, 2w and 4w.
     """

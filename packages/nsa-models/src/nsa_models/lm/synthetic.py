@@ -1,6 +1,8 @@
-"""Tasks whose best loss is known: uniform random tokens, which nothing can predict, and associative recall.
+"""Tasks whose best loss is known: uniform random tokens, which nothing can predict, and associative
+recall.
 
-Row i of a task is a function of the seed and i alone, so a position is one integer and no row comes twice.
+Row i of a task is a function of the seed and i alone, so a position is one integer and no row comes
+twice.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class SyntheticRows(abc.ABC):
 
     packed = False
 
-    def __init__(self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
+    ) -> None:
         self.vocab_size, self.length = vocab_size, length
         self._seed, self._held_out, self._row = seed, held_out, 0
 
@@ -46,7 +50,9 @@ class SyntheticRows(abc.ABC):
 
 
 class UniformRows(SyntheticRows):
-    """Every token uniform and independent: a model that gets below ln(vocab_size) sees what it must not see."""
+    """Every token uniform and independent: a model that gets below ln(vocab_size) sees what it must
+    not see.
+    """
 
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`SyntheticRows`."""
@@ -55,20 +61,27 @@ class UniformRows(SyntheticRows):
 
 
 class RecallRows(SyntheticRows):
-    """length/4 pairs of a key and a value, then every key again in another order, to be answered by its value.
+    """length/4 pairs of a key and a value, then every key again in another order, to be answered by
+    its value.
 
-    Keys are the lower half of the vocabulary, all different in a row; values the upper half. Only answers are targets.
+    Keys are the lower half of the vocabulary, all different in a row; values the upper half. Only
+    answers are targets.
 
     Raises:
         InvalidInput: ``length`` is no multiple of 4, or there are fewer keys than pairs.
     """
 
-    def __init__(self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
+    ) -> None:
         super().__init__(vocab_size, length, seed=seed, held_out=held_out)
         if length < 4 or length % 4:
             raise InvalidInput(f"length must be a multiple of 4 for recall, got {length}")
         if length // 4 > vocab_size // 2:
-            raise InvalidInput(f"vocab_size must be at least {length // 2} for {length // 4} pairs, got {vocab_size}")
+            raise InvalidInput(
+                f"vocab_size must be at least {length // 2} for {length // 4} pairs, got"
+                f" {vocab_size}"
+            )
 
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`SyntheticRows`."""

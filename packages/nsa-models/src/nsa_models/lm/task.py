@@ -1,4 +1,6 @@
-"""DataSpec: what a run trains on, in words that a checkpoint keeps; and the rows those words stand for."""
+"""DataSpec: what a run trains on, in words that a checkpoint keeps; and the rows those words stand
+for.
+"""
 
 from __future__ import annotations
 
@@ -71,4 +73,10 @@ def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
     rows = text = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
     text.begin()
     kept = TextRows(corpus, tokenizer, spec.length, held_out=True, share=spec.held_out, epochs=1)
-    return Data(spec, rows, list(itertools.islice(kept, spec.held_out_rows)), tokenizer.vocab_size, tokenizer)
+    return Data(
+        spec,
+        rows,
+        list(itertools.islice(kept, spec.held_out_rows)),
+        tokenizer.vocab_size,
+        tokenizer,
+    )

@@ -53,8 +53,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`.
 
-    The end of a document is the special token of that name which the file has, or one more id than it has. The
-    vocabulary is rounded up to a multiple of 64, as matrix units want it.
+    The end of a document is the special token of that name which the file has, or one more id than
+    it has. The vocabulary is rounded up to a multiple of 64, as matrix units want it.
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
@@ -63,7 +63,9 @@ class FileTokenizer:
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing narrower
-            raise InvalidInput(f"{name} cannot be read as a tokenizer.json: {describe_error(error)}") from error
+            raise InvalidInput(
+                f"{name} cannot be read as a tokenizer.json: {describe_error(error)}"
+            ) from error
         count = self._tokenizer.get_vocab_size(with_added_tokens=True)
         found = [self._tokenizer.token_to_id(word) for word in _ENDS]
         self.end: int = next((i for i in found if i is not None), count)
@@ -96,7 +98,9 @@ def tokenizer_from_dict(values: Mapping[str, str]) -> Tokenizer:
         return ByteTokenizer()
     if values.get("kind") == "tokenizers":
         return FileTokenizer(values["json"])
-    raise InvalidInput(f"the kind of tokenizer must be bytes or tokenizers, got {values.get('kind')!r}")
+    raise InvalidInput(
+        f"the kind of tokenizer must be bytes or tokenizers, got {values.get('kind')!r}"
+    )
 
 
 def read_tokenizer(path: str | Path) -> FileTokenizer:

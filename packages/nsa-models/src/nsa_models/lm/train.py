@@ -1,4 +1,6 @@
-"""The training loop: steps, held-out loss, log, checkpoints, and an end on Ctrl-C or SIGTERM that loses nothing."""
+"""The training loop: steps, held-out loss, log, checkpoints, and an end on Ctrl-C or SIGTERM that
+loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Progress:
     grad_norm: float  # before clipping
     tokens: int  # of all steps so far
     tokens_per_s: float
-    matrix_share: float  # counted operations over the device's measured matrix rate, all devices together
+    matrix_share: (
+        float  # counted operations over the device's measured matrix rate, all devices together
+    )
     memory_bytes: int
     held_out_loss: float | None = None
     selected_mass: list[float] | None = None  # per layer
@@ -38,7 +42,9 @@ class Progress:
 
     def record(self) -> dict[str, Any]:
         """For the log: fields that are None are left out."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
 
 
 Report = Callable[[Progress], None]
@@ -49,18 +55,21 @@ class NotFinite(NSAError):
 
 
 def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Progress]:
-    """Train to the last step of the recipe; write ``out``/log.jsonl, and ``out``/checkpoint.safetensors at its
-    intervals and at the end. The folder must exist.
+    """Train to the last step of the recipe; write ``out``/log.jsonl, and
+    ``out``/checkpoint.safetensors at its intervals and at the end. The folder must exist.
 
-    Ctrl-C (SIGINT) ends the step, saves and raises KeyboardInterrupt; a second one ends at once. SIGTERM, as a cluster
-    sends it, ends the step, saves and raises SystemExit(143).
+    Ctrl-C (SIGINT) ends the step, saves and raises KeyboardInterrupt; a second one ends at once.
+    SIGTERM, as a cluster sends it, ends the step, saves and raises SystemExit(143).
 
     Returns:
-        What was reported, a record for each step of this call; the first may be step 0, the held-out loss before any.
+        What was reported, a record for each step of this call; the first may be step 0, the
+        held-out loss before any.
 
     Raises:
-        InvalidInput, OSError: a document cannot be read; one process alone saves the steps before it first.
-        NotFinite: the loss or the norm of the gradients is not finite; the last checkpoint is as it was.
+        InvalidInput, OSError: a document cannot be read; one process alone saves the steps before
+            it first.
+        NotFinite: the loss or the norm of the gradients is not finite; the last checkpoint is as it
+            was.
     """
     return _Run(trainer, out, report).go()
 
@@ -71,12 +80,18 @@ class _Run:
         recipe, world = trainer.recipe, trainer.world
         dtype = getattr(torch, recipe.precision)
         self._peak = measure_peaks(world.device.type, dtype).flops_per_s * world.size
-        self._flops_per_token = row_flops(trainer.model, trainer.data.rows.length) / trainer.data.rows.length
+        self._flops_per_token = (
+            row_flops(trainer.model, trainer.data.rows.length) / trainer.data.rows.length
+        )
         facts = {
-            "model": trainer.model.config.to_dict(), "train": dataclasses.asdict(recipe),
-            "data": dataclasses.asdict(trainer.data.spec), "device": device_name(world.device), "processes": world.size,
-            "matrix_flops_per_s": self._peak, "flops_per_token": self._flops_per_token,
-        }  # fmt: skip
+            "model": trainer.model.config.to_dict(),
+            "train": dataclasses.asdict(recipe),
+            "data": dataclasses.asdict(trainer.data.spec),
+            "device": device_name(world.device),
+            "processes": world.size,
+            "matrix_flops_per_s": self._peak,
+            "flops_per_token": self._flops_per_token,
+        }
         self._log = log.Log(out / log.FILE, facts, trainer.step_number) if world.rank == 0 else None
         self._seen: list[Progress] = []
         self._settled_at = time.perf_counter()
@@ -95,7 +110,8 @@ class _Run:
                     except (InvalidInput, OSError):
                         self._rescue(waiting)
                         raise
-                    # A GPU is given this step before the one before it is read: it is never left waiting.
+                    # A GPU is given this step before the one before it is read: it is never left
+                    # waiting.
                     stop = waiting is not None and self._settle(waiting)
                     waiting = done
                     at_end = trainer.step_number == recipe.steps
@@ -108,7 +124,11 @@ class _Run:
                     if saving or stop or alone:
                         trainer.save(self.file)
                     if stop or alone:
-                        raise SystemExit(exit_code(asked.name)) if asked.name == "SIGTERM" else KeyboardInterrupt
+                        raise (
+                            SystemExit(exit_code(asked.name))
+                            if asked.name == "SIGTERM"
+                            else KeyboardInterrupt
+                        )
         finally:
             if self._log is not None:
                 self._log.close()
@@ -131,7 +151,10 @@ class _Run:
     def _evaluated(self) -> dict[str, Any]:
         found: dict[str, Any] = {"held_out_loss": self.trainer.held_out_loss()}
         if (mass := self.trainer.selected_mass()) is not None:
-            found |= {"selected_mass": [m.selected for m in mass], "selected_keys": [m.keys for m in mass]}
+            found |= {
+                "selected_mass": [m.selected for m in mass],
+                "selected_keys": [m.keys for m in mass],
+            }
         return found
 
     def _settle(self, done: Measured, evaluating: bool = False) -> bool:
@@ -140,17 +163,24 @@ class _Run:
         now = time.perf_counter()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(
-                f"step {done.step}: the loss is {loss:g} and the norm of the gradients {norm:g}; {self.file.name} is "
-                "as it was. A lower learning rate or a longer warm-up may help; NSAttention(check=True) finds the layer"
+                f"step {done.step}: the loss is {loss:g} and the norm of the gradients {norm:g};"
+                f" {self.file.name} is as it was. A lower learning rate or a longer warm-up may"
+                " help; NSAttention(check=True) finds the layer"
             )
         recipe, data = self.trainer.recipe, self.trainer.data
         per_step = recipe.batch * data.rows.length
         speed = per_step / max(now - self._settled_at, 1e-9)
         progress = Progress(
-            done.step, loss, done.learning_rate, norm, done.step * per_step, speed,
-            speed * self._flops_per_token / self._peak, self.trainer.memory(),
+            done.step,
+            loss,
+            done.learning_rate,
+            norm,
+            done.step * per_step,
+            speed,
+            speed * self._flops_per_token / self._peak,
+            self.trainer.memory(),
             **(self._evaluated() if evaluating else {}),
-        )  # fmt: skip
+        )
         self._tell(progress, progress.record())
         self._settled_at = time.perf_counter() if evaluating else now
         return bool(stopping)

@@ -1,4 +1,6 @@
-"""Trainer: a step, the held-out loss, and a checkpoint of everything that the next step depends on."""
+"""Trainer: a step, the held-out loss, and a checkpoint of everything that the next step depends
+on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Measured:
     """What a step tells, on the host once the device has come to its end."""
 
     step: int
-    values: torch.Tensor  # [mean loss, how many processes were asked to stop, norm of the gradients before clipping]
+    # [mean loss, how many processes were asked to stop, norm of the gradients before clipping]
+    values: torch.Tensor
     learning_rate: float
     at_end: torch.cuda.Event | None = None
 
@@ -40,8 +43,11 @@ class Measured:
         """``values`` of a step that the device may not have come to yet."""
         if values.device.type != "cuda":
             return cls(step, values, learning_rate)
-        # Fetched when they are read, they would come behind whatever the device has been given by then.
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        # Fetched when they are read, they would come behind whatever the device has been given by
+        # then.
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+            values, non_blocking=True
+        )
         at_end = torch.cuda.Event()
         at_end.record()
         return cls(step, host, learning_rate, at_end)
@@ -63,7 +69,12 @@ class Trainer:
     """
 
     def __init__(
-        self, model: LanguageModel, data: Data, recipe: Recipe, world: World, kept: Checkpoint | None = None
+        self,
+        model: LanguageModel,
+        data: Data,
+        recipe: Recipe,
+        world: World,
+        kept: Checkpoint | None = None,
     ) -> None:
         recipe.rows_of(world.rank, 0, world.size)
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
@@ -95,19 +106,24 @@ class Trainer:
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
         long = is_long(self.data.rows.length, packed)
-        return default_plan(attn.config, self.world.device, dtype, packed, True, attn.backends, long)
+        return default_plan(
+            attn.config, self.world.device, dtype, packed, True, attn.backends, long
+        )
 
     def step(self, stopping: bool = False) -> Measured:
-        """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to every process.
+        """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to
+        every process.
 
         Raises:
-            InvalidInput, OSError: a document cannot be read; model, optimizer and position are as they were.
+            InvalidInput, OSError: a document cannot be read; model, optimizer and position are as
+                they were.
         """
         recipe, world = self.recipe, self.world
         rows = self._rows()
         parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
         counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
-        # Gradients of several processes are averaged, so each takes its share of the sum that many times.
+        # Gradients of several processes are averaged, so each takes its share of the sum that many
+        # times.
         self._scale.fill_(world.size / max(1, counted))
         rate = recipe.rate(self.step_number)
         for group in self.optimizer.param_groups:
@@ -118,7 +134,11 @@ class Trainer:
         for number, part in enumerate(parts):
             with self.replica.syncing(last=number == len(parts) - 1):
                 batch = batch_of(part, self.data.rows.packed).to(world.device)
-                total += self._part(batch) if self._graphed is None else self._graphed(batch, add=number > 0)
+                total += (
+                    self._part(batch)
+                    if self._graphed is None
+                    else self._graphed(batch, add=number > 0)
+                )
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
         self.optimizer.step()
         self.step_number += 1
@@ -139,7 +159,10 @@ class Trainer:
         """Add the gradients of one part of a step; its summed loss."""
         with self._autocast():
             loss = self.replica.forward(
-                batch.tokens, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, targets=batch.targets
+                batch.tokens,
+                cu_seqlens=batch.cu_seqlens,
+                max_seqlen=batch.max_seqlen,
+                targets=batch.targets,
             )
         (loss * self._scale).backward()
         return loss.detach()
@@ -148,7 +171,9 @@ class Trainer:
         # Without its cache, whose copies of the weights a CUDA graph would keep for good.
         wanted = self.recipe.precision == "bfloat16"
         kept = not self.recipe.graph
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=wanted, cache_enabled=kept)
+        return torch.autocast(
+            self.world.device.type, torch.bfloat16, enabled=wanted, cache_enabled=kept
+        )
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -156,9 +181,13 @@ class Trainer:
         rows, size = self.data.held_out, max(1, self.recipe.batch // self.recipe.accumulate)
         loss, counted = 0.0, 0
         for first in range(0, len(rows), size):
-            batch = batch_of(rows[first : first + size], self.data.rows.packed).to(self.world.device)
+            batch = batch_of(rows[first : first + size], self.data.rows.packed).to(
+                self.world.device
+            )
             with self._autocast():
-                loss += float(self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets))
+                loss += float(
+                    self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets)
+                )
             counted += batch.counted
         self.replica.rest()
         return loss / counted if counted else math.nan
@@ -179,7 +208,8 @@ class Trainer:
     def selected_mass(self) -> list[Mass] | None:
         """:func:`nsa_models.lm.mass.selected_mass` of the held-out row with the longest document.
 
-        None where that is too short, where the model is dense, or where its parameters are spread over processes.
+        None where that is too short, where the model is dense, or where its parameters are spread
+        over processes.
         """
         layer = self.model.config.layer
         row = max(self.data.held_out, key=lambda r: max(r.documents), default=None)
@@ -192,12 +222,17 @@ class Trainer:
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, from which a Trainer goes on as this one would; rank 0 writes, all have to call."""
+        """Write a checkpoint, from which a Trainer goes on as this one would; rank 0 writes, all
+        have to call.
+        """
         tensors = checkpoint.gathered(self.model, self.optimizer)
         facts: dict[str, Any] = {
-            "train": dataclasses.asdict(self.recipe), "data": dataclasses.asdict(self.data.spec),
-            "position": self.data.rows.state_dict(), "step": self.step_number, "tokens": self.tokens,
-        }  # fmt: skip
+            "train": dataclasses.asdict(self.recipe),
+            "data": dataclasses.asdict(self.data.spec),
+            "position": self.data.rows.state_dict(),
+            "step": self.step_number,
+            "tokens": self.tokens,
+        }
         if self.world.rank == 0:
             checkpoint.write(path, tensors, self.model.config, facts, self.data.tokenizer)
 

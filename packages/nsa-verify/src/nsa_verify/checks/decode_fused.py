@@ -1,4 +1,6 @@
-"""Fused decode forms (contract.FUSED): the step given its own blocks, append against plain writes, gates by formula."""
+"""Fused decode forms (contract.FUSED): the step given its own blocks, append against plain writes,
+gates by formula.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,24 @@ def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fin
 
 
 def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """:func:`append_parity` with and without rotary, where the subject's backend has a fused append."""
+    """:func:`append_parity` with and without rotary, where the subject's backend has a fused
+    append.
+    """
     plan = decode_plan(subject, step, dtype)
     if "append" not in plan.fused:
         yield _missing(plan, "append", step, dtype)
         return
     ring = step.case.config.compress_block_size + step.rows - 1
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
-        yield from append_parity(subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False)
+        yield from append_parity(
+            subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False
+        )
 
 
 def fused_gates(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """sigmoid(x W^T + b), where the subject's backend has a fused form of it, judged in the dtype that gates have."""
+    """sigmoid(x W^T + b), where the subject's backend has a fused form of it, judged in the dtype
+    that gates have.
+    """
     plan, data = decode_plan(subject, step, dtype), step_data(step, dtype, subject.device)
     if "gates" not in plan.fused:
         yield _missing(plan, "gates", step, dtype)
@@ -58,27 +66,40 @@ def fused_gates(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fi
     mine = plan.fused["gates"](x, weight, bias, call=data.call)
     kept = stats_dtype(dtype)
 
-    def logits(kind: torch.dtype, size: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone) -> torch.Tensor:
+    def logits(
+        kind: torch.dtype, size: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+    ) -> torch.Tensor:
         rows, by, plus = (size(t.to(kind)) for t in (x, weight, bias))
         return torch.unflatten(rows @ by.mT + plus, -1, (heads, 3))
 
     golden = logits(torch.float64).sigmoid()
-    magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden  # of a logit, as it reaches a gate
-    mine, golden, rounded, magnitude = (gate_rows(t) for t in (mine, golden, logits(kept).sigmoid(), magnitude))
+    # of a logit, as it reaches a gate
+    magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden
+    mine, golden, rounded, magnitude = (
+        gate_rows(t) for t in (mine, golden, logits(kept).sigmoid(), magnitude)
+    )
     verdict = judge(mine, golden, rounded, magnitude, kept)
     yield from judged("decode fused gates", "", step.case, dtype, {"gates": verdict})
 
 
 def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
     backends = {choice.backend for choice in plan.choices.values()}
-    why = f"{backends.pop()} has no fused {name}" if len(backends) == 1 else "the slots are of several backends"
-    return Finding(f"decode fused {name}", "", step.case.name, dtype_name(dtype), name, None, detail=why)
+    why = (
+        f"{backends.pop()} has no fused {name}"
+        if len(backends) == 1
+        else "the slots are of several backends"
+    )
+    return Finding(
+        f"decode fused {name}", "", step.case.name, dtype_name(dtype), name, None, detail=why
+    )
 
 
 def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The blocks are a right choice, and o is the gated sum of the branches over these blocks; padding is empty.
+    """The blocks are a right choice, and o is the gated sum of the branches over these blocks;
+    padding is empty.
 
-    Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused step may round less.
+    Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused
+    step may round less.
     """
     plan = decode_plan(subject, step, dtype)
     data = step_data(step, dtype, subject.device)
@@ -89,7 +110,9 @@ def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fi
         for name, tail, value in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
             if new < step.rows:
                 want = torch.full_like(tail, value)
-                yield same_bits("decode fused step", "", step.case, dtype, f"{name} of padding", tail, want)
+                yield same_bits(
+                    "decode fused step", "", step.case, dtype, f"{name} of padding", tail, want
+                )
     yield from _judge_composed(step, dtype, data, o, blocks)
 
 
@@ -105,16 +128,34 @@ def _judge_composed(
     of_win = (w["q"], w["k_win"], w["v_win"], *where)
     truth = oracle.cmp(*of_cmp, **at)
     assert truth.lse is not None  # cmp has one
-    picked = judge_selection(w["q"], w["k_cmp"], truth.lse.to(stats_dtype(dtype)), chosen, *where, **at)
-    common = ("decode fused step", "", step.case.name, dtype_name(dtype), "blocks", picked.ok, picked.regret / 8)
+    picked = judge_selection(
+        w["q"], w["k_cmp"], truth.lse.to(stats_dtype(dtype)), chosen, *where, **at
+    )
+    common = (
+        "decode fused step",
+        "",
+        step.case.name,
+        dtype_name(dtype),
+        "blocks",
+        picked.ok,
+        picked.regret / 8,
+    )
     said = picked.why + p.said(picked.where[:1]) if picked.why else f"regret {picked.regret:.2g}"
     yield Finding(*common, detail=said)
-    golden = oracle.combine(w["gates"], truth.o, oracle.sel(*of_sel, **at).o, oracle.win(*of_win, **at).o).o
+    golden = oracle.combine(
+        w["gates"], truth.o, oracle.sel(*of_sel, **at).o, oracle.win(*of_win, **at).o
+    ).o
 
     def again(arithmetic: attention.Arithmetic) -> torch.Tensor:
         how: dict[str, Any] = {**at, "arithmetic": arithmetic, "dtype": dtype}
-        branches = (attention.cmp(*of_cmp, **how), attention.sel(*of_sel, **how), attention.win(*of_win, **how))
-        return attention.combine(w["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype).o
+        branches = (
+            attention.cmp(*of_cmp, **how),
+            attention.sel(*of_sel, **how),
+            attention.win(*of_win, **how),
+        )
+        return attention.combine(
+            w["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype
+        ).o
 
     rounded = golden if dtype == torch.float64 else again("rounded")
     mine, golden, rounded, magnitude = (
@@ -125,12 +166,19 @@ def _judge_composed(
 
 
 def append_parity(
-    subject: Subject, step: Step, dtype: torch.dtype, *, rope: bool, rotate_raw: bool, raw_ring: int, exact: bool = True
+    subject: Subject,
+    step: Step,
+    dtype: torch.dtype,
+    *,
+    rope: bool,
+    rotate_raw: bool,
+    raw_ring: int,
+    exact: bool = True,
 ) -> Iterator[Finding]:
     """Every store is what plain code writes into it, and untouched elsewhere; q is rotated.
 
-    ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum in one instruction
-    round once less: both are right, and their last bits differ.
+    ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum
+    in one instruction round once less: both are right, and their last bits differ.
     """
     data, config = step_data(step, dtype, subject.device), step.case.config
     plan, table = decode_plan(subject, step, dtype), None
@@ -143,9 +191,15 @@ def append_parity(
     tables = None if table is None else (table.cos[:, 0], table.sin[:, 0])
     triples = [tuple(rows[name][i] for name in ("raw", "sel", "win")) for i in (0, 1)]
     got = plan.fused["append"](
-        data.q, *triples, stores["raw"], stores["sel"], stores["win"], rope=tables, rotate_raw=rotate_raw,
+        data.q,
+        *triples,
+        stores["raw"],
+        stores["sel"],
+        stores["win"],
+        rope=tables,
+        rotate_raw=rotate_raw,
         call=data.call,
-    )  # fmt: skip
+    )
     label = "no rotary" if not rope else "rotary of raw too" if rotate_raw else "rotary"
     real = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(q.device)
     pairs = {"q": (got[real], q[real], rope)}
@@ -163,7 +217,9 @@ def append_parity(
 
 
 def _judge_rotated(mine: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
-    """``plain`` stands for golden: at most half a unit of the dtype from it, which the noise of a row counts."""
+    """``plain`` stands for golden: at most half a unit of the dtype from it, which the noise of a
+    row counts.
+    """
     mine, golden = heads_first(mine), heads_first(plain.double())
     return judge(mine, golden, golden, golden.abs(), dtype)
 
@@ -172,15 +228,24 @@ Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
-    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores of NaN."""
+    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores
+    of NaN.
+    """
     batch, m = data.q.shape[:2]
     config, generator = step.case.config, torch.Generator().manual_seed(step.case.seed)
     groups, dk, dv = config.n_kv_heads, config.qk_dim, config.v_dim
-    buffer = torch.randn((batch, m, 3 * groups * (dk + dv)), generator=generator).to(data.q.dtype).to(data.q.device)
+    buffer = (
+        torch.randn((batch, m, 3 * groups * (dk + dv)), generator=generator)
+        .to(data.q.dtype)
+        .to(data.q.device)
+    )
     parts = buffer.split([groups * dk] * 3 + [groups * dv] * 3, -1)
     rows, stores = {}, {}
     for i, name in enumerate(("raw", "sel", "win")):
-        rows[name] = (parts[i].unflatten(-1, (groups, dk)), parts[3 + i].unflatten(-1, (groups, dv)))
+        rows[name] = (
+            parts[i].unflatten(-1, (groups, dk)),
+            parts[3 + i].unflatten(-1, (groups, dv)),
+        )
         like = data.stores["k_sel" if name == "sel" else "k_win"].shape[:2]
         shape = (batch, raw_ring) if name == "raw" else like
         stores[name] = tuple(data.q.new_full((*shape, groups, d), torch.nan) for d in (dk, dv))
@@ -188,7 +253,12 @@ def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
 
 
 def _plain(
-    step: Step, data: StepData, rows: Pairs, stores: Pairs, table: RopeTable | None, rotate_raw: bool
+    step: Step,
+    data: StepData,
+    rows: Pairs,
+    stores: Pairs,
+    table: RopeTable | None,
+    rotate_raw: bool,
 ) -> torch.Tensor:
     """Write what an append should, token by token; q as it should come back."""
     entries, q = data.call.block_table.tolist(), data.q.clone()

@@ -1,7 +1,9 @@
-"""Decode forms against the oracle: a step at the end of sequences of different lengths, over a cache full of NaN.
+"""Decode forms against the oracle: a step at the end of sequences of different lengths, over a
+cache full of NaN.
 
-Every store is filled with NaN before the sequences' own tokens are put in: pages in an order of their own, rings at
-the places the contract names; pages that no token needs are -1. What a kernel reads beyond them shows.
+Every store is filled with NaN before the sequences' own tokens are put in: pages in an order of
+their own, rings at the places the contract names; pages that no token needs are -1. What a kernel
+reads beyond them shows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Sequences of ``lengths`` tokens, the last ``new`` of each arriving in this step of ``rows`` rows."""
+    """Sequences of ``lengths`` tokens, the last ``new`` of each arriving in this step of ``rows``
+    rows.
+    """
 
     case: Case  # its batch and lengths are taken from the fields below
     lengths: tuple[int, ...]
@@ -36,7 +40,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class StepData:
-    """A step's tensors: ``whole`` dense [B, S, ...] as the oracle takes them, ``stores`` as decode forms do."""
+    """A step's tensors: ``whole`` dense [B, S, ...] as the oracle takes them, ``stores`` as decode
+    forms do.
+    """
 
     q: torch.Tensor  # [B, m, Hq, Dk]
     gates: torch.Tensor  # [B, m, Hq, 3]
@@ -45,7 +51,9 @@ class StepData:
     call: DecodeCall
 
 
-def step_data(step: Step, dtype: torch.dtype, device: torch.device | str = "cpu", order: int = 0) -> StepData:
+def step_data(
+    step: Step, dtype: torch.dtype, device: torch.device | str = "cpu", order: int = 0
+) -> StepData:
     """The tensors of ``step``; equal for equal (step, dtype, order), whatever the device.
 
     ``order`` shuffles the pages: the sequences' own numbers are the same, they lie elsewhere.
@@ -57,20 +65,34 @@ def step_data(step: Step, dtype: torch.dtype, device: torch.device | str = "cpu"
     starts = lengths - torch.tensor(step.new, dtype=torch.int32)
     size = step.page_size or -(-longest // geometry.select_block_size) * geometry.select_block_size
     pages = -(-longest // size)
-    shuffled = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(case.seed + order))
+    shuffled = torch.randperm(
+        batch * pages, generator=torch.Generator().manual_seed(case.seed + order)
+    )
     table = shuffled.view(batch, pages).int()
     for b, length in enumerate(step.lengths):
         table[b, -(-length // size) :] = -1  # never read
-    ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)  # larger than it must be, too
-    whole = {name: getattr(data, name) for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")}
+    # larger than it must be, too
+    ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)
+    whole = {
+        name: getattr(data, name)
+        for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
+    }
     at = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
     every = torch.arange(batch)[:, None]
     stores = {}
     for name, x in whole.items():
         if name in ("q", "gates"):
             continue
-        rows = ring if name.endswith("_win") else size if name.endswith("_sel") else size // geometry.compress_stride
-        store = x.new_full((batch if name.endswith("_win") else batch * pages, rows, *x.shape[2:]), torch.nan)
+        rows = (
+            ring
+            if name.endswith("_win")
+            else size
+            if name.endswith("_sel")
+            else size // geometry.compress_stride
+        )
+        store = x.new_full(
+            (batch if name.endswith("_win") else batch * pages, rows, *x.shape[2:]), torch.nan
+        )
         for b, length in enumerate(step.lengths):
             owned = geometry.num_compressed(length) if name.endswith("_cmp") else length
             token = torch.arange(owned)
@@ -80,17 +102,27 @@ def step_data(step: Step, dtype: torch.dtype, device: torch.device | str = "cpu"
                 store[table[b, token // rows].long(), token % rows] = x[b, :owned]
         stores[name] = store.to(device)
     call = DecodeCall(
-        geometry, config.softmax_scale, starts.to(device), lengths.to(device), table.to(device), max_len=longest
+        geometry,
+        config.softmax_scale,
+        starts.to(device),
+        lengths.to(device),
+        table.to(device),
+        max_len=longest,
     )
-    return StepData(whole["q"][every, at].to(device), whole["gates"][every, at].to(device), whole, stores, call)
+    return StepData(
+        whole["q"][every, at].to(device), whole["gates"][every, at].to(device), whole, stores, call
+    )
 
 
-Results = dict[str, tuple[torch.Tensor, ...]]  # slot -> what its decode form returned: o and lse, or blocks
+# slot -> what its decode form returned: o and lse, or blocks
+Results = dict[str, tuple[torch.Tensor, ...]]
 DECODE_SLOTS = ("cmp", "select", "sel", "win")
 
 
 def received(slot: str, data: StepData, upstream: Results) -> tuple[torch.Tensor, ...]:
-    """The tensors that ``slot``'s decode form takes: the step's, and what the slots before it returned."""
+    """The tensors that ``slot``'s decode form takes: the step's, and what the slots before it
+    returned.
+    """
     s = data.stores
     if slot == "cmp":
         return data.q, s["k_cmp"], s["v_cmp"]
@@ -110,17 +142,26 @@ def run_step(plan: Plan, data: StepData) -> Results:
     return results
 
 
-def decode_plan(subject: Subject, step: Step, dtype: torch.dtype, *, deterministic: bool = False) -> Plan:
+def decode_plan(
+    subject: Subject, step: Step, dtype: torch.dtype, *, deterministic: bool = False
+) -> Plan:
     """The subject's plan for ``step``; resolve()'s errors pass through."""
     return subject.plan(
-        step.case.config, dtype, needs_grad=False, phase="decode", page_size=step.page_size, deterministic=deterministic
+        step.case.config,
+        dtype,
+        needs_grad=False,
+        phase="decode",
+        page_size=step.page_size,
+        deterministic=deterministic,
     )
 
 
 def decode_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Every slot's decode form equals the oracle's rows of the same sequences; padding rows are empty.
+    """Every slot's decode form equals the oracle's rows of the same sequences; padding rows are
+    empty.
 
-    All that no sequence owns is NaN here (the module's first paragraph): there is no poison check of its own.
+    All that no sequence owns is NaN here (the module's first paragraph): there is no poison check
+    of its own.
     """
     data = step_data(step, dtype, subject.device)
     results = run_step(decode_plan(subject, step, dtype), data)
@@ -130,7 +171,9 @@ def decode_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[
 def judge_step(
     step: Step, dtype: torch.dtype, data: StepData, results: Results, slots: Sequence[str]
 ) -> Iterator[Finding]:
-    """Judge ``slots`` of ``results``; those that they were given (cmp's lse, select's blocks) must be among them."""
+    """Judge ``slots`` of ``results``; those that they were given (cmp's lse, select's blocks) must
+    be among them.
+    """
     for b, new in enumerate(step.new):
         yield from _empty(step, dtype, b, new, results, slots)
     p, config = packed(step, data), step.case.config
@@ -145,16 +188,41 @@ def judge_step(
     for slot in slots:
         if slot == "select":
             lse = p.placed(results["cmp"][1].transpose(1, 2)).T.contiguous()
-            given = (p.whole["q"], p.whole["k_cmp"], lse, blocks, config.geometry, config.softmax_scale)
+            given = (
+                p.whole["q"],
+                p.whole["k_cmp"],
+                lse,
+                blocks,
+                config.geometry,
+                config.softmax_scale,
+            )
             verdict = judge_selection(*given, **common)
-            said = verdict.why + p.said(verdict.where[:1]) if verdict.why else f"regret {verdict.regret:.2g}"
+            said = (
+                verdict.why + p.said(verdict.where[:1])
+                if verdict.why
+                else f"regret {verdict.regret:.2g}"
+            )
             share = verdict.regret / 8
-            yield Finding("decode", slot, step.case.name, dtype_name(dtype), "blocks", verdict.ok, share, detail=said)
+            yield Finding(
+                "decode",
+                slot,
+                step.case.name,
+                dtype_name(dtype),
+                "blocks",
+                verdict.ok,
+                share,
+                detail=said,
+            )
             continue
         o, lse = results[slot]
         got = {"o": p.placed(o), "lse": p.placed(lse.transpose(1, 2)).T.contiguous()}
-        verdicts = judge_slot(slot, inputs[slot], got, config.geometry, config.softmax_scale, **common)
-        told = {n: dataclasses.replace(v, why=v.why and v.why + p.said(v.where[1:])) for n, v in verdicts.items()}
+        verdicts = judge_slot(
+            slot, inputs[slot], got, config.geometry, config.softmax_scale, **common
+        )
+        told = {
+            n: dataclasses.replace(v, why=v.why and v.why + p.said(v.where[1:]))
+            for n, v in verdicts.items()
+        }
         yield from judged("decode", slot, step.case, dtype, told)
 
 
@@ -162,8 +230,8 @@ def judge_step(
 class PackedStep:
     """A step's sequences one after the other, as packed documents.
 
-    So that the rows of a step are judged together: a bias is what the errors of many rows have in common, and the error
-    of one row alone leans as its largest weight does.
+    So that the rows of a step are judged together: a bias is what the errors of many rows have in
+    common, and the error of one row alone leans as its largest weight does.
     """
 
     whole: dict[str, torch.Tensor]  # [T, ...]; k_cmp, v_cmp [T // d, ...]
@@ -199,10 +267,17 @@ def packed(step: Step, data: StepData) -> PackedStep:
     ends = torch.tensor([0, *step.lengths]).cumsum(0)
     geometry, whole = step.case.config.geometry, {}
     for name, x in data.whole.items():
-        owned = [geometry.num_compressed(length) if name.endswith("_cmp") else length for length in step.lengths]
+        owned = [
+            geometry.num_compressed(length) if name.endswith("_cmp") else length
+            for length in step.lengths
+        ]
         parts = [x[b, :count].cpu() for b, count in enumerate(owned)]
         if name.endswith("_cmp"):  # the contract's bound, its tail never read
-            parts.append(parts[0].new_full((int(ends[-1]) // geometry.compress_stride - sum(owned), *x.shape[2:]), 0.0))
+            parts.append(
+                parts[0].new_full(
+                    (int(ends[-1]) // geometry.compress_stride - sum(owned), *x.shape[2:]), 0.0
+                )
+            )
         whole[name] = torch.cat(parts)
     places = [(b, r) for b, new in enumerate(step.new) for r in range(new)]
     rows = [int(ends[b + 1]) - step.new[b] + r for b, r in places]
@@ -218,28 +293,73 @@ def _empty(
     for slot in slots:
         if slot == "select":
             tail = results[slot][0][b, new:]
-            yield same_bits("decode", slot, step.case, dtype, "blocks of padding", tail, torch.full_like(tail, -1))
+            yield same_bits(
+                "decode",
+                slot,
+                step.case,
+                dtype,
+                "blocks of padding",
+                tail,
+                torch.full_like(tail, -1),
+            )
             continue
         o, lse = results[slot][0][b, new:], results[slot][1][b, :, new:]
         yield same_bits("decode", slot, step.case, dtype, "o of padding", o, torch.zeros_like(o))
-        yield same_bits("decode", slot, step.case, dtype, "lse of padding", lse, torch.full_like(lse, -torch.inf))
+        yield same_bits(
+            "decode",
+            slot,
+            step.case,
+            dtype,
+            "lse of padding",
+            lse,
+            torch.full_like(lse, -torch.inf),
+        )
 
 
 def quick_steps() -> tuple[Step, ...]:
-    """One token and several, ragged, with and without pages, around the edges of blocks and windows."""
+    """One token and several, ragged, with and without pages, around the edges of blocks and
+    windows.
+    """
     tiny, small = config_of(4, 2, 16, 16, TINY), config_of(12, 2, 64, 64, SMALL)
     free = dataclasses.replace(tiny, init_blocks=0, local_blocks=0)
     ragged = (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
     return (
         Step(Case("one token", tiny, ()), ragged, (1,) * 11),
         Step(Case("one token, pages", tiny, ()), ragged, (1,) * 11, page_size=16),
-        Step(Case("five tokens, some absent", tiny, ()), (5, 8, 31, 40, 0, 66), (5, 0, 3, 5, 0, 1), 5, page_size=32),
-        Step(Case("reports 12/2/64", small, ()), (150, 133, 149, 164, 96, 127), (5,) * 6, rows=5, page_size=64),
+        Step(
+            Case("five tokens, some absent", tiny, ()),
+            (5, 8, 31, 40, 0, 66),
+            (5, 0, 3, 5, 0, 1),
+            5,
+            page_size=32,
+        ),
+        Step(
+            Case("reports 12/2/64", small, ()),
+            (150, 133, 149, 164, 96, 127),
+            (5,) * 6,
+            rows=5,
+            page_size=64,
+        ),
         Step(Case("a chunk", tiny, ()), (21, 10, 75), (10, 10, 10), rows=10, page_size=16),
-        Step(Case("h=20", config_of(20, 1, 24, 16, ODD), ()), (196, 48, 64, 97), (3, 3, 3, 3), 3, page_size=48),
-        Step(Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()), (70, 20, 33, 9), (2, 2, 2, 2), rows=2),
+        Step(
+            Case("h=20", config_of(20, 1, 24, 16, ODD), ()),
+            (196, 48, 64, 97),
+            (3, 3, 3, 3),
+            3,
+            page_size=48,
+        ),
+        Step(
+            Case("h=3, Dk != Dv", config_of(3, 1, 32, 16, TINY), ()),
+            (70, 20, 33, 9),
+            (2, 2, 2, 2),
+            rows=2,
+        ),
         Step(Case("nothing forced", free, ()), (70, 33, 90, 65, 49, 81, 17, 96), (1,) * 8),
-        Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (90, 33, 64, 21, 48, 12, 80, 35), (1,) * 8),
+        Step(
+            Case("h=1", config_of(2, 2, 16, 16, TINY), ()),
+            (90, 33, 64, 21, 48, 12, 80, 35),
+            (1,) * 8,
+        ),
     )
 
 
@@ -250,27 +370,64 @@ def full_steps() -> tuple[Step, ...]:
     return (
         *quick_steps(),
         Step(Case("real blocks", reports, ()), edges, (1, *(4,) * 11), rows=4, page_size=128),
-        Step(Case("real blocks, eight tokens", reports, ()), (1100, 40, 515, 700), (8, 8, 3, 8), 8, page_size=64),
-        Step(Case("long cache", reports, ()), (4096, 4033, 3000, 2049), (8, 8, 8, 8), rows=8, page_size=128),
-        # Flat: an fp32 product of 192 terms is wrong by some 16 units of 2^-24, and a row that one of few compressed
-        # tokens dominates moves with its score as a whole; at sharpness 1 that leans a head by more than the bias rule
-        # lets chance do, in the oracle's own fp32 arithmetic (2.2 units, 1.9 allowed) as in any kernel.
+        Step(
+            Case("real blocks, eight tokens", reports, ()),
+            (1100, 40, 515, 700),
+            (8, 8, 3, 8),
+            8,
+            page_size=64,
+        ),
+        Step(
+            Case("long cache", reports, ()),
+            (4096, 4033, 3000, 2049),
+            (8, 8, 8, 8),
+            rows=8,
+            page_size=128,
+        ),
+        # Flat: an fp32 product of 192 terms is wrong by some 16 units of 2^-24, and a row that one
+        # of few compressed tokens dominates moves with its score as a whole; at sharpness 1 that
+        # leans a head by more than the bias rule lets chance do, in the oracle's own fp32
+        # arithmetic (2.2 units, 1.9 allowed) as in any kernel.
         Step(
             Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), (), sharpness=0.5),
-            (1100, 513, 640, 597), (8,) * 4, 8, 64,
+            (1100, 513, 640, 597),
+            (8,) * 4,
+            8,
+            64,
         ),
-        Step(Case("MQA h=64", config_of(64, 1, 16, 16, TINY), ()), (65, 30, 48, 17), (2, 1, 2, 2), 2, page_size=16),
-        Step(Case("h=7, Dv > Dk", config_of(7, 1, 16, 24, TINY), ()), (64, 17, 33, 80, 49, 25), (1,) * 6, page_size=32),
-    )  # fmt: skip
+        Step(
+            Case("MQA h=64", config_of(64, 1, 16, 16, TINY), ()),
+            (65, 30, 48, 17),
+            (2, 1, 2, 2),
+            2,
+            page_size=16,
+        ),
+        Step(
+            Case("h=7, Dv > Dk", config_of(7, 1, 16, 24, TINY), ()),
+            (64, 17, 33, 80, 49, 25),
+            (1,) * 6,
+            page_size=32,
+        ),
+    )
 
 
 def interpreter_steps() -> tuple[Step, ...]:
-    """For kernels in an interpreter: a page edge, a sequence shorter than l, a ring that has come round, padding."""
+    """For kernels in an interpreter: a page edge, a sequence shorter than l, a ring that has come
+    round, padding.
+    """
     tiny = config_of(2, 1, 16, 16, (8, 4, 16, 3, 12))
-    odd = dataclasses.replace(config_of(3, 1, 16, 16, (8, 4, 16, 3, 5)), init_blocks=0, local_blocks=0)
+    odd = dataclasses.replace(
+        config_of(3, 1, 16, 16, (8, 4, 16, 3, 5)), init_blocks=0, local_blocks=0
+    )
     return (
         Step(Case("interpreted step", tiny, ()), (70, 16, 5, 33, 49, 77), (1,) * 6, page_size=16),
-        Step(Case("interpreted step, three tokens", tiny, ()), (33, 3, 21, 60), (3, 3, 0, 2), rows=3, page_size=32),
+        Step(
+            Case("interpreted step, three tokens", tiny, ()),
+            (33, 3, 21, 60),
+            (3, 3, 0, 2),
+            rows=3,
+            page_size=32,
+        ),
         Step(Case("interpreted step, nothing forced", odd, ()), (65, 17, 80, 50), (1,) * 4),
     )
 

@@ -32,7 +32,9 @@ HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
 
 
 def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """nsa_attention is the five slots in order: same bits out, and the same bits into every branch's gradient."""
+    """nsa_attention is the five slots in order: same bits out, and the same bits into every
+    branch's gradient.
+    """
     data = case.data(dtype, subject.device)
     # Two runs are compared bit by bit, so both are asked for the same bits.
     plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=True)
@@ -42,21 +44,47 @@ def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fi
     kv = {n: leaves[n] for n in ("k_cmp", "v_cmp")}
     k, v = (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"])
     o, blocks = nsa_attention(
-        leaves["q"], k, v, leaves["gates"],
-        config=case.config, plan=plan, cu_seqlens=data.cu_seqlens, max_seqlen=_longest(data), return_blocks=True, **kv,
-    )  # fmt: skip
+        leaves["q"],
+        k,
+        v,
+        leaves["gates"],
+        config=case.config,
+        plan=plan,
+        cu_seqlens=data.cu_seqlens,
+        max_seqlen=_longest(data),
+        return_blocks=True,
+        **kv,
+    )
     got = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
     runs = run_slots(plan, case, data)
     yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
-    yield same_bits("composition", "select", case, dtype, "blocks", blocks, runs["select"].outputs["blocks"])
-    yield same_bits("composition", "combine", case, dtype, "dgates", got["gates"], runs["combine"].outputs["dgates"])
+    yield same_bits(
+        "composition", "select", case, dtype, "blocks", blocks, runs["select"].outputs["blocks"]
+    )
+    yield same_bits(
+        "composition",
+        "combine",
+        case,
+        dtype,
+        "dgates",
+        got["gates"],
+        runs["combine"].outputs["dgates"],
+    )
     for branch in ("cmp", "sel", "win"):
         upstream = runs["combine"].outputs[f"do_{branch}"]
         run = run_slot(plan, branch, slot_inputs(branch, data, runs), upstream, data)
         suffix = "_cmp" if branch == "cmp" else ""
         for kind in "kv":
             want = run.outputs[f"d{kind}{suffix}"]
-            yield same_bits("composition", branch, case, dtype, f"d{kind}_{branch}", got[f"{kind}_{branch}"], want)
+            yield same_bits(
+                "composition",
+                branch,
+                case,
+                dtype,
+                f"d{kind}_{branch}",
+                got[f"{kind}_{branch}"],
+                want,
+            )
 
 
 def _longest(data: CaseData) -> int | None:
@@ -64,7 +92,9 @@ def _longest(data: CaseData) -> int | None:
 
 
 def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Tokens from t0 on changed, and autograd asked: nothing before t0 moves, in any branch, by a single bit."""
+    """Tokens from t0 on changed, and autograd asked: nothing before t0 moves, in any branch, by a
+    single bit.
+    """
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
     data = case.data(dtype, subject.device)
@@ -72,29 +102,57 @@ def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Find
     plan = subject.plan(case.config, dtype)
 
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
-        # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to the tokens.
+        # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to
+        # the tokens.
         k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
-        o, blocks = nsa_attention(d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True)
+        o, blocks = nsa_attention(
+            d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True
+        )
         return o, blocks
 
     with torch.no_grad():
         o, blocks = run(data)
     geometry = case.config.geometry
-    points = {1, geometry.compress_block_size, geometry.select_block_size + 1, case.tokens // 2, case.tokens - 1}
+    points = {
+        1,
+        geometry.compress_block_size,
+        geometry.select_block_size + 1,
+        case.tokens // 2,
+        case.tokens - 1,
+    }
     for t0 in sorted(t for t in points if 0 < t < case.tokens):
         with torch.no_grad():
             changed_o, changed_blocks = run(_splice(data, other, t0))
-        yield same_bits("causality", "whole", case, dtype, f"o before {t0}", changed_o[:, :t0], o[:, :t0])
         yield same_bits(
-            "causality", "select", case, dtype, f"blocks before {t0}", changed_blocks[:, :t0], blocks[:, :t0]
+            "causality", "whole", case, dtype, f"o before {t0}", changed_o[:, :t0], o[:, :t0]
+        )
+        yield same_bits(
+            "causality",
+            "select",
+            case,
+            dtype,
+            f"blocks before {t0}",
+            changed_blocks[:, :t0],
+            blocks[:, :t0],
         )
     t0 = case.tokens // 2
-    leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", "k_sel", "v_sel", "k_win", "v_win")}
+    leaves = {
+        n: getattr(data, n).detach().requires_grad_()
+        for n in ("q", "k_sel", "v_sel", "k_win", "v_win")
+    }
     o, _ = run(_with(data, **leaves))
     grads = torch.autograd.grad(o[:, :t0], list(leaves.values()), data.do[:, :t0])
     for name, grad in zip(leaves, grads):
         future = grad[:, t0:]
-        yield same_bits("causality", "whole", case, dtype, f"d{name} from {t0}", future, torch.zeros_like(future))
+        yield same_bits(
+            "causality",
+            "whole",
+            case,
+            dtype,
+            f"d{name} from {t0}",
+            future,
+            torch.zeros_like(future),
+        )
 
 
 def _with(data: CaseData, **tensors: torch.Tensor) -> CaseData:
@@ -111,7 +169,9 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
 
 
 def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Keys and values after t set to +-1e30 (fp16 6e4) leave o, LSE and dq of the rows up to t unchanged, bitwise."""
+    """Keys and values after t set to +-1e30 (fp16 6e4) leave o, LSE and dq of the rows up to t
+    unchanged, bitwise.
+    """
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
     data = case.data(dtype, subject.device)
@@ -136,7 +196,9 @@ def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[
 
 
 def nan_storage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Inputs that live between NaNs (beyond S, between rows), outputs that start as NaN: still right."""
+    """Inputs that live between NaNs (beyond S, between rows), outputs that start as NaN: still
+    right.
+    """
     if case.rows is not None:
         return
     data = case.data(dtype, subject.device)
@@ -144,22 +206,33 @@ def nan_storage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fi
     runs = run_slots(plan, case, data)
     with _poisoned_memory():
         for slot in ("cmp", "sel", "win"):
-            inputs = {n: t if n in ("blocks",) else _between_nans(t) for n, t in runs[slot].inputs.items()}
+            inputs = {
+                n: t if n in ("blocks",) else _between_nans(t) for n, t in runs[slot].inputs.items()
+            }
             run = run_slot(plan, slot, inputs, data.do, data)
             verdicts = judge_slot(
-                slot, run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale,
-                cu_seqlens=data.cu_seqlens, do=run.do,
-            )  # fmt: skip
+                slot,
+                run.inputs,
+                run.outputs,
+                case.config.geometry,
+                case.config.softmax_scale,
+                cu_seqlens=data.cu_seqlens,
+                do=run.do,
+            )
             yield from judged("nan storage", slot, case, dtype, verdicts)
 
 
 def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a view whose storage holds NaN before, after and between the token rows."""
+    """The same values as a view whose storage holds NaN before, after and between the token
+    rows.
+    """
     axis = tensor.dim() - 3
     shape = list(tensor.shape)
     shape[axis] = 2 * shape[axis] + 2
     storage = tensor.new_full(shape, torch.nan)
-    view = storage.narrow(axis, 1, 2 * tensor.shape[axis])[(slice(None),) * axis + (slice(None, None, 2),)]
+    view = storage.narrow(axis, 1, 2 * tensor.shape[axis])[
+        (slice(None),) * axis + (slice(None, None, 2),)
+    ]
     return view.copy_(tensor)
 
 
@@ -176,7 +249,9 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Three runs have the same bits, forward and backward: as declared, and in every slot when it is demanded."""
+    """Three runs have the same bits, forward and backward: as declared, and in every slot when it
+    is demanded.
+    """
     data = case.data(dtype, subject.device)
     for demanded in (False, True):
         plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
@@ -184,7 +259,15 @@ def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
         for slot in SLOTS:
             if not (demanded or spec_of(subject, plan, slot).slots[slot].deterministic):
                 detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
-                yield Finding("run to run", slot, case.name, dtype_name(dtype), "as declared", None, detail=detail)
+                yield Finding(
+                    "run to run",
+                    slot,
+                    case.name,
+                    dtype_name(dtype),
+                    "as declared",
+                    None,
+                    detail=detail,
+                )
                 continue
             for other, quantity in itertools.product(others, first[slot].outputs):
                 got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
@@ -205,7 +288,9 @@ def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterat
 
 
 def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """The kernel that ran is the one that was asked for: by the operator's own record, and by a profile."""
+    """The kernel that ran is the one that was asked for: by the operator's own record, and by a
+    profile.
+    """
     data = case.data(dtype, subject.device)
     plan = subject.plan(case.config, dtype, varlen=case.packed)
     with record_dispatch() as trace:
@@ -218,21 +303,43 @@ def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
         expected = {"forward"} if slot == "select" else {"forward", "backward"}
         nothing = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
         ok = nothing or (ran == [asked] and directions == expected)
-        detail = "no compressed token: no call" if nothing else f"asked {asked}, ran {', '.join(ran) or 'nothing'}"
+        detail = (
+            "no compressed token: no call"
+            if nothing
+            else f"asked {asked}, ran {', '.join(ran) or 'nothing'}"
+        )
         yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
         if not nothing:
             yield _profiled(subject, plan, slot, case, dtype, data, runs[slot])
 
 
 def _profiled(
-    subject: Subject, plan: Plan, slot: str, case: Case, dtype: torch.dtype, data: CaseData, run: SlotRun
+    subject: Subject,
+    plan: Plan,
+    slot: str,
+    case: Case,
+    dtype: torch.dtype,
+    data: CaseData,
+    run: SlotRun,
 ) -> Finding:
     evidence = spec_of(subject, plan, slot).slots[slot].evidence
     if not evidence:
-        return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", None, detail="no evidence declared")
+        return Finding(
+            "dispatch",
+            slot,
+            case.name,
+            dtype_name(dtype),
+            "profile",
+            None,
+            detail="no evidence declared",
+        )
     with torch.profiler.profile() as profile:
         run_slot(plan, slot, run.inputs, run.do, data)
     names = {event.key for event in profile.key_averages()}
     found = sorted({n for n in names for e in evidence if e in n})
-    detail = f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
-    return Finding("dispatch", slot, case.name, dtype_name(dtype), "profile", bool(found), detail=detail)
+    detail = (
+        f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
+    )
+    return Finding(
+        "dispatch", slot, case.name, dtype_name(dtype), "profile", bool(found), detail=detail
+    )

@@ -1,7 +1,9 @@
-"""The whole layer, projections to output, against the oracle's layer in float64: every phi kind, dense and packed.
+"""The whole layer, projections to output, against the oracle's layer in float64: every phi kind,
+dense and packed.
 
-This proves what no slot can: that the right keys and values reach each branch, rotary, phi and gates. It runs the
-combination under test where it takes float64, and else the best backend that does: the layer's own code is the same.
+This proves what no slot can: that the right keys and values reach each branch, rotary, phi and
+gates. It runs the combination under test where it takes float64, and else the best backend that
+does: the layer's own code is the same.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ from nsa_verify.judge.layer_gradients import judge_layer
 from nsa_verify.subject import Finding, Subject, judged
 
 CONFIG = NSAConfig(
-    dim=12, n_heads=4, n_kv_heads=2, head_dim=4, v_head_dim=6, compress_block_size=4, compress_stride=2,
-    select_block_size=8, num_selected_blocks=3, window_size=10,
-)  # fmt: skip
+    dim=12,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=4,
+    v_head_dim=6,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=10,
+)
 OPTIONS: tuple[dict[str, Any], ...] = (
     *({"compress": kind} for kind in COMPRESS_KINDS),
     {"gate": "mlp", "qk_norm": True},
@@ -34,7 +44,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
-    """A dense and a packed job per option (quick: the default phi), made with ``job(name, check, case, dtype)``."""
+    """A dense and a packed job per option (quick: the default phi), made with ``job(name, check,
+    case, dtype)``.
+    """
     options = OPTIONS if preset == "full" else OPTIONS[:1]
     cases = []
     for option in options:
@@ -46,19 +58,25 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
 
 
 def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """NSAttention equals the oracle's layer: output, input gradient, and the gradient of every parameter."""
+    """NSAttention equals the oracle's layer: output, input gradient, and the gradient of every
+    parameter.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attn = NSAttention(case.config).to(dtype)
         shape = (*(() if case.packed else (case.batch,)), case.tokens, case.config.dim)
         x, do = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    plan = _plan(subject, case, dtype) or resolve(case.config, dtype=dtype, needs_grad=True, varlen=case.packed)
+    plan = _plan(subject, case, dtype) or resolve(
+        case.config, dtype=dtype, needs_grad=True, varlen=case.packed
+    )
     verdicts = judge_layer(attn, x, do, case.data(dtype).cu_seqlens, plan)
     yield from judged("layer", "", case, dtype, verdicts)
 
 
 def _plan(subject: Subject, case: Case, dtype: torch.dtype) -> Plan | None:
-    """The subject's plan if it computes ``dtype`` on the CPU, where the oracle's layer is compared; None: the best."""
+    """The subject's plan if it computes ``dtype`` on the CPU, where the oracle's layer is compared;
+    None: the best.
+    """
     if subject.device != "cpu":
         return None
     try:

@@ -1,8 +1,10 @@
-"""Which cached tokens a step reads, found by experiment on the kernels, beside what docs/semantics.md says.
+"""Which cached tokens a step reads, found by experiment on the kernels, beside what
+docs/semantics.md says.
 
-One sequence, as many copies of it as there are rows in its cache, and in each copy one row changed: a value by a large
-number, a key so that its score is high. A row is read where o (or the LSE) of its copy is another than the original's.
-Copies share all pages but one. What is counted is a set of tokens per branch and kv head, and the set must be right.
+One sequence, as many copies of it as there are rows in its cache, and in each copy one row changed:
+a value by a large number, a key so that its score is high. A row is read where o (or the LSE) of
+its copy is another than the original's. Copies share all pages but one. What is counted is a set of
+tokens per branch and kv head, and the set must be right.
 """
 
 from __future__ import annotations
@@ -17,25 +19,34 @@ from nsa_core.contract import BRANCHES
 from nsa_core.dispatch.plan import Plan
 from nsa_core.util.text import dtype_name
 from nsa_verify.cases import PAPER, Case, config_of
-from nsa_verify.checks.decode_parity import Results, Step, StepData, decode_plan, run_step, step_data
+from nsa_verify.checks.decode_parity import (
+    Results,
+    Step,
+    StepData,
+    decode_plan,
+    run_step,
+    step_data,
+)
 from nsa_verify.subject import Finding, Subject
 
 PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies of one call
 _VALUE, _SCORE = 1e4, 25.0  # added to a value, and to the score of a key for its group's first head
-# Weights are near uniform (queries are small), so that a read row moves o by more than a hundredth of _VALUE / keys.
+# Weights are near uniform (queries are small), so that a read row moves o by more than a hundredth
+# of _VALUE / keys.
 _SHARPNESS = 0.25
 LENGTHS = (1, 31, 32, 47, 48, 64, 511, 512, 513, 1024, 8192)  # of `nsa verify --reads`
 
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What one branch reads for one kv head in a step at ``length`` tokens: compressed tokens for cmp, else tokens.
+    """What one branch reads for one kv head in a step at ``length`` tokens: compressed tokens for
+    cmp, else tokens.
 
-    ``counted_values`` and ``counted_keys`` are sizes of the sets found by experiment; ``ok`` that both sets are the
-    predicted one. Bytes of keys and values: ``distinct_bytes`` once each; ``again_bytes`` what a further slot reads of
-    them (select scores the keys that cmp has read); ``shared_bytes`` what the group's other heads would read, did they
-    not share the first one's.
+    ``counted_values`` and ``counted_keys`` are sizes of the sets found by experiment; ``ok`` that
+    both sets are the predicted one. Bytes of keys and values: ``distinct_bytes`` once each;
+    ``again_bytes`` what a further slot reads of them (select scores the keys that cmp has read);
+    ``shared_bytes`` what the group's other heads would read, did they not share the first one's.
     """
 
     branch: str
@@ -57,10 +68,21 @@ def reads_config() -> NSAConfig:
 
 
 def predicted_total(config: NSAConfig, length: int) -> int:
-    """Tokens of a step of one kv head that chooses its current block: the exact form of the paper's S/d + n*l' + w."""
+    """Tokens of a step of one kv head that chooses its current block: the exact form of the paper's
+    S/d + n*l' + w.
+    """
     geometry, t = config.geometry, length - 1
-    block, chosen = geometry.select_block_size, min(geometry.num_selected_blocks, t // geometry.select_block_size + 1)
-    return geometry.num_compressed(length) + (chosen - 1) * block + t % block + 1 + min(geometry.window_size, length)
+    block, chosen = (
+        geometry.select_block_size,
+        min(geometry.num_selected_blocks, t // geometry.select_block_size + 1),
+    )
+    return (
+        geometry.num_compressed(length)
+        + (chosen - 1) * block
+        + t % block
+        + 1
+        + min(geometry.window_size, length)
+    )
 
 
 def count_reads(
@@ -82,7 +104,9 @@ def count_reads(
         of_values = _experiment(plan, branch, "v", data, results, chunk)
         of_keys = _experiment(plan, branch, "k", data, results, chunk)
         for g in range(config.n_kv_heads):
-            found.append(_entry(branch, g, length, config, dtype, predicted[g], of_values[g], of_keys[g]))
+            found.append(
+                _entry(branch, g, length, config, dtype, predicted[g], of_values[g], of_keys[g])
+            )
     return found
 
 
@@ -94,25 +118,45 @@ def reads(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]
         for entry in count_reads(subject, step.case.config, length, dtype):
             where = f"kv head {entry.kv_head}, {length} tokens"
             said = entry.detail or f"{entry.predicted} predicted and counted"
-            common = ("decode reads", entry.branch, step.case.name, dtype_name(dtype), where, entry.ok)
+            common = (
+                "decode reads",
+                entry.branch,
+                step.case.name,
+                dtype_name(dtype),
+                where,
+                entry.ok,
+            )
             yield Finding(*common, detail=said)
 
 
 def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor) -> list[set[int]]:
-    """Per kv head, by the rules of docs/semantics.md; ``blocks`` [G, n] are those that were chosen."""
+    """Per kv head, by the rules of docs/semantics.md; ``blocks`` [G, n] are those that were
+    chosen.
+    """
     geometry = config.geometry
     if branch == "cmp":
-        return [set(range(max(0, (length - geometry.compress_block_size) // geometry.compress_stride + 1)))] * len(
-            blocks
-        )
+        return [
+            set(
+                range(
+                    max(0, (length - geometry.compress_block_size) // geometry.compress_stride + 1)
+                )
+            )
+        ] * len(blocks)
     if branch == "win":
         return [set(range(max(0, length - geometry.window_size), length))] * len(blocks)
     size = geometry.select_block_size
-    return [{t for j in row if j >= 0 for t in range(j * size, min((j + 1) * size, length))} for row in blocks.tolist()]
+    return [
+        {t for j in row if j >= 0 for t in range(j * size, min((j + 1) * size, length))}
+        for row in blocks.tolist()
+    ]
 
 
-def _experiment(plan: Plan, branch: str, kind: str, data: StepData, results: Results, chunk: int) -> list[set[int]]:
-    """Per kv head the tokens whose row of the branch's ``kind`` store ("k" or "v") moves its output."""
+def _experiment(
+    plan: Plan, branch: str, kind: str, data: StepData, results: Results, chunk: int
+) -> list[set[int]]:
+    """Per kv head the tokens whose row of the branch's ``kind`` store ("k" or "v") moves its
+    output.
+    """
     store, groups = data.stores[f"{kind}_{branch}"], data.stores[f"k_{branch}"].shape[2]
     ring = branch == "win"
     total = store.shape[1] if ring else data.call.block_table.shape[1] * store.shape[1]
@@ -136,7 +180,9 @@ def _experiment(plan: Plan, branch: str, kind: str, data: StepData, results: Res
 def _run_copies(
     plan: Plan, branch: str, kind: str, data: StepData, results: Results, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of a copy of the sequence per entry of ``rows``, that row of its ``kind`` store changed."""
+    """o and lse of a copy of the sequence per entry of ``rows``, that row of its ``kind`` store
+    changed.
+    """
     call, count = data.call, len(rows)
     copies = torch.arange(count, device=rows.device)
     stores = {n: data.stores[f"{n}_{branch}"] for n in ("k", "v")}
@@ -152,10 +198,15 @@ def _run_copies(
         copies = pages + copies
     made[kind][copies, place] = _changed(made[kind][copies, place], kind, data)
     of_copies = dataclasses.replace(
-        call, starts=call.starts.repeat(count), lengths=call.lengths.repeat(count), block_table=table
+        call,
+        starts=call.starts.repeat(count),
+        lengths=call.lengths.repeat(count),
+        block_table=table,
     )
     given = [results["select"][0].repeat(count, 1, 1, 1)] if branch == "sel" else []
-    o, lse = getattr(plan, branch)(data.q.repeat(count, 1, 1, 1), made["k"], made["v"], *given, call=of_copies)
+    o, lse = getattr(plan, branch)(
+        data.q.repeat(count, 1, 1, 1), made["k"], made["v"], *given, call=of_copies
+    )
     return o, lse
 
 
@@ -189,6 +240,15 @@ def _entry(
         if found != predicted
     ]
     return Reads(
-        branch, kv_head, length, len(predicted), len(of_values), len(of_keys), not wrong,
-        once, again, once * (config.n_heads // config.n_kv_heads - 1), "; ".join(wrong),
-    )  # fmt: skip
+        branch,
+        kv_head,
+        length,
+        len(predicted),
+        len(of_values),
+        len(of_keys),
+        not wrong,
+        once,
+        again,
+        once * (config.n_heads // config.n_kv_heads - 1),
+        "; ".join(wrong),
+    )

@@ -1,4 +1,6 @@
-"""Checks against the oracle: every slot on its own tensors, and inputs whose answer is another, simpler attention."""
+"""Checks against the oracle: every slot on its own tensors, and inputs whose answer is another,
+simpler attention.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from nsa_verify.subject import Finding, SlotRun, Subject, judged, run_slot, run_
 
 
 def parity(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Every slot equals the oracle on bit for bit the tensors it received: outputs, LSE and every gradient."""
+    """Every slot equals the oracle on bit for bit the tensors it received: outputs, LSE and every
+    gradient.
+    """
     data = case.data(dtype, subject.device)
     runs = run_slots(subject.plan(case.config, dtype, varlen=case.packed), case, data)
     for slot in SLOTS:
@@ -26,7 +30,12 @@ def parity(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding
 
 
 def _judge_run(
-    check: str, slot: str, case: Case, dtype: torch.dtype, run: SlotRun, cu_seqlens: torch.Tensor | None
+    check: str,
+    slot: str,
+    case: Case,
+    dtype: torch.dtype,
+    run: SlotRun,
+    cu_seqlens: torch.Tensor | None,
 ) -> Iterator[Finding]:
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
@@ -39,25 +48,44 @@ def _judge_run(
             rows=case.rows,
         )
         detail = (
-            verdict.why or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of the sets differ from the oracle's"
+            verdict.why
+            or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of sets are not the oracle's"
         )
         yield Finding(
-            check, slot, case.name, dtype_name(dtype), "blocks", verdict.ok, verdict.regret / 8, detail=detail
+            check,
+            slot,
+            case.name,
+            dtype_name(dtype),
+            "blocks",
+            verdict.ok,
+            verdict.regret / 8,
+            detail=detail,
         )
         return
     verdicts = judge_slot(
-        slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do, rows=case.rows
+        slot,
+        run.inputs,
+        run.outputs,
+        geometry,
+        scale,
+        cu_seqlens=cu_seqlens,
+        do=run.do,
+        rows=case.rows,
     )
     yield from judged(check, slot, case, dtype, verdicts)
 
 
 def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d = 1 (cmp)."""
+    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d =
+    1 (cmp).
+    """
     length = max(case.lengths, default=0)
     if length == 0 or case.rows is not None:
         return
     config = dataclasses.replace(
-        case.config, num_selected_blocks=max(3, case.config.geometry.num_select_blocks(length)), window_size=length
+        case.config,
+        num_selected_blocks=max(3, case.config.geometry.num_select_blocks(length)),
+        window_size=length,
     )
     data = case.data(dtype, subject.device)
     plan = subject.plan(config, dtype, varlen=case.packed)
@@ -68,17 +96,30 @@ def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
     single = dataclasses.replace(config, compress_block_size=1, compress_stride=1)
     inputs = {"q": data.q, "k_cmp": data.k_win, "v_cmp": data.v_win}
     run = run_slot(subject.plan(single, dtype, varlen=case.packed), "cmp", inputs, data.do, data)
-    yield from _judge_dense("coverage", "cmp", case, dtype, run, dense, {"k_cmp": "k", "v_cmp": "v"}, data)
+    yield from _judge_dense(
+        "coverage", "cmp", case, dtype, run, dense, {"k_cmp": "k", "v_cmp": "v"}, data
+    )
 
 
 def _judge_dense(
-    check: str, slot: str, case: Case, dtype: torch.dtype, run: SlotRun, geometry: BlockGeometry,
-    rename: Mapping[str, str], data: CaseData,
-) -> Iterator[Finding]:  # fmt: skip
+    check: str,
+    slot: str,
+    case: Case,
+    dtype: torch.dtype,
+    run: SlotRun,
+    geometry: BlockGeometry,
+    rename: Mapping[str, str],
+    data: CaseData,
+) -> Iterator[Finding]:
     inputs = {rename.get(n, n): t for n, t in run.inputs.items() if n != "blocks"}
-    outputs = {("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t for n, t in run.outputs.items()}
+    outputs = {
+        ("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t
+        for n, t in run.outputs.items()
+    }
     scale = case.config.softmax_scale
-    verdicts = judge_slot("win", inputs, outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do)
+    verdicts = judge_slot(
+        "win", inputs, outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do
+    )
     yield from judged(check, slot, case, dtype, verdicts)
 
 
@@ -104,7 +145,9 @@ def _document(run: SlotRun, rows: slice, crows: slice) -> SlotRun:
     """One document of a packed run, as a dense batch of one."""
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        part = tensor[:, rows] if name == "lse" else tensor[crows if name.endswith("_cmp") else rows]
+        part = (
+            tensor[:, rows] if name == "lse" else tensor[crows if name.endswith("_cmp") else rows]
+        )
         return part[None]
 
     inputs = {n: cut(n, t) for n, t in run.inputs.items()}
@@ -113,14 +156,16 @@ def _document(run: SlotRun, rows: slice, crows: slice) -> SlotRun:
 
 
 def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Equal scores go to the lower block index: all-zero keys, and small integers whose logits are exact."""
+    """Equal scores go to the lower block index: all-zero keys, and small integers whose logits are
+    exact.
+    """
     if case.rows is not None or case.text is not None:
         return
     data = case.data(dtype, subject.device)
     plan = subject.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
     zero = torch.zeros_like(data.k_cmp)
-    # Keys repeat with the selection block, so that whole blocks tie exactly, tap by tap and in any order of addition;
-    # one entry of q and a power-of-two scale keep every logit exact in fp32.
+    # Keys repeat with the selection block, so that whole blocks tie exactly, tap by tap and in any
+    # order of addition; one entry of q and a power-of-two scale keep every logit exact in fp32.
     period = case.config.select_block_size // case.config.compress_stride
     generator = torch.Generator().manual_seed(case.seed)
     pattern = torch.randint(-1, 2, (period, *zero.shape[-2:]), generator=generator).to(zero)
@@ -135,24 +180,37 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     ):
         inputs = {"q": queries, "k_cmp": keys, "v_cmp": data.v_cmp}
         lse = run_slot(use, "cmp", inputs, None, data).outputs["lse"]
-        got = run_slot(use, "select", {"q": queries, "k_cmp": keys, "lse": lse}, None, data).outputs["blocks"]
-        want = oracle.select(queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens)
+        got = run_slot(
+            use, "select", {"q": queries, "k_cmp": keys, "lse": lse}, None, data
+        ).outputs["blocks"]
+        want = oracle.select(
+            queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens
+        )
         yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
 
 
 def any_blocks(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are never read."""
+    """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are
+    never read.
+    """
     if case.tokens == 0 or case.rows is not None:
         return
     data = case.data(dtype, subject.device)
     plan = subject.plan(case.config, dtype, varlen=case.packed)
     last = case.config.geometry.num_select_blocks(max(case.lengths))
     shape = (*data.q.shape[:-2], case.config.n_kv_heads, 6)
-    blocks = torch.randint(-1, last + 2, shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.int32)
+    blocks = torch.randint(
+        -1, last + 2, shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.int32
+    )
     blocks[..., 4] = blocks[..., 0]
     blocks[..., 5] = 2**30
     for kind in (torch.int32, torch.int64):
-        inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks.to(data.q.device, kind)}
+        inputs = {
+            "q": data.q,
+            "k": data.k_sel,
+            "v": data.v_sel,
+            "blocks": blocks.to(data.q.device, kind),
+        }
         run = run_slot(plan, "sel", inputs, data.do, data)
         yield from _judge_run("any blocks", "sel", case, dtype, run, data.cu_seqlens)
 
@@ -164,15 +222,28 @@ def empty_rows(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
     data = case.data(dtype, subject.device)
     plan = subject.plan(case.config, dtype, varlen=False)
     first = min(case.config.compress_block_size - 1, case.tokens)
-    cmp = run_slot(plan, "cmp", {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}, data.do, data)
+    cmp = run_slot(
+        plan, "cmp", {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}, data.do, data
+    )
     yield from _zeros(case, dtype, "cmp", cmp, slice(0, first), ("o", "dq"))
     blocks = data.q.new_full((*data.q.shape[:2], case.config.n_kv_heads, 3), -1, dtype=torch.int32)
-    sel = run_slot(plan, "sel", {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks}, data.do, data)
+    sel = run_slot(
+        plan,
+        "sel",
+        {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks},
+        data.do,
+        data,
+    )
     yield from _zeros(case, dtype, "sel", sel, slice(0, case.tokens), ("o", "dq", "dk", "dv"))
 
 
 def _zeros(
-    case: Case, dtype: torch.dtype, slot: str, run: SlotRun, rows: slice, quantities: tuple[str, ...]
+    case: Case,
+    dtype: torch.dtype,
+    slot: str,
+    run: SlotRun,
+    rows: slice,
+    quantities: tuple[str, ...],
 ) -> Iterator[Finding]:
     for quantity in quantities:
         got = run.outputs[quantity][:, rows]

@@ -5,7 +5,8 @@
     class TestMine(BackendConformance):
         backend = "mine"
 
-It needs pytest: ``pip install "nsa-verify[test]"``. From the command line the same suite is ``nsa conformance mine``.
+It needs pytest: ``pip install "nsa-verify[test]"``. From the command line the same suite is ``nsa
+conformance mine``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["BackendConformance"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because pytest imports this package for its options at every start, and torch takes seconds.
+    # Late, because pytest imports this package for its options at every start, and torch takes
+    # seconds.
     if name == "BackendConformance":
         from nsa_verify.conformance.suite import BackendConformance
 

@@ -1,4 +1,6 @@
-"""The grid of requests on which a probe is held to its word: one factor at a time around a small base case."""
+"""The grid of requests on which a probe is held to its word: one factor at a time around a small
+base case.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,27 @@ from nsa_verify.cases import Case
 from nsa_verify.checks.decode_parity import Step
 
 BASE = NSAConfig(
-    dim=64, n_heads=4, n_kv_heads=2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=3, init_blocks=1, local_blocks=1, window_size=24, rope=False,
-)  # fmt: skip
+    dim=64,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=3,
+    init_blocks=1,
+    local_blocks=1,
+    window_size=24,
+    rope=False,
+)
 LENGTH = 61  # the last 13 tokens choose one of two blocks, what else they have being forced
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One request, and the case that runs where a probe takes it. ``sized``: batch and seq_len are told."""
+    """One request, and the case that runs where a probe takes it. ``sized``: batch and seq_len are
+    told.
+    """
 
     label: str
     case: Case
@@ -29,21 +43,36 @@ class Point:
     deterministic: bool = False
     sized: bool = True
 
-    def request(self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool) -> Request:
+    def request(
+        self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool
+    ) -> Request:
         """What a plan would ask about ``slot``."""
         case = self.case
         batch = 1 if case.packed else case.batch
         return request_of(
-            case.config, slot, dtype=self.dtype, device=device, capability=capability, needs_grad=needs_grad,
-            deterministic=self.deterministic, varlen=case.packed, batch=batch if self.sized else None,
+            case.config,
+            slot,
+            dtype=self.dtype,
+            device=device,
+            capability=capability,
+            needs_grad=needs_grad,
+            deterministic=self.deterministic,
+            varlen=case.packed,
+            batch=batch if self.sized else None,
             seq_len=case.tokens if self.sized else None,
-        )  # fmt: skip
+        )
 
 
 def _point(
-    label: str, lengths: tuple[int, ...] = (LENGTH,), batch: int = 1, packed: bool = False, **config: Any
+    label: str,
+    lengths: tuple[int, ...] = (LENGTH,),
+    batch: int = 1,
+    packed: bool = False,
+    **config: Any,
 ) -> Point:
-    return Point(label, Case(label, dataclasses.replace(BASE, **config), lengths, batch=batch, packed=packed))
+    return Point(
+        label, Case(label, dataclasses.replace(BASE, **config), lengths, batch=batch, packed=packed)
+    )
 
 
 def _shapes() -> Iterator[Point]:
@@ -51,7 +80,8 @@ def _shapes() -> Iterator[Point]:
         yield _point(f"Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
     for dk, dv in ((13, 13), (65, 65), (96, 96), (192, 128), (320, 320), (16, 24), (128, 64)):
         yield _point(f"Dk={dk} Dv={dv}", head_dim=dk, v_head_dim=dv)
-    # No token, one, fewer than a compression block, its edges, the window and one more, a whole selection block.
+    # No token, one, fewer than a compression block, its edges, the window and one more, a whole
+    # selection block.
     for length in (0, 1, 7, 8, 11, 12, 24, 25, 64):
         yield _point(f"S={length}", (length,))
     yield _point("B=0", batch=0)
@@ -65,8 +95,16 @@ def _shapes() -> Iterator[Point]:
     yield _point("l=l'", compress_block_size=16)
     yield _point("nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _point("n*l'>S", num_selected_blocks=8)
-    yield _point("real block sizes", (130,), compress_block_size=32, compress_stride=16, select_block_size=64,
-                 num_selected_blocks=16, local_blocks=2, window_size=512)  # fmt: skip
+    yield _point(
+        "real block sizes",
+        (130,),
+        compress_block_size=32,
+        compress_stride=16,
+        select_block_size=64,
+        num_selected_blocks=16,
+        local_blocks=2,
+        window_size=512,
+    )
 
 
 def grid() -> tuple[Point, ...]:
@@ -92,17 +130,28 @@ class StepPoint:
         """What a plan would ask about ``slot``."""
         lengths = self.step.lengths
         return request_of(
-            self.step.case.config, slot, dtype=self.dtype, device=device, capability=capability, phase="decode",
-            deterministic=self.deterministic, batch=len(lengths) if self.sized else None,
-            seq_len=max(lengths) if self.sized else None, page_size=self.step.page_size,
-        )  # fmt: skip
+            self.step.case.config,
+            slot,
+            dtype=self.dtype,
+            device=device,
+            capability=capability,
+            phase="decode",
+            deterministic=self.deterministic,
+            batch=len(lengths) if self.sized else None,
+            seq_len=max(lengths) if self.sized else None,
+            page_size=self.step.page_size,
+        )
 
 
 _RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
 
 
 def _step(
-    label: str, lengths: tuple[int, ...] = _RAGGED, rows: int = 1, page_size: int | None = None, **config: Any
+    label: str,
+    lengths: tuple[int, ...] = _RAGGED,
+    rows: int = 1,
+    page_size: int | None = None,
+    **config: Any,
 ) -> StepPoint:
     case = Case(label, dataclasses.replace(BASE, **config), ())
     new = tuple(min(rows, length) for length in lengths)
@@ -122,9 +171,18 @@ def _step_shapes() -> Iterator[StepPoint]:
     yield _step("step, w=1", window_size=1)
     yield _step("step, w>S", window_size=100)
     yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
-    yield _step("step, real block sizes", (130, 33, 96, 64), rows=4, page_size=64, compress_block_size=32,
-                compress_stride=16, select_block_size=64, num_selected_blocks=16, local_blocks=2,
-                window_size=512)  # fmt: skip
+    yield _step(
+        "step, real block sizes",
+        (130, 33, 96, 64),
+        rows=4,
+        page_size=64,
+        compress_block_size=32,
+        compress_stride=16,
+        select_block_size=64,
+        num_selected_blocks=16,
+        local_blocks=2,
+        window_size=512,
+    )
 
 
 def step_grid() -> tuple[StepPoint, ...]:

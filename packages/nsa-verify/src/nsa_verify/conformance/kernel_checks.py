@@ -1,6 +1,8 @@
-"""What a kernel must survive besides being right: compilers, graphs, layouts, long offsets, threads.
+"""What a kernel must survive besides being right: compilers, graphs, layouts, long offsets,
+threads.
 
-Each check takes a slot under test, a point of the grid and whether to ask for gradients, and yields a line per fault.
+Each check takes a slot under test, a point of the grid and whether to ask for gradients, and yields
+a line per fault.
 """
 
 from __future__ import annotations
@@ -30,27 +32,40 @@ def right(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
 
 
 def operator(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """torch.library.opcheck passes, and with it the backward under aot_autograd; it raises what it finds.
+    """torch.library.opcheck passes, and with it the backward under aot_autograd; it raises what it
+    finds.
 
-    The backward operator is not checked alone: opcheck runs it under a dispatch mode, which the torch.func.vjp that a
-    backward may use does not survive.
+    The backward operator is not checked alone: opcheck runs it under a dispatch mode, which the
+    torch.func.vjp that a backward may use does not survive.
     """
     data, inputs = slot.data(point)
     kernel, op = slot.kernel(point), slot_op(slot.entry.name, slot.slot, slot.spec)
-    tail = (data.cu_seqlens, data.max_seqlen, kernel.scale, list(kernel.geometry), kernel.deterministic)
-    asked = [t.clone().requires_grad_(grad and n not in ("blocks", "lse")) for n, t in inputs.items()]
+    tail = (
+        data.cu_seqlens,
+        data.max_seqlen,
+        kernel.scale,
+        list(kernel.geometry),
+        kernel.deterministic,
+    )
+    asked = [
+        t.clone().requires_grad_(grad and n not in ("blocks", "lse")) for n, t in inputs.items()
+    ]
     torch.library.opcheck(op.op, (*asked, *tail))
     yield from ()
 
 
 def compiled(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """torch.compile(fullgraph=True) gives what eager gives: aot_eager on the CPU, inductor on a GPU."""
+    """torch.compile(fullgraph=True) gives what eager gives: aot_eager on the CPU, inductor on a
+    GPU.
+    """
     data, inputs = slot.data(point)
     kernel = slot.kernel(point)
     torch._dynamo.reset()
     backend = "aot_eager" if torch.device(slot.device).type == "cpu" else "inductor"
     whole: Any = torch.compile(lambda *x: kernel(*x), backend=backend, fullgraph=True)
-    leaves = [t.clone().requires_grad_(grad and n not in ("blocks", "lse")) for n, t in inputs.items()]
+    leaves = [
+        t.clone().requires_grad_(grad and n not in ("blocks", "lse")) for n, t in inputs.items()
+    ]
     results = whole(*leaves)
     results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     names = ("blocks",) if slot.slot == "select" else ("o", "lse")
@@ -85,19 +100,29 @@ def cuda_graph(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
 
 
 def strided(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """Inputs whose last axis is not contiguous, rows that lie apart, one pointer off, and dO of stride 0."""
+    """Inputs whose last axis is not contiguous, rows that lie apart, one pointer off, and dO of
+    stride 0.
+    """
     data, inputs = slot.data(point)
-    for label, change in (("last axis strided", _transposed), ("rows apart", _apart), ("pointer off", _shifted)):
+    for label, change in (
+        ("last axis strided", _transposed),
+        ("rows apart", _apart),
+        ("pointer off", _shifted),
+    ):
         moved = {n: t if n in ("blocks", "lse") else change(t) for n, t in inputs.items()}
         run = slot.run(point, moved, change(data.do) if grad else None, data)
         yield from (f"{label}: {fault}" for fault in faults(slot.slot, point.case, run, data))
     if grad:
         run = slot.run(point, inputs, data.do[..., :1].expand_as(data.do), data)
-        yield from (f"dO of stride 0: {fault}" for fault in faults(slot.slot, point.case, run, data))
+        yield from (
+            f"dO of stride 0: {fault}" for fault in faults(slot.slot, point.case, run, data)
+        )
 
 
 def expanded(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """Keys and values expanded over the batch with stride 0 are as good as copies (fault row 16)."""
+    """Keys and values expanded over the batch with stride 0 are as good as copies (fault row
+    16).
+    """
     data, inputs = slot.data(point)
     moved = {n: t[:1].expand_as(t) if n[0] in "kv" else t for n, t in inputs.items()}
     if slot.slot == "select":
@@ -107,7 +132,9 @@ def expanded(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
 
 
 def long_offsets(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """Batch entry 1 starts more than 2^31 elements after entry 0, each input in turn (fault row 43)."""
+    """Batch entry 1 starts more than 2^31 elements after entry 0, each input in turn (fault row
+    43).
+    """
     data, inputs = slot.data(point)
     for name in [n for n in inputs if n not in ("blocks", "lse")]:
         run = slot.run(point, {**inputs, name: _far(inputs[name])}, data.do if grad else None, data)
@@ -118,7 +145,8 @@ def long_offsets(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]
 
 
 def two_threads(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """Two threads with inputs of their own, on a GPU each on its own stream, call first together (fault row 52).
+    """Two threads with inputs of their own, on a GPU each on its own stream, call first together
+    (fault row 52).
 
     Both are right, and a deterministic kernel gives each thread the same bits every time.
     """
@@ -134,8 +162,13 @@ def two_threads(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
         try:
             barrier.wait(30)
             for _ in range(3):
-                runs[which].append(_on_a_stream(slot, point, inputs, data.do if grad else None, data))
-        except (NSAError, RuntimeError) as error:  # anything else ends the thread, and leaves runs out
+                runs[which].append(
+                    _on_a_stream(slot, point, inputs, data.do if grad else None, data)
+                )
+        except (
+            NSAError,
+            RuntimeError,
+        ) as error:  # anything else ends the thread, and leaves runs out
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
@@ -150,12 +183,22 @@ def two_threads(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
         for run in mine:
             yield from faults(slot.slot, point.case, run, data)
             if slot.spec.deterministic:
-                changed = [n for n, t in run.outputs.items() if not torch.equal(bits(t), bits(mine[0].outputs[n]))]
-                yield from (f"{name} has other bits than at the thread's first call" for name in changed)
+                changed = [
+                    n
+                    for n, t in run.outputs.items()
+                    if not torch.equal(bits(t), bits(mine[0].outputs[n]))
+                ]
+                yield from (
+                    f"{name} has other bits than at the thread's first call" for name in changed
+                )
 
 
 def _on_a_stream(
-    slot: SlotUnderTest, point: Point, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
+    slot: SlotUnderTest,
+    point: Point,
+    inputs: Mapping[str, torch.Tensor],
+    do: torch.Tensor | None,
+    data: CaseData,
 ) -> SlotRun:
     if torch.device(slot.device).type != "cuda":
         return slot.run(point, inputs, do, data)
@@ -167,7 +210,9 @@ def _on_a_stream(
 
 
 def grad_modes(slot: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """With gradients asked for, under no_grad and in inference mode: the same forward bits (fault row 33)."""
+    """With gradients asked for, under no_grad and in inference mode: the same forward bits (fault
+    row 33).
+    """
     data, inputs = slot.data(point)
     kernel = slot.kernel(point)
     given = slot.run(point, inputs, data.do if grad else None, data).outputs
@@ -200,5 +245,7 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 def _far(tensor: torch.Tensor) -> torch.Tensor:
     one = tensor[0].contiguous()
-    storage = torch.empty(FAR * (len(tensor) - 1) + one.numel(), dtype=tensor.dtype, device=tensor.device)
+    storage = torch.empty(
+        FAR * (len(tensor) - 1) + one.numel(), dtype=tensor.dtype, device=tensor.device
+    )
     return storage.as_strided(tensor.shape, (FAR, *one.stride())).copy_(tensor)

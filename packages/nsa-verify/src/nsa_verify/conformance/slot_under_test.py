@@ -1,4 +1,6 @@
-"""One slot of one backend, run on its own: its inputs come from the oracle, not from another backend."""
+"""One slot of one backend, run on its own: its inputs come from the oracle, not from another
+backend.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
-from nsa_verify.checks.decode_parity import Results, Step, StepData, judge_step, packed, received, step_data
+from nsa_verify.checks.decode_parity import (
+    Results,
+    Step,
+    StepData,
+    judge_step,
+    packed,
+    received,
+    step_data,
+)
 from nsa_verify.conformance.grid import Point, StepPoint
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
@@ -53,7 +63,9 @@ class SlotUnderTest:
         return ask(self.entry, point.request(self.slot, kind, capability))
 
     def step_faults(self, point: StepPoint) -> list[str]:
-        """What is wrong with the decode form on the point's step; what other slots make, the oracle does."""
+        """What is wrong with the decode form on the point's step; what other slots make, the oracle
+        does.
+        """
         assert self.spec.decode is not None  # the suite asks for declared forms
         dtype = getattr(torch, point.dtype)
         data = step_data(point.step, dtype, self.device)
@@ -68,14 +80,22 @@ class SlotUnderTest:
         """The kernel a plan for ``point`` would hold."""
         op, config = slot_op(self.entry.name, self.slot, self.spec), point.case.config
         geometry = tuple(config.geometry.as_ints())
-        return Kernel(self.entry.name, self.slot, op.op, config.softmax_scale, geometry, point.deterministic)
+        return Kernel(
+            self.entry.name, self.slot, op.op, config.softmax_scale, geometry, point.deterministic
+        )
 
     def data(self, point: Point, seed: int = 0) -> tuple[CaseData, dict[str, torch.Tensor]]:
         """The case's tensors, and those of them that this slot receives."""
         data = point.case.data(getattr(torch, point.dtype), self.device, seed)
         return data, inputs_of(self.slot, point.case, data)
 
-    def run(self, point: Point, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData) -> SlotRun:
+    def run(
+        self,
+        point: Point,
+        inputs: Mapping[str, torch.Tensor],
+        do: torch.Tensor | None,
+        data: CaseData,
+    ) -> SlotRun:
         """Forward and, with ``do``, backward."""
         return run_kernel(self.kernel(point), inputs, do, data)
 
@@ -85,7 +105,12 @@ def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
     if slot == "win":
         return {"q": data.q, "k": data.k_win, "v": data.v_win}
     if slot == "combine":
-        return {"gates": data.gates, "o_cmp": data.do.flip(0), "o_sel": data.do.flip(-1), "o_win": data.do * 0.5}
+        return {
+            "gates": data.gates,
+            "o_cmp": data.do.flip(0),
+            "o_sel": data.do.flip(-1),
+            "o_win": data.do * 0.5,
+        }
     if slot == "cmp":
         return {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
     geometry, scale = case.config.geometry, case.config.softmax_scale
@@ -108,21 +133,40 @@ def _upstream(slot: str, step: Step, data: StepData) -> Results:
     assert truth.lse is not None  # cmp has one
     lse = truth.lse.to(stats_dtype(data.q.dtype))
     if slot == "select":
-        return {"cmp": (data.q, p.rows_of(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device))}
+        return {
+            "cmp": (
+                data.q,
+                p.rows_of(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device),
+            )
+        }
     blocks = oracle.select(*given, lse, *where, cu_seqlens=p.cu_seqlens, rows=p.rows)
     return {"select": (p.rows_of(blocks, -1).to(data.q.device),)}
 
 
 def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
-    """What is wrong with ``run``: one line per output that the verdict of docs/verification.md refuses."""
+    """What is wrong with ``run``: one line per output that the verdict of docs/verification.md
+    refuses.
+    """
     if not data.q.numel():
-        return [f"{n} is {tuple(t.shape)}, not empty" for n, t in run.outputs.items() if n[0] != "d" and t.numel()]
+        return [
+            f"{n} is {tuple(t.shape)}, not empty"
+            for n, t in run.outputs.items()
+            if n[0] != "d" and t.numel()
+        ]
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
         blocks = run.outputs["blocks"]
         chosen = judge_selection(
             **run.inputs, blocks=blocks, geometry=geometry, scale=scale, cu_seqlens=data.cu_seqlens
         )
-        return [] if chosen.ok else [f"blocks: {chosen.why or f'regret {chosen.regret}, flips {chosen.flip_rate}'}"]
-    verdicts = judge_slot(slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do)
-    return [f"{quantity}: {verdict.why}" for quantity, verdict in verdicts.items() if not verdict.ok]
+        return (
+            []
+            if chosen.ok
+            else [f"blocks: {chosen.why or f'regret {chosen.regret}, flips {chosen.flip_rate}'}"]
+        )
+    verdicts = judge_slot(
+        slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do
+    )
+    return [
+        f"{quantity}: {verdict.why}" for quantity, verdict in verdicts.items() if not verdict.ok
+    ]

@@ -1,4 +1,6 @@
-"""The conformance suite: every test that a backend of Native Sparse Attention must pass, on what it says it can do."""
+"""The conformance suite: every test that a backend of Native Sparse Attention must pass, on what it
+says it can do.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,34 @@ from nsa_verify.subject import Subject
 GRID, STEPS = grid(), step_grid()
 # Devices that need not be here: a probe sees metadata only, so it must have an answer to each.
 DESCRIBED: tuple[tuple[str, tuple[int, int] | None], ...] = (
-    ("cpu", None), ("cuda", (7, 5)), ("cuda", (8, 0)), ("cuda", (9, 0)), ("cuda", (12, 0)), ("meta", None),
+    ("cpu", None),
+    ("cuda", (7, 5)),
+    ("cuda", (8, 0)),
+    ("cuda", (9, 0)),
+    ("cuda", (12, 0)),
+    ("meta", None),
     ("xpu", None),
-)  # fmt: skip
+)
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
 _PROBE_FAULTS = ("probe_raised", "probe_nonsense", "probe_too_slow")
-_EXTRA = ("operator", "compiled", "cuda_graph", "strided", "expanded", "long_offsets", "two_threads", "grad_modes")
+_EXTRA = (
+    "operator",
+    "compiled",
+    "cuda_graph",
+    "strided",
+    "expanded",
+    "long_offsets",
+    "two_threads",
+    "grad_modes",
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BackendConformance:
     """Derive a class named Test... from this one and set ``backend``; pytest does the rest.
 
-    What the backend's probe refuses is skipped with its reasons, so a backend is held to what it declares and no more.
+    What the backend's probe refuses is skipped with its reasons, so a backend is held to what it
+    declares and no more.
 
     Attributes:
         backend: the backend's name.
@@ -83,11 +100,15 @@ class BackendConformance:
             yield
 
     def test_is_installed_and_loads(self) -> None:
-        """The backend is known and ready; one that is unavailable here is skipped with its reason."""
+        """The backend is known and ready; one that is unavailable here is skipped with its
+        reason.
+        """
         self._entry()
 
     def test_probe_answers_about_every_device(self, slot: str) -> None:
-        """The probe has an answer to every request, on devices that need not be here, and the same one twice."""
+        """The probe has an answer to every request, on devices that need not be here, and the same
+        one twice.
+        """
         entry = self._entry()
         for point in GRID:
             for device, capability in DESCRIBED:
@@ -100,7 +121,9 @@ class BackendConformance:
                         pytest.fail(f"{where}: asked twice, the probe answers differently")
 
     def test_probe_answers_about_decode_on_every_device(self, slot: str) -> None:
-        """The probe has an answer to every step of decode as well, whether or not there is a decode form."""
+        """The probe has an answer to every step of decode as well, whether or not there is a decode
+        form.
+        """
         entry = self._entry()
         for step in STEPS:
             for device, capability in DESCRIBED:
@@ -112,7 +135,9 @@ class BackendConformance:
                     pytest.fail(f"{where}: asked twice, the probe answers differently")
 
     def test_probe_tells_the_truth_of_decode(self, form: str, step: StepPoint) -> None:
-        """Where the probe says yes to a step the decode form runs and is right; where it says no there is a reason."""
+        """Where the probe says yes to a step the decode form runs and is right; where it says no
+        there is a reason.
+        """
         if form == "no decode form":
             pytest.skip("the backend declares no decode form")
         under = SlotUnderTest(self._entry(), form, self._device)
@@ -123,7 +148,9 @@ class BackendConformance:
         _complain(f"{form}, {step.label}", under.step_faults(step))
 
     def test_probe_tells_the_truth(self, slot: str, point: Point) -> None:
-        """Where the probe says yes the kernel runs and is right; where it says no there is a reason."""
+        """Where the probe says yes the kernel runs and is right; where it says no there is a
+        reason.
+        """
         under = SlotUnderTest(self._entry(), slot, self._device)
         grad = _grad(under, point)
         _complain(f"{slot}, {point.label}", list(kernel_checks.right(under, point, grad)))
@@ -179,17 +206,25 @@ def _device(option: Any) -> str:
 
 
 def _taken(entry: BackendEntry | None, offered: list[str], device: str) -> list[torch.dtype]:
-    """Two dtypes for the verify jobs, of those that the base request is taken in; the grid covers all four."""
+    """Two dtypes for the verify jobs, of those that the base request is taken in; the grid covers
+    all four.
+    """
     by_dtype = {getattr(torch, point.dtype): point for point in GRID[:4]}
     if entry is None or not offered:
         return list(_DTYPES[:2])
-    asked = [(dtype, SlotUnderTest(entry, slot, device), by_dtype[dtype]) for dtype in _DTYPES for slot in offered]
+    asked = [
+        (dtype, SlotUnderTest(entry, slot, device), by_dtype[dtype])
+        for dtype in _DTYPES
+        for slot in offered
+    ]
     taken = [dtype for dtype, under, point in asked if under.ask(point, needs_grad=False).accepted]
     return list(dict.fromkeys(taken))[:2] or list(_DTYPES[:2])
 
 
 def _first_taken(under: SlotUnderTest) -> Point:
-    """The base case, batched, in the first dtype that the backend takes; skips the test where it takes none."""
+    """The base case, batched, in the first dtype that the backend takes; skips the test where it
+    takes none.
+    """
     said = []
     for dtype in ("bfloat16", "float32", "float16", "float64"):
         base = next(point for point in GRID if point.label == dtype)
@@ -202,7 +237,9 @@ def _first_taken(under: SlotUnderTest) -> Point:
 
 
 def _grad(under: SlotUnderTest, point: Point) -> bool:
-    """Whether to ask for gradients too; skips the test where the backend refuses the forward as well."""
+    """Whether to ask for gradients too; skips the test where the backend refuses the forward as
+    well.
+    """
     answer = under.ask(point, needs_grad=under.differentiable)
     if answer.accepted:
         return under.differentiable
@@ -215,7 +252,9 @@ def _grad(under: SlotUnderTest, point: Point) -> bool:
 
 
 def _reason_faults(reasons: Any) -> list[str]:
-    """What is wrong with a probe's reasons: a fault of the probe itself, a code that is no code, no message."""
+    """What is wrong with a probe's reasons: a fault of the probe itself, a code that is no code, no
+    message.
+    """
     wrong = []
     for reason in reasons:
         if reason.code in _PROBE_FAULTS:

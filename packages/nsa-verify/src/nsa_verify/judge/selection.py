@@ -1,8 +1,10 @@
-"""Is this choice of blocks right? Near-equal blocks may be swapped by rounding, and by nothing else.
+"""Is this choice of blocks right? Near-equal blocks may be swapped by rounding, and by nothing
+else.
 
-The regret of a token's choice is the best golden score left out minus the worst golden score taken freely (forced
-blocks apart), in units of the noise of the two. noise_j = 2^-24 * sum over heads of (1 + a_h) * score_hj (2^-53 in
-float64), with a_h = |scale| * max over visible i of sum_d |q_d k_id|: what rounding in logits and exp does to a score.
+The regret of a token's choice is the best golden score left out minus the worst golden score taken
+freely (forced blocks apart), in units of the noise of the two. noise_j = 2^-24 * sum over heads of
+(1 + a_h) * score_hj (2^-53 in float64), with a_h = |scale| * max over visible i of sum_d |q_d
+k_id|: what rounding in logits and exp does to a score.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class SelectionVerdict:
 
     Attributes:
         regret: the largest, in units of the noise of the two blocks; the limit is 8.
-        flip_rate: share of the sets that leave out a block with a better golden score; the limit is 0.1 %.
-        where: (batch entry, token, kv head), without the batch entry when packed, of the first broken rule, else of the
-            largest regret.
+        flip_rate: share of the sets that leave out a block with a better golden score; the limit is
+            0.1 %.
+        where: (batch entry, token, kv head), without the batch entry when packed, of the first
+            broken rule, else of the largest regret.
     """
 
     ok: bool
@@ -56,14 +59,19 @@ def judge_selection(
 ) -> SelectionVerdict:
     """Judge the blocks that a `select` chose from bit for bit these tensors.
 
-    Exactly min(n, candidates) distinct candidates, ascending, -1 at the end; the forced ones among them; regret at most
-    8; equal scores to the lower index where rounding cannot have told them apart; at most 0.1 % of the sets flipped.
+    Exactly min(n, candidates) distinct candidates, ascending, -1 at the end; the forced ones among
+    them; regret at most 8; equal scores to the lower index where rounding cannot have told them
+    apart; at most 0.1 % of the sets flipped.
 
     Raises:
         InvalidInput: S is so long that only sampled ``rows`` can be judged.
     """
     given = (q, k_cmp, lse, blocks, cu_seqlens, rows)
-    return recall(("judge_selection", geometry, scale), given, lambda: _judge_selection(*given, geometry, scale))
+    return recall(
+        ("judge_selection", geometry, scale),
+        given,
+        lambda: _judge_selection(*given, geometry, scale),
+    )
 
 
 def _judge_selection(
@@ -78,7 +86,9 @@ def _judge_selection(
 ) -> SelectionVerdict:
     expected = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     if tuple(blocks.shape) != expected or blocks.dtype != torch.int32:
-        found = f"blocks are {list(blocks.shape)} {blocks.dtype}, expected {list(expected)} torch.int32"
+        found = (
+            f"blocks are {list(blocks.shape)} {blocks.dtype}, expected {list(expected)} torch.int32"
+        )
         return SelectionVerdict(False, math.inf, 1.0, found)
     starts = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     unit = 2.0**-53 if q.dtype == torch.float64 else 2.0**-24
@@ -89,7 +99,9 @@ def _judge_selection(
         place = (*lead, row.kv_head)
         judged = _judge_row(row, chosen[place].tolist(), geometry, unit, exact)
         if isinstance(judged, str):
-            return SelectionVerdict(False, math.inf, flips / max(sets, 1), f"{judged} at {place}", place)
+            return SelectionVerdict(
+                False, math.inf, flips / max(sets, 1), f"{judged} at {place}", place
+            )
         sets, flips = sets + 1, flips + (judged > 0)
         if judged > worst:
             worst, where = judged, place
@@ -111,10 +123,16 @@ def _exact_logits(q: torch.Tensor, k_cmp: torch.Tensor, unit: float) -> bool:
     return whole and float(a.abs().max() * b.abs().max()) * q.shape[-1] < 1 / unit
 
 
-def _judge_row(row: RowScores, given: list[int], geometry: BlockGeometry, unit: float, exact: bool) -> float | str:
+def _judge_row(
+    row: RowScores, given: list[int], geometry: BlockGeometry, unit: float, exact: bool
+) -> float | str:
     """Regret in noise units, or what is wrong with the set as such."""
     candidates = row.token // geometry.select_block_size + 1
-    forced = {j for j in range(candidates) if j < geometry.init_blocks or j >= candidates - geometry.local_blocks}
+    forced = {
+        j
+        for j in range(candidates)
+        if j < geometry.init_blocks or j >= candidates - geometry.local_blocks
+    }
     count = min(geometry.num_selected_blocks, candidates)
     mine, rest = given[:count], given[count:]
     if any(j != -1 for j in rest) or -1 in mine:
@@ -127,11 +145,16 @@ def _judge_row(row: RowScores, given: list[int], geometry: BlockGeometry, unit: 
         return f"blocks not ascending: {mine}"
     if not forced <= set(mine):
         return f"forced blocks {sorted(forced - set(mine))} left out of {mine}"
-    free, left = [j for j in mine if j not in forced], [j for j in range(candidates) if j not in mine]
+    free, left = (
+        [j for j in mine if j not in forced],
+        [j for j in range(candidates) if j not in mine],
+    )
     return _regret(row, free, left, unit, exact) if free and left else 0.0
 
 
-def _regret(row: RowScores, free: list[int], left: list[int], unit: float, exact: bool) -> float | str:
+def _regret(
+    row: RowScores, free: list[int], left: list[int], unit: float, exact: bool
+) -> float | str:
     raw = [-math.inf if math.isnan(s) else s for s in row.per_group().tolist()]
     worst, best = min(free, key=lambda j: (raw[j], -j)), max(left, key=lambda j: (raw[j], -j))
     if raw[worst] == raw[best]:
@@ -153,7 +176,9 @@ def _counted(score: float) -> float:
 
 
 def _indistinguishable(a: torch.Tensor, b: torch.Tensor, exact: bool) -> bool:
-    """Whatever the rounding, the two blocks' terms [h, taps] are the same: all NaN, all zero, or equal and exact."""
+    """Whatever the rounding, the two blocks' terms [h, taps] are the same: all NaN, all zero, or
+    equal and exact.
+    """
     if bool(torch.isnan(a).any()):
         return True
     return torch.equal(a, b) and (exact or not bool(a.any()))

@@ -1,13 +1,18 @@
-"""Is this tensor right? Errors are measured in units of the rounding noise that any correct kernel makes.
+"""Is this tensor right? Errors are measured in units of the rounding noise that any correct kernel
+makes.
 
 golden      float64, from bit for bit the tensors the slot received
-rounded     the same formula in float32, rounded to the tested dtype only where every tensor-core kernel must round
+rounded     the same formula in float32, rounded to the tested dtype only where every tensor-core
+            kernel must round
             (P, dS, O, results); for float64 golden itself
-magnitude   the golden formula with every term made positive (P @ |V| for outputs): what cancels, and how much
-dtype       the lowest precision on the path (bf16 q with fp32 gates: bf16), never read off the result
+magnitude   the golden formula with every term made positive (P @ |V| for outputs): what cancels,
+            and how much
+dtype       the lowest precision on the path (bf16 q with fp32 gates: bf16), never read off the
+            result
 
-Tensors are laid out [.., heads, rows, D]: a row's error is held against that row's noise, a bias against its head's.
-There is no absolute tolerance: what golden says is exactly zero must be exactly zero.
+Tensors are laid out [.., heads, rows, D]: a row's error is held against that row's noise, a bias
+against its head's. There is no absolute tolerance: what golden says is exactly zero must be exactly
+zero.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ class Limits(NamedTuple):
     bias: float  # systematic error of a head: |<a-g, g>| over this many u <g, g>, chance apart
 
 
-# Calibrated on kernels nobody here wrote, and frozen: a case that fails is a finding, never a reason for a new limit.
+# Calibrated on kernels nobody here wrote, and frozen: a case that fails is a finding, never a
+# reason for a new limit.
 LIMITS: Mapping[torch.dtype, Limits] = MappingProxyType(
     {
         torch.bfloat16: Limits(2, 10, 0.25),
@@ -66,7 +72,9 @@ class Verdict:
 
 def refused(why: str, where: tuple[int, ...] = ()) -> Verdict:
     """A verdict of "wrong" that no number expresses."""
-    return Verdict(False, math.inf, math.inf, math.inf, where, f"{why} at {where}" if where else why)
+    return Verdict(
+        False, math.inf, math.inf, math.inf, where, f"{why} at {where}" if where else why
+    )
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -75,15 +83,19 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def gate_rows(x: torch.Tensor) -> torch.Tensor:
-    """Gate gradients [.., S, Hq, 3] as [.., 3, rows, elements]: a row is a token, its elements the heads.
+    """Gate gradients [.., S, Hq, 3] as [.., 3, rows, elements]: a row is a token, its elements the
+    heads.
 
-    Few heads make a row's rms a matter of luck, so neighbouring tokens are joined until a row has 12 elements; the last
-    row reaches back to fill up.
+    Few heads make a row's rms a matter of luck, so neighbouring tokens are joined until a row has
+    12 elements; the last row reaches back to fill up.
     """
     *lead, tokens, heads, three = x.shape
     joined = min(max(tokens, 1), -(-12 // heads))
     starts = [min(i, tokens - joined) for i in range(0, tokens, joined)]
-    rows = [x[..., a : a + joined, :, :].movedim(-1, -3).reshape(*lead, three, joined * heads) for a in starts]
+    rows = [
+        x[..., a : a + joined, :, :].movedim(-1, -3).reshape(*lead, three, joined * heads)
+        for a in starts
+    ]
     return torch.stack(rows, -2) if rows else x.new_zeros((*lead, three, 0, heads))
 
 
@@ -93,8 +105,14 @@ def _first(mask: torch.Tensor) -> tuple[int, ...]:
 
 def _same_nonfinite(a: torch.Tensor, g: torch.Tensor) -> Verdict | None:
     """NaN and Inf sit exactly where golden's sit, or the verdict that says where not."""
-    wrong = (torch.isnan(a) != torch.isnan(g)) | ((torch.isinf(a) | torch.isinf(g)) & ~torch.isnan(g) & (a != g))
-    return refused("NaN or Inf in other places than the golden result", _first(wrong)) if bool(wrong.any()) else None
+    wrong = (torch.isnan(a) != torch.isnan(g)) | (
+        (torch.isinf(a) | torch.isinf(g)) & ~torch.isnan(g) & (a != g)
+    )
+    return (
+        refused("NaN or Inf in other places than the golden result", _first(wrong))
+        if bool(wrong.any())
+        else None
+    )
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +120,9 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """x / unit; where the unit is 0 nothing may differ, and anything that does counts as infinite."""
+    """x / unit; where the unit is 0 nothing may differ, and anything that does counts as
+    infinite.
+    """
     return torch.where(unit > 0, x / unit, torch.where(x > 0, torch.inf, 0.0))
 
 
@@ -121,12 +141,13 @@ def judge(
 ) -> Verdict:
     """Judge ``actual`` by row, element and bias.
 
-    noise of a row: n = max(rms(r - g), u rms(g) + (kappa u + 4 * 2^-24) rms(m)), u = eps / 2 of ``dtype``, kappa 1/8
-    for gradients and 0 for outputs. row = max rms(a - g) / n, elem = max |a - g| / n, bias = |<a - g, g>| per head over
-    lim * u <g, g> + 4 sqrt(sum over rows n^2 |g_row|^2).
+    noise of a row: n = max(rms(r - g), u rms(g) + (kappa u + 4 * 2^-24) rms(m)), u = eps / 2 of
+    ``dtype``, kappa 1/8 for gradients and 0 for outputs. row = max rms(a - g) / n, elem = max |a -
+    g| / n, bias = |<a - g, g>| per head over lim * u <g, g> + 4 sqrt(sum over rows n^2 |g_row|^2).
 
     Raises:
-        ValueError: ``rounded`` is not finite where ``golden`` is: the case cannot be judged in this dtype.
+        ValueError: ``rounded`` is not finite where ``golden`` is: the case cannot be judged in this
+            dtype.
     """
     limits, fine = LIMITS[dtype], _fine(dtype)
     if actual.shape != golden.shape:
@@ -150,10 +171,14 @@ def judge(
     bias = _over(slant, limits.bias * u * g.square().sum((-1, -2)) + chance)
     worst = torch.maximum(row / limits.row, elem.amax(-1) / limits.elem)
     where = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
-    return _verdict(row.max().item(), elem.max().item(), bias.max().item(), where, limits._replace(bias=1))
+    return _verdict(
+        row.max().item(), elem.max().item(), bias.max().item(), where, limits._replace(bias=1)
+    )
 
 
-def _verdict(row: float, elem: float, bias: float, where: tuple[int, ...], limits: Limits) -> Verdict:
+def _verdict(
+    row: float, elem: float, bias: float, where: tuple[int, ...], limits: Limits
+) -> Verdict:
     found = zip(Limits._fields, (row, elem, bias), limits)
     bad = [f"{name} {value:.3g} > {limit:g}" for name, value, limit in found if not value <= limit]
     return Verdict(not bad, row, elem, bias, where, ", ".join(bad) + f" at {where}" if bad else "")
@@ -165,7 +190,8 @@ def judge_lse(
     top: torch.Tensor,  # the row's largest |score|, 0 where no key is visible
     dtype: torch.dtype,
 ) -> Verdict:
-    """Judge a log-sum-exp: |lse - g| <= 16 * 2^-24 * (1 + max |score|), 2^-53 in float64; -inf where golden is.
+    """Judge a log-sum-exp: |lse - g| <= 16 * 2^-24 * (1 + max |score|), 2^-53 in float64; -inf
+    where golden is.
 
     ``elem`` of the verdict is the worst error in units of 2^-24 * (1 + max |score|).
     """
@@ -179,6 +205,9 @@ def judge_lse(
         return misplaced
     odd = ~torch.isfinite(g)
     units = (a - g).masked_fill(odd, 0.0).abs() / (_fine(dtype) * (1 + t.masked_fill(odd, 0.0)))
-    worst, where = units.max().item(), tuple(int(i) for i in torch.unravel_index(units.argmax(), units.shape))
+    worst, where = (
+        units.max().item(),
+        tuple(int(i) for i in torch.unravel_index(units.argmax(), units.shape)),
+    )
     why = "" if worst <= LSE_LIMIT else f"lse {worst:.3g} > {LSE_LIMIT} at {where}"
     return Verdict(not why, elem=worst, where=where, why=why)

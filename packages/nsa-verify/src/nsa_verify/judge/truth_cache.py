@@ -1,7 +1,8 @@
 """Judgements remembered while many combinations of backends are judged on the same tensors.
 
-A combination differs from the next in one slot; the truth for the others, and often what they returned, is bit for bit
-what it was. Results are found again by the bits of everything that went in.
+A combination differs from the next in one slot; the truth for the others, and often what they
+returned, is bit for bit what it was. Results are found again by the bits of everything that went
+in.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def recall(what: Sequence[Any], given: Sequence[Any], compute: Callable[[], _Res
 
     Args:
         what: names the computation and its constants; told apart by their repr.
-        given: everything else that it reads: tensors, told apart by dtype, shape and bits, or constants.
+        given: everything else that it reads: tensors, told apart by dtype, shape and bits, or
+            constants.
     """
     kept = _kept.get()
     if kept is None:

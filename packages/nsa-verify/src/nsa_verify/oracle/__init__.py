@@ -1,8 +1,10 @@
-"""The truth: Native Sparse Attention in float64 on the CPU, in plain loops, written from docs/semantics.md alone.
+"""The truth: Native Sparse Attention in float64 on the CPU, in plain loops, written from
+docs/semantics.md alone.
 
-Nothing here is shared with what it judges: of nsa_core it imports the fields of two dataclasses and the errors. Every
-function takes tensors of any dtype and device in the contract's layouts and answers in float64 on the CPU. It is for
-S up to a few thousand; beyond, ``rows=`` evaluates sampled query rows only.
+Nothing here is shared with what it judges: of nsa_core it imports the fields of two dataclasses and
+the errors. Every function takes tensors of any dtype and device in the contract's layouts and
+answers in float64 on the CPU. It is for S up to a few thousand; beyond, ``rows=`` evaluates sampled
+query rows only.
 """
 
 from nsa_verify.oracle.branches import cmp, combine, sel, win

@@ -1,4 +1,6 @@
-"""The slots cmp, sel, win and combine (docs/semantics.md, "The three branches"), forward and gradients."""
+"""The slots cmp, sel, win and combine (docs/semantics.md, "The three branches"), forward and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_verify.oracle.rows import Keys, See, Truth, attend, compressed_bounds, documents, f64, token_bounds
+from nsa_verify.oracle.rows import (
+    Keys,
+    See,
+    Truth,
+    attend,
+    compressed_bounds,
+    documents,
+    f64,
+    token_bounds,
+)
 
 Rows = Sequence[int] | torch.Tensor | None
 
@@ -23,7 +34,9 @@ def cmp(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the compressed tokens; i is visible to t iff i*d + l - 1 <= t. grads: dq, dk_cmp, dv_cmp."""
+    """Attention over the compressed tokens; i is visible to t iff i*d + l - 1 <= t. grads: dq,
+    dk_cmp, dv_cmp.
+    """
     size, stride = geometry.compress_block_size, geometry.compress_stride
 
     def see(t: int, g: int) -> Keys:
@@ -61,7 +74,9 @@ def win(
         return slice(max(0, t - geometry.window_size + 1), t + 1)
 
     bounds = token_bounds(cu_seqlens)
-    o, lse, grads = attend(q, k, v, lambda _: see, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows)
+    o, lse, grads = attend(
+        q, k, v, lambda _: see, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+    )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
 
@@ -79,7 +94,8 @@ def sel(
 ) -> Truth:
     """Attention over the union of the chosen blocks, keys <= t. grads: dq, dk, dv.
 
-    ``blocks`` may come in any order; a duplicate counts once, and -1, a block out of range or in the future not at all.
+    ``blocks`` may come in any order; a duplicate counts once, and -1, a block out of range or in
+    the future not at all.
     """
     size, bounds = geometry.select_block_size, token_bounds(cu_seqlens)
     per_document = documents(blocks.detach().cpu(), bounds)
@@ -94,7 +110,9 @@ def sel(
 
         return see
 
-    o, lse, grads = attend(q, k, v, see_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows)
+    o, lse, grads = attend(
+        q, k, v, see_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+    )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
 

@@ -23,7 +23,8 @@ class Projected(NamedTuple):
     """What a layer feeds its slots, float64: rotated, normalised, compressed."""
 
     q: torch.Tensor  # [B, S, Hq, Dk]
-    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp (raw, into phi), sel, win: [B, S, G, Dk]
+    # of cmp (raw, into phi), sel, win: [B, S, G, Dk]
+    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [B, S, G, Dv]
     k_cmp: torch.Tensor  # [B, n_c, G, Dk]
     v_cmp: torch.Tensor  # [B, n_c, G, Dv]
@@ -93,30 +94,42 @@ def attention(
     k_c, k_s, k_w = _three(k)
     v_c, v_s, v_w = _three(v)
     k_c = (
-        compress("mean", {}, k_c, geometry, cu_seqlens=cu_seqlens) if k_cmp is None else k_cmp.to("cpu", torch.float64)
+        compress("mean", {}, k_c, geometry, cu_seqlens=cu_seqlens)
+        if k_cmp is None
+        else k_cmp.to("cpu", torch.float64)
     )
     v_c = (
-        compress("mean", {}, v_c, geometry, cu_seqlens=cu_seqlens) if v_cmp is None else v_cmp.to("cpu", torch.float64)
+        compress("mean", {}, v_c, geometry, cu_seqlens=cu_seqlens)
+        if v_cmp is None
+        else v_cmp.to("cpu", torch.float64)
     )
     if blocks is None:
         lse = _cmp_lse(q, k_c, v_c, geometry, scale, cu_seqlens)
         blocks = select(q, k_c, lse, geometry, scale, cu_seqlens=cu_seqlens)
     chosen = blocks
 
-    def cmp_(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None) -> Truth:
+    def cmp_(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
+    ) -> Truth:
         return branches.cmp(q, k, v, geometry, scale, cu_seqlens=cu_seqlens, do=do)
 
-    def sel_(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None) -> Truth:
+    def sel_(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
+    ) -> Truth:
         return branches.sel(q, k, v, chosen, geometry, scale, cu_seqlens=cu_seqlens, do=do)
 
-    def win_(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None) -> Truth:
+    def win_(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
+    ) -> Truth:
         return branches.win(q, k, v, geometry, scale, cu_seqlens=cu_seqlens, do=do)
 
     outs = _slot(cmp_, q, k_c, v_c), _slot(sel_, q, k_s, v_s), _slot(win_, q, k_w, v_w)
     return _slot(branches.combine, gates, *outs)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     y = torch.einsum("...i,oi->...o", x, weight)
     return y if bias is None else y + bias
 
@@ -129,7 +142,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _gates(params: Mapping[str, torch.Tensor], x: torch.Tensor, config: NSAConfig) -> torch.Tensor:
     if config.gate == "mlp":
         hidden = _linear(x, params["gate.0.weight"], params["gate.0.bias"])
-        logits = _linear(hidden * torch.sigmoid(hidden), params["gate.2.weight"], params["gate.2.bias"])
+        logits = _linear(
+            hidden * torch.sigmoid(hidden), params["gate.2.weight"], params["gate.2.bias"]
+        )
     else:
         logits = _linear(x, params["gate.weight"], params.get("gate.bias"))
     return torch.sigmoid(logits).reshape(*x.shape[:-1], config.n_heads, 3)
@@ -142,7 +157,9 @@ def project(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Projected:
-    """The tensors a layer with parameters ``state`` (its state_dict) feeds its slots; differentiable."""
+    """The tensors a layer with parameters ``state`` (its state_dict) feeds its slots;
+    differentiable.
+    """
     params = {name: value.to("cpu", torch.float64) for name, value in state.items()}
     x, geometry, total = x.to("cpu", torch.float64), config.geometry, x.shape[-2]
     pairs, (hq, groups, dk, dv) = 1 if config.shared_kv else 3, _sizes(config)
@@ -152,15 +169,25 @@ def project(
     k_raw = [part.unflatten(-1, (groups, dk)) for part in kv[:pairs]] * (3 // pairs)
     v = [part.unflatten(-1, (groups, dv)) for part in kv[pairs:]] * (3 // pairs)
     if config.qk_norm:
-        q, k_raw = _norm(q, params["q_norm.weight"]), [_norm(k, params["k_norm.weight"]) for k in k_raw]
-    at, at_compressed = token_positions(total, cu_seqlens), compressed_positions(total, geometry, cu_seqlens)
+        q, k_raw = (
+            _norm(q, params["q_norm.weight"]),
+            [_norm(k, params["k_norm.weight"]) for k in k_raw],
+        )
+    at, at_compressed = (
+        token_positions(total, cu_seqlens),
+        compressed_positions(total, geometry, cu_seqlens),
+    )
 
     def turn(y: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return rope(y, positions, config.rope_base) if config.rope else y
 
     into_phi = turn(k_raw[0], at) if config.rope_before_compress else k_raw[0]
-    k_cmp = compress(config.compress, _below("phi_k.", params), into_phi, geometry, cu_seqlens=cu_seqlens)
-    v_cmp = compress(config.compress, _below("phi_v.", params), v[0], geometry, cu_seqlens=cu_seqlens)
+    k_cmp = compress(
+        config.compress, _below("phi_k.", params), into_phi, geometry, cu_seqlens=cu_seqlens
+    )
+    v_cmp = compress(
+        config.compress, _below("phi_v.", params), v[0], geometry, cu_seqlens=cu_seqlens
+    )
     if not config.rope_before_compress:
         k_cmp = turn(k_cmp, at_compressed)
     k = (into_phi, turn(k_raw[1], at), turn(k_raw[2], at))
@@ -174,7 +201,11 @@ def _sizes(config: NSAConfig) -> tuple[int, int, int, int]:
 
 
 def _below(prefix: str, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in params.items()
+        if name.startswith(prefix)
+    }
 
 
 def layer(
@@ -185,7 +216,19 @@ def layer(
     cu_seqlens: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The whole layer from its state_dict: y [B, S, dim] in float64, differentiable in ``x`` and every parameter."""
+    """The whole layer from its state_dict: y [B, S, dim] in float64, differentiable in ``x`` and
+    every parameter.
+    """
     p = project(state, x, config, cu_seqlens=cu_seqlens)
-    o = attention(p.q, p.k, p.v, p.gates, config, k_cmp=p.k_cmp, v_cmp=p.v_cmp, cu_seqlens=cu_seqlens, blocks=blocks)
+    o = attention(
+        p.q,
+        p.k,
+        p.v,
+        p.gates,
+        config,
+        k_cmp=p.k_cmp,
+        v_cmp=p.v_cmp,
+        cu_seqlens=cu_seqlens,
+        blocks=blocks,
+    )
     return _linear(o.flatten(-2), state["out.weight"].to("cpu", torch.float64))

@@ -1,4 +1,6 @@
-"""The compression phi of every kind, and rotary embeddings; torch operations, so autograd differentiates them."""
+"""The compression phi of every kind, and rotary embeddings; torch operations, so autograd
+differentiates them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from nsa_verify.oracle.rows import compressed_bounds, compressed_count, document
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotate the pairs (x[m], x[m + D/2]) of [.., S, H, D] by positions[s] * base^(-2m/D); positions [S]."""
+    """Rotate the pairs (x[m], x[m + D/2]) of [.., S, H, D] by positions[s] * base^(-2m/D);
+    positions [S].
+    """
     half = x.shape[-1] // 2
     frequency = torch.tensor([base ** (-m / half) for m in range(half)], dtype=torch.float64)
     angle = positions.to("cpu", torch.float64)[:, None, None] * frequency  # [S, 1, D/2]
@@ -37,7 +41,8 @@ def _phi(kind: str, params: Mapping[str, torch.Tensor], block: torch.Tensor) -> 
         logits = torch.einsum("d,lgd->lg", params["query"], placed) / math.sqrt(block.shape[-1])
         weights = (logits - logits.amax(0)).exp()
         return torch.einsum("lg,lgd->gd", weights / weights.sum(0), placed)
-    flat = torch.stack([placed[:, g].reshape(-1) for g in range(placed.shape[1])])  # [G, l*D], token outermost
+    # [G, l*D], token outermost
+    flat = torch.stack([placed[:, g].reshape(-1) for g in range(placed.shape[1])])
     if kind == "linear":
         return torch.einsum("gi,oi->go", flat, params["proj.weight"]) + params["proj.bias"]
     if kind == "mlp":
@@ -57,10 +62,15 @@ def compress(
     """Compressed token i of a document is phi(x[i*d : i*d + l]), before any rotary.
 
     Returns:
-        float64 [B, n_c, G, D], packed [T // d, G, D] with zeros past the documents' rows. Differentiable in ``x`` and
+        float64 [B, n_c, G, D], packed [T // d, G, D] with zeros past the documents' rows.
+        Differentiable in ``x`` and
         ``params`` (the names below a module's ``phi_k.``: position, up.weight, ...).
     """
-    size, stride, bounds = geometry.compress_block_size, geometry.compress_stride, token_bounds(cu_seqlens)
+    size, stride, bounds = (
+        geometry.compress_block_size,
+        geometry.compress_stride,
+        token_bounds(cu_seqlens),
+    )
     x = x.to("cpu", torch.float64)
     params = {name: value.to("cpu", torch.float64) for name, value in params.items()}
     spans = documents(x, bounds)
@@ -79,14 +89,24 @@ def compress(
 def token_positions(total: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """int64 [total]: each token's position in its document."""
     bounds = token_bounds(cu_seqlens) or [0, total]
-    return torch.tensor([t for a, b in itertools.pairwise(bounds) for t in range(b - a)], dtype=torch.long)
+    return torch.tensor(
+        [t for a, b in itertools.pairwise(bounds) for t in range(b - a)], dtype=torch.long
+    )
 
 
-def compressed_positions(total: int, geometry: BlockGeometry, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """int64 [n_c], packed [T // d]: i*d of each compressed token, counted in its document; 0 in the packed tail."""
+def compressed_positions(
+    total: int, geometry: BlockGeometry, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [n_c], packed [T // d]: i*d of each compressed token, counted in its document; 0 in the
+    packed tail.
+    """
     bounds = token_bounds(cu_seqlens)
     if bounds is None:
         return torch.arange(compressed_count(total, geometry)) * geometry.compress_stride
     starts = compressed_bounds(bounds, geometry) or [0]
-    places = [i * geometry.compress_stride for a, b in itertools.pairwise(starts) for i in range(b - a)]
-    return torch.tensor(places + [0] * (total // geometry.compress_stride - len(places)), dtype=torch.long)
+    places = [
+        i * geometry.compress_stride for a, b in itertools.pairwise(starts) for i in range(b - a)
+    ]
+    return torch.tensor(
+        places + [0] * (total // geometry.compress_stride - len(places)), dtype=torch.long
+    )

@@ -1,4 +1,6 @@
-"""One query row of attention and its gradient, in float64, over an explicit list of the keys it sees."""
+"""One query row of attention and its gradient, in float64, over an explicit list of the keys it
+sees.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class Truth:
 
     Attributes:
         o: [B, S, Hq, Dv], packed [T, Hq, Dv].
-        lse: [B, Hq, S], packed [Hq, T], natural log, -inf where no key is visible; None for combine.
-        grads: "d" + the input's name -> tensor of that input's shape; empty where no ``do`` was given.
+        lse: [B, Hq, S], packed [Hq, T], natural log, -inf where no key is visible; None for
+            combine.
+        grads: "d" + the input's name -> tensor of that input's shape; empty where no ``do`` was
+            given.
     """
 
     o: torch.Tensor
@@ -37,7 +41,9 @@ def f64(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_bounds(cu_seqlens: torch.Tensor | None) -> list[int] | None:
-    """The documents' first tokens, and the end of the last one, as host integers; None where nothing is packed."""
+    """The documents' first tokens, and the end of the last one, as host integers; None where
+    nothing is packed.
+    """
     return None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
 
 
@@ -67,7 +73,8 @@ def document_rows(
 ) -> list[list[int]]:
     """The query rows to evaluate in each document, counted from its first token.
 
-    ``rows`` are positions in every batch entry of [B, S, ...], or rows of the packed [T, ...]; None means all.
+    ``rows`` are positions in every batch entry of [B, S, ...], or rows of the packed [T, ...]; None
+    means all.
 
     Raises:
         InvalidInput: a row is outside the tensor.
@@ -87,14 +94,16 @@ def refuse_absurd(rows: list[list[int]], keys: Sequence[int], heads: int) -> Non
     """Refuse work that would not end.
 
     Raises:
-        InvalidInput: the float64 scores pass MAX_BYTES; the message gives the bytes and names ``rows=``.
+        InvalidInput: the float64 scores pass MAX_BYTES; the message gives the bytes and names
+            ``rows=``.
     """
     size = sum(len(r) * n for r, n in zip(rows, keys)) * heads * 8
     if size > MAX_BYTES:
         count = sum(len(r) for r in rows)
         raise InvalidInput(
-            f"the oracle would compute {size} bytes of float64 scores ({count} rows, {heads} heads, up to "
-            f"{max(keys)} keys), limit {MAX_BYTES}; judge sampled rows instead: pass rows=[...]"
+            f"the oracle would compute {size} bytes of float64 scores ({count} rows, {heads} heads,"
+            f" up to {max(keys)} keys), limit {MAX_BYTES}; judge sampled rows instead: pass"
+            " rows=[...]"
         )
 
 
@@ -120,8 +129,8 @@ def _accumulate_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [h, Dv] and lse [h] of one row over the keys it sees.
 
-    p = softmax(scale q k), o = p v; dv += p do, ds = p (dp - sum p dp) with dp = do v, dq += scale ds k,
-    dk += scale ds q.
+    p = softmax(scale q k), o = p v; dv += p do, ds = p (dp - sum p dp) with dp = do v, dq += scale
+    ds k, dk += scale ds q.
     """
     k_seen, v_seen = _take(k, seen), _take(v, seen)
     s = scale * (q @ k_seen.T)
@@ -152,7 +161,8 @@ def _attend_document(
     rows: list[int],
 ) -> None:
     heads, groups = q.shape[1], k.shape[1]
-    # One contiguous copy per kv head: gathering rows of a strided one costs more than the arithmetic.
+    # One contiguous copy per kv head: gathering rows of a strided one costs more than the
+    # arithmetic.
     of_group = [[x[:, g].contiguous() for x in (k, v, *grads[1:])] for g in range(groups)]
     for t, g in itertools.product(rows, range(groups)):
         group = slice(g * (heads // groups), (g + 1) * (heads // groups))
@@ -163,7 +173,9 @@ def _attend_document(
         keys, values, *key_grads = of_group[g]
         row_do = do[t, group] if do is not None else None
         row_grads = (grads[0][t, group], *key_grads) if grads else ()
-        o[t, group], lse[t, group] = _accumulate_row(q[t, group], keys, values, seen, scale, row_do, row_grads)
+        o[t, group], lse[t, group] = _accumulate_row(
+            q[t, group], keys, values, seen, scale, row_do, row_grads
+        )
     for g, (_, _, *key_grads) in enumerate(of_group):
         for whole, part in zip(grads[1:], key_grads):
             whole[:, g] = part
@@ -181,7 +193,8 @@ def attend(
     do: torch.Tensor | None,
     rows: Sequence[int] | torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Softmax attention of every evaluated row over the keys that ``see`` lists, and its gradients dq, dk, dv.
+    """Softmax attention of every evaluated row over the keys that ``see`` lists, and its gradients
+    dq, dk, dv.
 
     Rows that are not evaluated, or see nothing, are 0; the latter's lse is -inf.
     """
@@ -189,12 +202,17 @@ def attend(
     refuse_absurd(evaluated, [len(x) for x in documents(k, key_bounds)], q.shape[-2])
     q, k, v = f64(q), f64(k), f64(v)
     o, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1])
-    grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) if do is not None else ()
+    grads = (
+        (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) if do is not None else ()
+    )
     per_token = [documents(x, bounds) for x in (q, o, lse, *grads[:1])]
     per_key = [documents(x, key_bounds) for x in (k, v, *grads[1:])]
     per_do = documents(f64(do), bounds) if do is not None else [None] * len(evaluated)
     for index, rows_here in enumerate(evaluated):
-        (q_, o_, lse_, *dq_), (k_, v_, *dkv_) = [x[index] for x in per_token], [x[index] for x in per_key]
+        (q_, o_, lse_, *dq_), (k_, v_, *dkv_) = (
+            [x[index] for x in per_token],
+            [x[index] for x in per_key],
+        )
         here = (*dq_, *dkv_)
         _attend_document(q_, k_, v_, o_, lse_, per_do[index], here, see(index), scale, rows_here)
     return o, lse.transpose(-1, -2).contiguous(), grads

@@ -1,4 +1,6 @@
-"""Block scores (Eq. 8 to 10) and the choice of blocks (docs/semantics.md, "Scores" and "Selection")."""
+"""Block scores (Eq. 8 to 10) and the choice of blocks (docs/semantics.md, "Scores" and
+"Selection").
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import NamedTuple
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_verify.oracle.rows import compressed_bounds, document_rows, documents, f64, refuse_absurd, token_bounds
+from nsa_verify.oracle.rows import (
+    compressed_bounds,
+    document_rows,
+    documents,
+    f64,
+    refuse_absurd,
+    token_bounds,
+)
 
 Rows = Sequence[int] | torch.Tensor | None
 
@@ -20,9 +29,11 @@ class RowScores(NamedTuple):
 
     Attributes:
         document: batch entry, or packed document. token: counted from the document's start.
-        terms: float64 [h, taps, NB]: weight(i, j) * p[h, i] of the tap-th compressed block that overlaps block j, in
-            ascending i; 0 where i < 0 or i is not visible. NB is the document's number of selection blocks.
-        logits: float64 [h, visible], scale * q.k_cmp. spread: [h], |scale| * the largest sum_d |q_d k_d| over them.
+        terms: float64 [h, taps, NB]: weight(i, j) * p[h, i] of the tap-th compressed block that
+            overlaps block j, in ascending i; 0 where i < 0 or i is not visible. NB is the
+            document's number of selection blocks.
+        logits: float64 [h, visible], scale * q.k_cmp. spread: [h], |scale| * the largest sum_d |q_d
+            k_d| over them.
     """
 
     document: int
@@ -49,8 +60,14 @@ class RowScores(NamedTuple):
 
 
 def _weights(geometry: BlockGeometry) -> list[tuple[int, int]]:
-    """(i, |[i*d, i*d + l) cut [0, l')| / d) of the compressed blocks i that overlap selection block 0, ascending i."""
-    size, stride, select = geometry.compress_block_size, geometry.compress_stride, geometry.select_block_size
+    """(i, |[i*d, i*d + l) cut [0, l')| / d) of the compressed blocks i that overlap selection block
+    0, ascending i.
+    """
+    size, stride, select = (
+        geometry.compress_block_size,
+        geometry.compress_stride,
+        geometry.select_block_size,
+    )
     found = []
     for i in range(-size, select):
         shared = len(range(max(i * stride, 0), min(i * stride + size, select)))
@@ -69,7 +86,8 @@ def row_scores(
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Iterator[RowScores]:
-    """The scores of every evaluated token and kv head, with p = exp(scale q.k_cmp - lse) over the visible tokens.
+    """The scores of every evaluated token and kv head, with p = exp(scale q.k_cmp - lse) over the
+    visible tokens.
 
     Raises:
         InvalidInput: more work than would end; ``rows=`` asks for less.
@@ -117,7 +135,8 @@ def scores(
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> torch.Tensor:
-    """Group scores, float64 [B, S, G, NB] (packed [T, G, NB], NB of the longest document); arguments of row_scores.
+    """Group scores, float64 [B, S, G, NB] (packed [T, G, NB], NB of the longest document);
+    arguments of row_scores.
 
     0 for rows not evaluated, blocks in the future, and tokens that see no compressed token.
     """
@@ -133,7 +152,9 @@ def scores(
 
 
 def choose(score: Sequence[float], t: int, geometry: BlockGeometry) -> list[int]:
-    """The blocks of token ``t``, ascending: the forced candidates, then the best scores, equal ones by lower index."""
+    """The blocks of token ``t``, ascending: the forced candidates, then the best scores, equal ones
+    by lower index.
+    """
     candidates = [j for j in range(len(score)) if j * geometry.select_block_size <= t]
     forced = set(candidates[: geometry.init_blocks])
     forced |= set(candidates[len(candidates) - min(len(candidates), geometry.local_blocks) :])
@@ -164,5 +185,7 @@ def select(
     places = documents(out, token_bounds(cu_seqlens))
     for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
         mine = choose(row.per_group().tolist(), row.token, geometry)
-        places[row.document][row.token, row.kv_head, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        places[row.document][row.token, row.kv_head, : len(mine)] = torch.tensor(
+            mine, dtype=torch.int32
+        )
     return out

@@ -1,10 +1,14 @@
-"""The second implementation: boolean masks [rows, keys] and matrix products, in one of three arithmetics.
+"""The second implementation: boolean masks [rows, keys] and matrix products, in one of three
+arithmetics.
 
 exact      float64: a second oracle, built differently from nsa_verify.oracle
-rounded    float32, rounded to the tested dtype only where every tensor-core kernel must: P, dS, O and the results
-magnitude  float64 with every term made positive: how much cancels (P @ |V|, P^T |dO|, |dS|^T |Q|, ...)
+rounded    float32, rounded to the tested dtype only where every tensor-core kernel must: P, dS, O
+           and the results
+magnitude  float64 with every term made positive: how much cancels (P @ |V|, P^T |dO|, |dS|^T |Q|,
+           ...)
 
-Rows are taken in chunks, and a chunk's mask is cut to the columns it needs, so that memory stays small.
+Rows are taken in chunks, and a chunk's mask is cut to the columns it needs, so that memory stays
+small.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ class Dense:
 
     Attributes:
         o, lse, grads: as nsa_verify.oracle.Truth; in float32 where ``rounded``.
-        top: the largest |score| a row sees, laid out as ``lse``, 0 where it sees nothing; None for combine.
+        top: the largest |score| a row sees, laid out as ``lse``, 0 where it sees nothing; None for
+            combine.
     """
 
     o: torch.Tensor
@@ -46,8 +51,13 @@ class _Maths:
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """An input, as this arithmetic sees it."""
         x = x.detach().to("cpu", torch.float32 if self.arithmetic == "rounded" else torch.float64)
-        # Golden alone says where NaN and Inf belong; 0 * NaN in a matrix product would spread them to other rows.
-        return x if self.arithmetic == "exact" else torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+        # Golden alone says where NaN and Inf belong; 0 * NaN in a matrix product would spread them
+        # to other rows.
+        return (
+            x
+            if self.arithmetic == "exact"
+            else torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+        )
 
     def term(self, x: torch.Tensor) -> torch.Tensor:
         """A factor of a sum."""
@@ -70,7 +80,9 @@ def _chunk(
     scale: float,
     do: torch.Tensor | None,  # [R, Dv]
 ) -> tuple[torch.Tensor, ...]:
-    """o [R, Dv], lse [R], top [R] and, with ``do``, dq [R, Dk], dk [L, Dk], dv [L, Dv] (not yet stored) of one head."""
+    """o [R, Dv], lse [R], top [R] and, with ``do``, dq [R, Dk], dk [L, Dk], dv [L, Dv] (not yet
+    stored) of one head.
+    """
     s = (q @ k.T * scale).masked_fill(~mask, -torch.inf)
     peak = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     e = (s - peak).exp()
@@ -85,10 +97,19 @@ def _chunk(
     dp = d @ maths.term(v).T
     ds = maths.store((p * maths.minus(dp, (d * o).sum(-1, keepdim=True))).masked_fill(~mask, 0.0))
     factor = abs(scale) if maths.arithmetic == "magnitude" else scale
-    return o, lse, top, factor * (ds @ maths.term(k)), factor * (ds.T @ maths.term(q)), maths.store(p).T @ d
+    return (
+        o,
+        lse,
+        top,
+        factor * (ds @ maths.term(k)),
+        factor * (ds.T @ maths.term(q)),
+        maths.store(p).T @ d,
+    )
 
 
-def _chunks(rows: torch.Tensor, mask: Mask, g: int) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+def _chunks(
+    rows: torch.Tensor, mask: Mask, g: int
+) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
     for part in rows.split(_CHUNK):
         full = mask(part, g)
         used = full.any(0).nonzero().flatten()
@@ -98,7 +119,9 @@ def _chunks(rows: torch.Tensor, mask: Mask, g: int) -> Iterator[tuple[torch.Tens
 
 def _document(
     maths: _Maths,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # q [S, Hq, Dk], k [L, G, Dk], v [L, G, Dv]
+    tensors: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor
+    ],  # q [S, Hq, Dk], k [L, G, Dk], v [L, G, Dv]
     results: tuple[torch.Tensor, ...],  # o, lse, top [S, Hq, ..], then dq, dk, dv, written in place
     do: torch.Tensor | None,
     mask: Mask,
@@ -129,7 +152,9 @@ def host_bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
 
 def compressed_starts(bounds: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     """First compressed row of each packed document, and the end of the last one's."""
-    counts = ((bounds.diff() - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
+    counts = ((bounds.diff() - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(
+        min=0
+    )
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
@@ -162,7 +187,10 @@ def _attend(
     q, k, v = (maths.take(x) for x in tensors)
     of_tokens, of_keys = bounds
     o, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1])
-    top, grads = torch.zeros_like(lse), [torch.zeros_like(x) for x in (q, k, v)] if do is not None else []
+    top, grads = (
+        torch.zeros_like(lse),
+        [torch.zeros_like(x) for x in (q, k, v)] if do is not None else [],
+    )
     picked = _pick(rows, of_tokens, len(q), q.shape[-3])
     token_spans = [spans(x, of_tokens) for x in (q, o, lse, top, *grads[:1])]
     key_spans = [spans(x, of_keys) for x in (k, v, *grads[1:])]
@@ -194,7 +222,10 @@ def cmp(
         return lambda rows, g: last <= rows[:, None]
 
     bounds = host_bounds(cu_seqlens)
-    names, both = ("dq", "dk_cmp", "dv_cmp"), (bounds, None if bounds is None else compressed_starts(bounds, geometry))
+    names, both = (
+        ("dq", "dk_cmp", "dv_cmp"),
+        (bounds, None if bounds is None else compressed_starts(bounds, geometry)),
+    )
     return _attend((q, k_cmp, v_cmp), mask, scale, both, names, do, rows, _Maths(arithmetic, dtype))
 
 
@@ -221,7 +252,16 @@ def win(
         return seen
 
     bounds = host_bounds(cu_seqlens)
-    return _attend((q, k, v), mask, scale, (bounds, bounds), ("dq", "dk", "dv"), do, rows, _Maths(arithmetic, dtype))
+    return _attend(
+        (q, k, v),
+        mask,
+        scale,
+        (bounds, bounds),
+        ("dq", "dk", "dv"),
+        do,
+        rows,
+        _Maths(arithmetic, dtype),
+    )
 
 
 def sel(
@@ -248,13 +288,23 @@ def sel(
 
         def seen(rows: torch.Tensor, g: int) -> torch.Tensor:
             picks = chosen[document][rows, g]
-            picks = torch.where((picks < 0) | (picks >= count), count, picks)  # one spare column takes what is no block
+            # one spare column takes what is no block
+            picks = torch.where((picks < 0) | (picks >= count), count, picks)
             hit = torch.zeros(len(rows), count + 1, dtype=torch.bool).scatter_(1, picks, True)
             return hit[:, key // geometry.select_block_size] & (key <= rows[:, None])
 
         return seen
 
-    return _attend((q, k, v), mask, scale, (bounds, bounds), ("dq", "dk", "dv"), do, rows, _Maths(arithmetic, dtype))
+    return _attend(
+        (q, k, v),
+        mask,
+        scale,
+        (bounds, bounds),
+        ("dq", "dk", "dv"),
+        do,
+        rows,
+        _Maths(arithmetic, dtype),
+    )
 
 
 def combine(
@@ -267,7 +317,9 @@ def combine(
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
-    """The gated sum of the branches. Gates and their gradients are kept in fp32 and never stored in ``dtype``."""
+    """The gated sum of the branches. Gates and their gradients are kept in fp32 and never stored in
+    ``dtype``.
+    """
     maths = _Maths(arithmetic, dtype)
     g = maths.term(maths.take(gates)).unsqueeze(-1)
     stack = torch.stack([maths.term(maths.take(x)) for x in (o_cmp, o_sel, o_win)], -2)

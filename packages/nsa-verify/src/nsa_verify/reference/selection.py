@@ -9,7 +9,9 @@ from nsa_verify.reference.attention import compressed_starts, host_bounds, spans
 
 
 def _overlap(n_c: int, blocks: int, geometry: BlockGeometry) -> torch.Tensor:
-    """Eq. 9 as a matrix [n_c, blocks]: tokens that compression block i shares with selection block j, over d."""
+    """Eq. 9 as a matrix [n_c, blocks]: tokens that compression block i shares with selection block
+    j, over d.
+    """
     first = torch.arange(n_c)[:, None] * geometry.compress_stride
     start = torch.arange(blocks)[None] * geometry.select_block_size
     ends = torch.minimum(first + geometry.compress_block_size, start + geometry.select_block_size)
@@ -29,7 +31,11 @@ def _document_scores(
     last = torch.arange(len(k_cmp)) * geometry.compress_stride + geometry.compress_block_size - 1
     seen = last[None] <= torch.arange(length)[:, None]
     logits = torch.einsum("sghd,igd->sghi", q.unflatten(1, (groups, -1)), k_cmp) * scale
-    p = (logits - lse.unflatten(1, (groups, -1))[..., None]).masked_fill(~seen[:, None, None], -torch.inf).exp()
+    p = (
+        (logits - lse.unflatten(1, (groups, -1))[..., None])
+        .masked_fill(~seen[:, None, None], -torch.inf)
+        .exp()
+    )
     return torch.einsum("sghi,ij->sgj", p, _overlap(len(k_cmp), blocks, geometry))
 
 
@@ -56,7 +62,11 @@ def choose(score: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     t, j = torch.arange(len(score))[:, None, None], torch.arange(blocks)
     newest = t // geometry.select_block_size
     forced = (j < geometry.init_blocks) | (j > newest - geometry.local_blocks)
-    key = torch.nan_to_num(score, nan=-1.0).masked_fill(forced, torch.inf).masked_fill(j > newest, -torch.inf)
+    key = (
+        torch.nan_to_num(score, nan=-1.0)
+        .masked_fill(forced, torch.inf)
+        .masked_fill(j > newest, -torch.inf)
+    )
     order = key.argsort(dim=-1, descending=True, stable=True)[..., : geometry.num_selected_blocks]
     order = order.masked_fill(order > newest, blocks).sort(dim=-1).values
     missing = geometry.num_selected_blocks - order.shape[-1]
@@ -73,9 +83,15 @@ def select(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The chosen blocks, int32 [B, S, G, n], ascending, -1 at the end; arguments of :func:`scores`."""
-    parts = [choose(s, geometry) for s in scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens)]
+    """The chosen blocks, int32 [B, S, G, n], ascending, -1 at the end; arguments of
+    :func:`scores`.
+    """
+    parts = [
+        choose(s, geometry) for s in scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens)
+    ]
     if cu_seqlens is not None:
         return torch.cat(parts)
-    empty = q.new_zeros((0, q.shape[1], k_cmp.shape[2], geometry.num_selected_blocks), dtype=torch.int32)
+    empty = q.new_zeros(
+        (0, q.shape[1], k_cmp.shape[2], geometry.num_selected_blocks), dtype=torch.int32
+    )
     return torch.stack(parts) if parts else empty

@@ -1,4 +1,6 @@
-"""The contexts in which backends are judged: an emulator may need one (``BackendSpec.judge_context``)."""
+"""The contexts in which backends are judged: an emulator may need one
+(``BackendSpec.judge_context``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from nsa_core.util.text import describe_error
 from nsa_verify.subject import Subject
 
 
-def context_of(entry: BackendEntry, device: str) -> contextlib.AbstractContextManager[object] | None:
+def context_of(
+    entry: BackendEntry, device: str
+) -> contextlib.AbstractContextManager[object] | None:
     """The context in which ``entry``'s backend is judged on ``device``; None: it needs none.
 
     Raises:
@@ -22,9 +26,13 @@ def context_of(entry: BackendEntry, device: str) -> contextlib.AbstractContextMa
     if entry.spec is None or entry.spec.judge_context is None:
         return None
     try:
-        context: contextlib.AbstractContextManager[object] | None = import_named(entry.spec.judge_context)(device)
+        context: contextlib.AbstractContextManager[object] | None = import_named(
+            entry.spec.judge_context
+        )(device)
     except Exception as error:
-        raise NSAError(f"backend {entry.name!r}: its judge_context raised {describe_error(error)}") from error
+        raise NSAError(
+            f"backend {entry.name!r}: its judge_context raised {describe_error(error)}"
+        ) from error
     return context
 
 
@@ -35,7 +43,9 @@ def emulated(subject: Subject) -> bool:
 
 @contextlib.contextmanager
 def judging(subject: Subject) -> Iterator[None]:
-    """Inside the block, the contexts of the backends that ``subject`` uses, or may use, are entered."""
+    """Inside the block, the contexts of the backends that ``subject`` uses, or may use, are
+    entered.
+    """
     with contextlib.ExitStack() as stack:
         for entry in _used(subject):
             context = context_of(entry, subject.device)

@@ -34,8 +34,8 @@ def judge(
     """Run every job on every subject; once ``stop`` has come, end behind what is under way.
 
     Args:
-        processes: how many judge. Above one, jobs and subjects are pickled, a process that dies is a red finding of the
-            job it had, and another takes its place.
+        processes: how many judge. Above one, jobs and subjects are pickled, a process that dies is
+            a red finding of the job it had, and another takes its place.
         advance: told of each job that ended on a subject.
 
     Raises:
@@ -45,10 +45,15 @@ def judge(
     found: list[dict[int, list[Finding]]] = [{} for _ in subjects]
     busy, peak, started = [0.0] * len(subjects), 0, time.perf_counter()
     processes = min(processes, len(todo))
-    each = spread(subjects, todo, processes, stop) if processes > 1 else run_each(subjects, todo, stop=stop)
+    each = (
+        spread(subjects, todo, processes, stop)
+        if processes > 1
+        else run_each(subjects, todo, stop=stop)
+    )
     with stop.cuts_short(), contextlib.closing(each):
         for judged in each:
-            # A signal to a group of processes ends the compilers that run for a kernel, too: no fault of the kernel's.
+            # A signal to a group of processes ends the compilers that run for a kernel, too: no
+            # fault of the kernel's.
             if stop.came and any(f.quantity == "run" and f.ok is False for f in judged.findings):
                 continue
             found[judged.subject][judged.job] = judged.findings

@@ -1,4 +1,6 @@
-"""Jobs in piles that launch the same kernels, so that one worker compiles these and the others load them, if ever."""
+"""Jobs in piles that launch the same kernels, so that one worker compiles these and the others load
+them, if ever.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from nsa_verify.run.suite import Job, OnStep
 
 
 class Piles:
-    """Which job each worker takes next: of its own pile, then of the largest that nobody has, then another's last."""
+    """Which job each worker takes next: of its own pile, then of the largest that nobody has, then
+    another's last.
+    """
 
     def __init__(self, todo: Sequence[Job]) -> None:
         piles: dict[Hashable, deque[int]] = {}
         for index, job in enumerate(todo):
             piles.setdefault(_kernels(job), deque()).append(index)
         # The largest first: what begins last ends last, alone.
-        self._fresh = deque(sorted(piles.values(), key=lambda pile: -sum(_work(todo[i]) for i in pile)))
+        self._fresh = deque(
+            sorted(piles.values(), key=lambda pile: -sum(_work(todo[i]) for i in pile))
+        )
         self._taken: dict[int, deque[int]] = {}
 
     def take(self, worker: int) -> int | None:
@@ -34,12 +40,16 @@ class Piles:
 
 def _kernels(job: Job) -> Hashable:
     """Equal for jobs whose kernels have, all but a few, the same constants."""
-    config = dataclasses.replace(job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1)
+    config = dataclasses.replace(
+        job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1
+    )
     return config, job.dtype, isinstance(job.check, OnStep)
 
 
 def _work(job: Job) -> int:
     """Elements of q and o: more of them judge longer, and wider heads compile longer."""
     config, case = job.case.config, job.case
-    tokens = sum(job.check.step.lengths) if isinstance(job.check, OnStep) else case.batch * case.tokens
+    tokens = (
+        sum(job.check.step.lengths) if isinstance(job.check, OnStep) else case.batch * case.tokens
+    )
     return tokens * config.n_heads * (config.qk_dim + config.v_dim)

@@ -1,4 +1,6 @@
-"""Which checks run on which cases, in which order; everything `nsa verify` and the mutation suite run."""
+"""Which checks run on which cases, in which order; everything `nsa verify` and the mutation suite
+run.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,46 @@ class Job:
     dtype: torch.dtype
 
     def run(self, subject: Subject) -> list[Finding]:
-        """The job's findings; a request the combination does not take is one finding with ok None."""
+        """The job's findings; a request the combination does not take is one finding with ok
+        None.
+        """
         try:
             return list(self.check(subject, self.case, self.dtype))
         except Unsupported as refusal:
-            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "plan", None, detail=str(refusal))]
+            return [
+                Finding(
+                    self.name,
+                    "",
+                    self.case.name,
+                    dtype_name(self.dtype),
+                    "plan",
+                    None,
+                    detail=str(refusal),
+                )
+            ]
         except (BackendUnavailable, InvalidInput):
             raise
-        except NSAError as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
-            return [Finding(self.name, "", self.case.name, dtype_name(self.dtype), "run", False, detail=str(fault))]
+        except (
+            NSAError
+        ) as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
+            return [
+                Finding(
+                    self.name,
+                    "",
+                    self.case.name,
+                    dtype_name(self.dtype),
+                    "run",
+                    False,
+                    detail=str(fault),
+                )
+            ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worth:
-    """The largest case on which a check is worth its time, in tokens (of a step: cached) x query heads, per preset."""
+    """The largest case on which a check is worth its time, in tokens (of a step: cached) x query
+    heads, per preset.
+    """
 
     name: str
     check: Callable[..., Iterator[Finding]]  # a Check, or a StepCheck
@@ -106,12 +134,19 @@ PHASES = ("prefill", "decode", "both")
 
 
 def jobs(
-    preset: str, dtypes: Sequence[torch.dtype], *, text: bytes | None, seed: int = 0, phase: str = "both"
+    preset: str,
+    dtypes: Sequence[torch.dtype],
+    *,
+    text: bytes | None,
+    seed: int = 0,
+    phase: str = "both",
 ) -> list[Job]:
-    """The jobs of a preset, smallest cases first, so that a fault shows early; those of prefill before decode's.
+    """The jobs of a preset, smallest cases first, so that a fault shows early; those of prefill
+    before decode's.
 
     Args:
-        preset: "quick", "full", or "interpreter" (for kernels that run in triton's interpreter; no layer check).
+        preset: "quick", "full", or "interpreter" (for kernels that run in triton's interpreter; no
+            layer check).
         dtypes: what the kernels run in; the layer check is fp64 where the combination takes it.
         text: bytes for the real case; None leaves it out.
         phase: prefill, decode or both.
@@ -127,7 +162,10 @@ def jobs(
         made += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         made += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
     if phase != "prefill":
-        steps = [dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed)) for s in STEPS[preset]()]
+        steps = [
+            dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed))
+            for s in STEPS[preset]()
+        ]
         made += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
     return made
 
@@ -152,8 +190,12 @@ def _jobs(
     ]
 
 
-def run(subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False) -> Iterator[tuple[Job, list[Finding]]]:
-    """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the first red one."""
+def run(
+    subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False
+) -> Iterator[tuple[Job, list[Finding]]]:
+    """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the
+    first red one.
+    """
     for job in todo:
         findings = job.run(subject)
         yield job, findings
@@ -182,12 +224,18 @@ def judge_one(subjects: Sequence[Subject], todo: Sequence[Job], task: tuple[int,
 
 
 def shared_truths(subjects: Sequence[Subject]) -> contextlib.AbstractContextManager[None]:
-    """Truths are remembered where several subjects ask for them; hashing costs more than it saves one alone."""
+    """Truths are remembered where several subjects ask for them; hashing costs more than it saves
+    one alone.
+    """
     return remembering() if len(subjects) > 1 else contextlib.nullcontext()
 
 
-def run_each(subjects: Sequence[Subject], todo: Sequence[Job], *, stop: Interruption = NEVER) -> Generator[Judged]:
-    """Run each job on every subject before the next one, so that truths are computed once; end once ``stop`` came."""
+def run_each(
+    subjects: Sequence[Subject], todo: Sequence[Job], *, stop: Interruption = NEVER
+) -> Generator[Judged]:
+    """Run each job on every subject before the next one, so that truths are computed once; end once
+    ``stop`` came.
+    """
     with shared_truths(subjects):
         for task in itertools.product(range(len(todo)), range(len(subjects))):
             yield judge_one(subjects, todo, task)

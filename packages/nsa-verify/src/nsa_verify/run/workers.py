@@ -1,8 +1,8 @@
 """Jobs judged by several processes at once.
 
-On a GPU most of a run is compilers, one after the other, and on the CPU most of it is the float64 truth: a process
-makes use of one core. A crash, and what it leaves of CUDA, stays with the process that had it; jobs are handed out one
-by one, so that there is no doubt which that was.
+On a GPU most of a run is compilers, one after the other, and on the CPU most of it is the float64
+truth: a process makes use of one core. A crash, and what it leaves of CUDA, stays with the process
+that had it; jobs are handed out one by one, so that there is no doubt which that was.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class _Worker:
     started: bool = False
 
 
-def spread(subjects: Sequence[Subject], todo: Sequence[Job], processes: int, stop: Interruption) -> Generator[Judged]:
-    """Every job on every subject, in any order: a job's subjects in a row in one process, where truths are remembered.
+def spread(
+    subjects: Sequence[Subject], todo: Sequence[Job], processes: int, stop: Interruption
+) -> Generator[Judged]:
+    """Every job on every subject, in any order: a job's subjects in a row in one process, where
+    truths are remembered.
 
-    Once ``stop`` has come nothing new begins. A process that dies is a red finding, and has a successor unless it died
-    before it began.
+    Once ``stop`` has come nothing new begins. A process that dies is a red finding, and has a
+    successor unless it died before it began.
 
     Raises:
         InvalidInput, BackendUnavailable: as a job raises them.
@@ -61,8 +64,11 @@ def spread(subjects: Sequence[Subject], todo: Sequence[Job], processes: int, sto
                 except (EOFError, OSError):
                     del crew.workers[connection]
                     why = _end_of(worker)
-                    # Without a successor nobody runs the job on the subjects behind this one, either.
-                    for subject in range(worker.task[1], worker.task[1] + 1 if worker.started else len(subjects)):
+                    # Without a successor nobody runs the job on the subjects behind this one,
+                    # either.
+                    for subject in range(
+                        worker.task[1], worker.task[1] + 1 if worker.started else len(subjects)
+                    ):
                         yield _lost(worker, subject, todo, why)
                     if worker.started and not stop.came:
                         crew.hire(worker.number, worker.task)
@@ -74,7 +80,9 @@ def spread(subjects: Sequence[Subject], todo: Sequence[Job], processes: int, sto
                     yield said
                     crew.go_on(connection, stop)
         if not stop.came and crew.following(processes):
-            raise BackendUnavailable(f"no process is left to judge in: the last one {why}; judge in this one alone")
+            raise BackendUnavailable(
+                f"no process is left to judge in: the last one {why}; judge in this one alone"
+            )
     finally:
         crew.end()
 
@@ -102,7 +110,8 @@ class _Crew:
             return
         ours, theirs = _spawning.Pipe()
         process = _spawning.Process(target=_work, args=(theirs, *self._given), daemon=True)
-        resource_tracker.ensure_running()  # starting the first process would, and unblock the signals
+        # starting the first process would, and unblock the signals
+        resource_tracker.ensure_running()
         with kept_from_children():
             process.start()
         theirs.close()
@@ -147,16 +156,23 @@ def _lost(worker: _Worker, subject: int, todo: Sequence[Job], why: str) -> Judge
     job = worker.task[0]
     detail = why if why.startswith("killed") else f"{why}; what it said is on stderr"
     lost = todo[job]
-    finding = Finding(lost.name, "", lost.case.name, dtype_name(lost.dtype), "run", False, detail=detail)
+    finding = Finding(
+        lost.name, "", lost.case.name, dtype_name(lost.dtype), "run", False, detail=detail
+    )
     return Judged(job, subject, [finding], 0.0)
 
 
 def _work(connection: Connection, subjects: Sequence[Subject], todo: Sequence[Job]) -> None:
-    """Body of a process: judge what comes until nobody sends; errors that no job expects end it, with a traceback."""
+    """Body of a process: judge what comes until nobody sends; errors that no job expects end it,
+    with a traceback.
+    """
     torch.set_num_threads(1)
     for subject in subjects[:1]:
         torch.zeros(1, device=subject.device)  # a GPU that takes no more processes refuses here
-    with shared_truths(subjects), contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with (
+        shared_truths(subjects),
+        contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
+    ):
         connection.send(None)
         while True:
             task: _Task = connection.recv()

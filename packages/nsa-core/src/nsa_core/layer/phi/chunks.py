@@ -1,4 +1,6 @@
-"""Chunks of d tokens, of which compression blocks are made: where they lie in dense and in packed sequences."""
+"""Chunks of d tokens, of which compression blocks are made: where they lie in dense and in packed
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 class PackedBlocks(NamedTuple):
-    """Where the chunks and blocks of packed documents lie; all int64, on the device, for T tokens, m = T // d rows.
+    """Where the chunks and blocks of packed documents lie; all int64, on the device, for T tokens,
+    m = T // d rows.
 
     Rows past the last document's are the tail: in bounds, meaningless, and read by no one.
     """
@@ -24,9 +27,11 @@ class PackedBlocks(NamedTuple):
 
 
 def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry) -> PackedBlocks:
-    """Chunks and blocks of documents given by ``cu_seqlens`` int32 [documents + 1], without a synchronisation.
+    """Chunks and blocks of documents given by ``cu_seqlens`` int32 [documents + 1], without a
+    synchronisation.
 
-    A document of n tokens has n // d chunks, so T // d rows hold the chunks, and the fewer blocks, of all.
+    A document of n tokens has n // d chunks, so T // d rows hold the chunks, and the fewer blocks,
+    of all.
     """
     stride, rows = geometry.compress_stride, geometry.max_compressed(total)
     first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
@@ -35,30 +40,39 @@ def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry)
     tokens = first_token[:, None] + torch.arange(stride, device=cu_seqlens.device)
     block = token_places(compressed_cu_seqlens(cu_seqlens, geometry), rows)
     chunks = first_chunk.long()[block.document] + block.position
-    return PackedBlocks(tokens.flatten().clamp(0, max(total - 1, 0)), chunks, block.position * stride)
+    return PackedBlocks(
+        tokens.flatten().clamp(0, max(total - 1, 0)), chunks, block.position * stride
+    )
 
 
 class Chunks:
     """x as chunks of d tokens: ``tokens`` [B, m, G, d, D], or packed [m, G, d, D]."""
 
-    def __init__(self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None) -> None:
+    def __init__(
+        self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None
+    ) -> None:
         stride = geometry.compress_stride
         self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
         self.places = geometry.compress_block_size // stride
         self._blocks = geometry.num_compressed(x.shape[-3])
         x = x if packed is None else x.index_select(0, packed.tokens)
-        # Cut after the transpose: a cut of x itself would make torch.compile tell S = m*d from other lengths.
+        # Cut after the transpose: a cut of x itself would make torch.compile tell S = m*d from
+        # other lengths.
         x = x.transpose(-3, -2)[..., : self.rows * stride, :]
         self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
     def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
-        """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c, ...] or [m, ...]."""
+        """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c,
+        ...] or [m, ...].
+        """
         if self._packed is None:
             return y[:, place : place + self._blocks]
         return y.index_select(0, (self._packed.chunks + place).clamp(0, max(self.rows - 1, 0)))
 
     def total(self, y: torch.Tensor) -> torch.Tensor:
-        """Sum over the places of y [..., m, G, X, r]: [..., n_c, G, X], added in fp32 (fp64 for fp64)."""
+        """Sum over the places of y [..., m, G, X, r]: [..., n_c, G, X], added in fp32 (fp64 for
+        fp64).
+        """
         total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
         for place in range(1, self.places):
             total = total + self.at(place, y[..., place])

@@ -1,8 +1,10 @@
-"""phi of kinds mlp and linear, for one tensor or for keys and values together, as one autograd node.
+"""phi of kinds mlp and linear, for one tensor or for keys and values together, as one autograd
+node.
 
-With the rows of W [out, l*D], token outermost, cut into r = l/d parts, W flatten(block + position) + b is the sum over
-a block's r chunks of W_j x_j, plus W e + b, which is one vector for all blocks. Op by op PyTorch takes three times the
-kernels for the gradient, and as many again for the second tensor: a short sequence is bound by their launches.
+With the rows of W [out, l*D], token outermost, cut into r = l/d parts, W flatten(block + position)
++ b is the sum over a block's r chunks of W_j x_j, plus W e + b, which is one vector for all blocks.
+Op by op PyTorch takes three times the kernels for the gradient, and as many again for the second
+tensor: a short sequence is bound by their launches.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ def _stack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 class JointPhi(torch.autograd.Function):
     """P tensors x [B, S, G, D] -> P tensors [B, n_c, G, out], S > l.
 
-    ``parameters``: position [l, D], weight [hidden, l*D] and bias [hidden] of each, and for an mlp, after its GELU,
-    weight [out, hidden] and bias [out]: P positions, then P weights, and so on.
+    ``parameters``: position [l, D], weight [hidden, l*D] and bias [hidden] of each, and for an mlp,
+    after its GELU, weight [out, hidden] and bias [out]: P positions, then P weights, and so on.
     """
 
     @staticmethod
-    def forward(ctx: Any, stride: int, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, stride: int, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """``tensors``: ``count`` times x, then the parameters; d is ``stride``."""
-        x, position, weight, bias, *down = (tensors[i : i + count] for i in range(0, len(tensors), count))
+        x, position, weight, bias, *down = (
+            tensors[i : i + count] for i in range(0, len(tensors), count)
+        )
         (batch, length, heads, width), places = x[0].shape, len(position[0]) // stride
         rows, dtype = length // stride, x[0].dtype
         blocks, hidden_width = rows - places + 1, len(weight[0])
@@ -101,7 +107,9 @@ def _of_products(
     for place in range(places):
         parts[:, :, place : place + blocks, ..., place].copy_(grad)
     flat = parts.view(count, -1, hidden * places)
-    chunks = torch.bmm(flat, cast.view(count, hidden * places, -1)).view(count, batch, rows, heads, stride, width)
+    chunks = torch.bmm(flat, cast.view(count, hidden * places, -1)).view(
+        count, batch, rows, heads, stride, width
+    )
     dx = grad.new_empty((count, *shape))
     if rows * stride < length:
         dx[:, :, rows * stride :].zero_()

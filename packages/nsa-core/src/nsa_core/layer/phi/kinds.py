@@ -1,8 +1,10 @@
-"""phi: the l tokens of each compression block to one compressed token, k_cmp[i] = phi(k[i*d : i*d + l]) (Eq. 7).
+"""phi: the l tokens of each compression block to one compressed token, k_cmp[i] = phi(k[i*d : i*d +
+l]) (Eq. 7).
 
-Blocks overlap l/d-fold, and a copy of every block would be l/d times the sequence. Here the sequence is cut into chunks
-of d tokens, block i being the r = l/d chunks i .. i+r-1: every phi is a map of single chunks, one result per place j
-in a block, followed by a combination of r results. So the tokens are copied once.
+Blocks overlap l/d-fold, and a copy of every block would be l/d times the sequence. Here the
+sequence is cut into chunks of d tokens, block i being the r = l/d chunks i .. i+r-1: every phi is a
+map of single chunks, one result per place j in a block, followed by a combination of r results. So
+the tokens are copied once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """mean_compress of a dense tensor: the gradient that PyTorch would find op by op, as one node and in fewer ops."""
+    """mean_compress of a dense tensor: the gradient that PyTorch would find op by op, as one node
+    and in fewer ops.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
@@ -47,9 +51,14 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         batch, length, *rest = ctx.shape
         rows, places = length // ctx.stride, ctx.size // ctx.stride
-        around = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))  # a chunk's blocks: places, from one on
+        # a chunk's blocks: places, from one on
+        around = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))
         chunks = around.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
-        tokens = grad.new_empty((batch, rows, ctx.stride, *rest)).copy_(chunks.unsqueeze(2)).flatten(1, 2)
+        tokens = (
+            grad.new_empty((batch, rows, ctx.stride, *rest))
+            .copy_(chunks.unsqueeze(2))
+            .flatten(1, 2)
+        )
         tail = length - rows * ctx.stride
         return (F.pad(tokens, (0, 0, 0, 0, 0, tail)) if tail else tokens), None, None
 
@@ -59,19 +68,26 @@ def mean_compress(
     geometry: BlockGeometry,
     packed: PackedBlocks | None = None,
 ) -> torch.Tensor:
-    """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32 (fp64 for fp64)."""
+    """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32
+    (fp64 for fp64).
+    """
     size, stride = geometry.compress_block_size, geometry.compress_stride
     if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
         wanted = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)
-    sums = chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype)).unsqueeze(-1).expand(*(-1,) * x.dim(), chunks.places)
+    sums = (
+        chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype))
+        .unsqueeze(-1)
+        .expand(*(-1,) * x.dim(), chunks.places)
+    )
     mean = (chunks.total(sums) / size).to(x.dtype)
     return mean
 
 
 class Phi(nn.Module):
-    """forward(x, packed=None): x [B, S, G, D] to compressed [B, n_c, G, D]; packed [T, G, D] to [T // d, G, D].
+    """forward(x, packed=None): x [B, S, G, D] to compressed [B, n_c, G, D]; packed [T, G, D] to [T
+    // d, G, D].
 
     Parameters are shared by the heads G; the result has x's dtype.
     """
@@ -82,7 +98,10 @@ class Phi(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown by repr."""
-        return f"l={self.geometry.compress_block_size}, d={self.geometry.compress_stride}, D={self.width}"
+        return (
+            f"l={self.geometry.compress_block_size}, d={self.geometry.compress_stride},"
+            f" D={self.width}"
+        )
 
 
 class MeanPhi(Phi):
@@ -94,11 +113,17 @@ class MeanPhi(Phi):
 
 
 def _block_linear(
-    x: torch.Tensor, position: torch.Tensor, layer: nn.Linear, geometry: BlockGeometry, packed: PackedBlocks | None
+    x: torch.Tensor,
+    position: torch.Tensor,
+    layer: nn.Linear,
+    geometry: BlockGeometry,
+    packed: PackedBlocks | None,
 ) -> torch.Tensor:
-    """``layer`` on flatten(block + position), [..., n_c, G, out], as :mod:`nsa_core.layer.phi.joint` has it, op by op.
+    """``layer`` on flatten(block + position), [..., n_c, G, out], as
+    :mod:`nsa_core.layer.phi.joint` has it, op by op.
 
-    One block alone is one product. A layer that is not a plain nn.Linear is called on whole blocks, which are copied.
+    One block alone is one product. A layer that is not a plain nn.Linear is called on whole blocks,
+    which are copied.
     """
     if not is_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
@@ -110,7 +135,9 @@ def _block_linear(
         alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
         return alone.unsqueeze(-3)
     chunks = Chunks(x, geometry, packed)
-    parts = F.linear(chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1))
+    parts = F.linear(
+        chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1)
+    )
     total: torch.Tensor = constant + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
     return total.to(parts.dtype)
 
@@ -118,7 +145,9 @@ def _block_linear(
 def _joint(
     phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
 ) -> Sequence[torch.Tensor] | None:
-    """The phis of one kind on xs of one shape as one node; None where they are for PyTorch to do op by op."""
+    """The phis of one kind on xs of one shape as one node; None where they are for PyTorch to do op
+    by op.
+    """
     geometry, first = phis[0].geometry, xs[0]
     if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
         return None
@@ -177,7 +206,9 @@ class MLPPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """About unit variance out for unit variance in (GELU's mean square over a standard normal is 0.43)."""
+        """About unit variance out for unit variance in (GELU's mean square over a standard normal
+        is 0.43).
+        """
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.up.weight, std=self.up.in_features**-0.5)
         nn.init.normal_(self.down.weight, std=(0.43 * self.down.in_features) ** -0.5)
@@ -188,7 +219,9 @@ class MLPPhi(Phi):
         """See :class:`Phi`."""
         if (joint := _joint([self], [x], packed)) is not None:
             return joint[0]
-        hidden: torch.Tensor = self.down(F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed)))
+        hidden: torch.Tensor = self.down(
+            F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed))
+        )
         return hidden.to(x.dtype)
 
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -226,8 +259,8 @@ class ConvPhi(Phi):
 class AttnPoolPhi(Phi):
     """Sum over the l tokens of softmax(query . (token + position) / sqrt(D)) (token + position).
 
-    A softmax inside each chunk and one over the r chunks of a block, weighted by the chunks' log-sums, are together
-    the softmax over the block.
+    A softmax inside each chunk and one over the r chunks of a block, weighted by the chunks'
+    log-sums, are together the softmax over the block.
     """
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
@@ -248,11 +281,15 @@ class AttnPoolPhi(Phi):
         tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
         query = self.query  # read once: a parametrisation computes it
         of_token = (tokens @ query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
-        logits = (of_token.to(precise) + (position @ query).to(precise)) * self.width**-0.5  # [..., G, r, d]
+        logits = (
+            of_token.to(precise) + (position @ query).to(precise)
+        ) * self.width**-0.5  # [..., G, r, d]
         weights = logits.softmax(-1).to(x.dtype)
         pooled = weights @ tokens + torch.einsum("...jt,jtc->...jc", weights, position.to(x.dtype))
         members = range(chunks.places)
-        shares = torch.stack([chunks.at(j, logits.logsumexp(-1)[..., j]) for j in members], -1).softmax(-1)
+        shares = torch.stack(
+            [chunks.at(j, logits.logsumexp(-1)[..., j]) for j in members], -1
+        ).softmax(-1)
         outs = [chunks.at(j, pooled[..., j, :]) * shares[..., j, None] for j in members]
         return torch.stack(outs).sum(0).to(x.dtype)
 
