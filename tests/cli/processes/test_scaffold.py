@@ -28,7 +28,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathl
     )
     assert done.returncode == 0, done.stderr
     assert f"next: pip install -e '{home}[test]'; nsa conformance fresh-one" in done.stdout
-    assert '\ntest = ["nsa-core[test]"]' in (home / "pyproject.toml").read_text()
+    assert '\ntest = ["nsa-verify[test]"]' in (home / "pyproject.toml").read_text()
     offline = [
         "--no-index",
         "--no-deps",

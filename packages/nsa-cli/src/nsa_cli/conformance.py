@@ -59,7 +59,7 @@ def _run(
     entry = output.find_backends().get(name)
     if entry.status != "ready":
         raise BackendUnavailable(f"{entry.title} is {entry.status}: {entry.reason}")
-    pytest = needed("pytest", "nsa conformance needs", "test")
+    pytest = needed("pytest", "nsa conformance needs", "nsa-verify[test]")
     quiet_profiler()
     import torch
 

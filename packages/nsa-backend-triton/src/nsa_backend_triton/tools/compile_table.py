@@ -171,9 +171,7 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
         modes.append((", h=4", {"n_kv_heads": asked.n_heads // 4}))
     if asked.slot in ("cmp", "win") and architecture == 90 and asked.dtype != "float32":
         # descriptors serve dense calls only: rows of their own
-        modes.append(
-            (", packed", {"varlen": True})
-        )
+        modes.append((", packed", {"varlen": True}))
     for mode, changes in modes:
         request = dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
         if configs.missing(request, architecture):

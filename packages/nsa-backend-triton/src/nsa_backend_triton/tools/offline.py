@@ -86,9 +86,7 @@ class Cost:
     spills: int  # bytes stored and loaded
     instructions: tuple[str, ...]
     # codes of ptxas's warnings that it serializes the asynchronous products (wgmma)
-    serialized: tuple[
-        str, ...
-    ]
+    serialized: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -154,9 +152,7 @@ def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
         constexprs.pop((place,), None)
         attributes.pop((place,), None)
         # an annotated argument keeps its type, even if it is 1
-        signature[name] = (
-            parameter.annotation_type or kind
-        )
+        signature[name] = parameter.annotation_type or kind
         if signature[name] == "constexpr":
             constexprs[place,] = values[name]
         if isinstance(mark, str):

@@ -20,5 +20,5 @@ def needed(module: str, purpose: str, extra: str) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         raise BackendUnavailable(
-            f"{purpose} {package}, which is not installed; pip install 'nsa-core[{extra}]'"
+            f"{purpose} {package}, which is not installed; pip install '{extra}'"
         ) from error

@@ -97,7 +97,7 @@ class HubCorpus:
 
     def __init__(self, name: str, field: str = "text") -> None:
         self.name, self.field = name, field
-        library = needed("datasets", "Hugging Face data sets need", "train")
+        library = needed("datasets", "Hugging Face data sets need", "nsa-models[train]")
         path, _, part = name.partition(":")
         try:
             self._stream: Any = library.load_dataset(
@@ -276,4 +276,4 @@ def _is_text(path: Path) -> bool:
 
 
 def _arrow(name: str) -> Any:
-    return needed(name, "parquet files need", "train")
+    return needed(name, "parquet files need", "nsa-models[train]")

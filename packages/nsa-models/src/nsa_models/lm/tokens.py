@@ -58,7 +58,7 @@ class FileTokenizer:
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
-        library = needed("tokenizers", "a tokenizer.json needs", "train")
+        library = needed("tokenizers", "a tokenizer.json needs", "nsa-models[train]")
         self._content = content
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content)
