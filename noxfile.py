@@ -187,7 +187,7 @@ for module in pkgutil.walk_packages(nsa_backend_triton.__path__, "nsa_backend_tr
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.registry import discover
-from nsa_core.dispatch.candidates import ask
+from nsa_core.dispatch.probing import ask
 entry = discover(safe=True).get("triton")
 request = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,

@@ -33,7 +33,8 @@ from nsa_backend_triton.host import configs, sequences
 from nsa_core.contract import SLOTS
 from nsa_verify.checks.decode_fused import append_parity, step_parity
 from nsa_verify.checks.decode_parity import decode_parity, quick_steps
-from nsa_verify.subject import Finding, Subject
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 
 FLOOR = 4.3e12  # bytes a second
 Change = dict[str, int]
@@ -162,7 +163,7 @@ def line(ms: float, count: int) -> str:
 def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
     """What is wrong with every form on quick step number ``job[1]``."""
     device, number, dtype = job
-    subject, step = Subject(dict.fromkeys(SLOTS, "triton"), device), quick_steps()[number]
+    subject, step = Combination(dict.fromkeys(SLOTS, "triton"), device), quick_steps()[number]
     try:
         found: list[Finding] = [
             *decode_parity(subject, step, dtype),

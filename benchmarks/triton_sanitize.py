@@ -19,7 +19,8 @@ from nsa_core.contract import SLOTS
 from nsa_verify.cases import Case
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step
-from nsa_verify.subject import Subject, run_slots
+from nsa_verify.combination import Combination
+from nsa_verify.slot_runs import run_slots
 
 SHAPES = {
     "12/2/64": {"n_heads": 12, "n_kv_heads": 2, "head_dim": 64},
@@ -79,7 +80,7 @@ def layer(name: str, config: NSAConfig, part: str) -> None:
 
 def decode(name: str, config: NSAConfig) -> None:
     """A step, its append and its gates, of one token a sequence and of several."""
-    subject = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
+    subject = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
         findings = [

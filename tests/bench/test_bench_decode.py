@@ -12,7 +12,6 @@ import torch
 
 from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_bench.combos import Combo
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench, DecodeSettings
 from nsa_bench.decode_workloads import (
@@ -32,6 +31,7 @@ from nsa_cli import bench_decode
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_core.dispatch.plan import resolve
 from nsa_core.dispatch.registry import Registry
+from nsa_verify.combination import Combination
 
 BLOCKS = (16, 8, 32, 4, 32)
 SHAPE = Shape(4, 2, 16, 16)
@@ -71,7 +71,7 @@ def run(*combos: str, cells: list[Cell] | None = None, **settings: object) -> Re
         cells=cells or [Cell(SHAPE, 2, 150, 32)],
         blocks=BLOCKS,
         budget_s=0.001,
-        combos=[Combo(name, dict.fromkeys(SLOTS, name)) for name in combos],
+        combos=[Combination(dict.fromkeys(SLOTS, name), name=name) for name in combos],
         **settings,
     )
     return DecodeBench(given, registry(), {}).run()

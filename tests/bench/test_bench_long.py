@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nsa_bench import run as room
-from nsa_bench.combos import Combo
 from nsa_core.dispatch import default_plan
+from nsa_verify.combination import Combination
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])
@@ -23,7 +23,9 @@ def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(
         monkeypatch.setattr(where, "LONG_SEQUENCE", 64)
     monkeypatch.setattr(room, "resolve", by_length)
     registry = registry_with("other", lambda o: o * factor)
-    result = run(registry, lengths=[48, 64], phases=["forward"], combos=(Combo("auto", {}),))
+    result = run(
+        registry, lengths=[48, 64], phases=["forward"], combos=(Combination({}, name="auto"),)
+    )
     assert [gate.ok for gate in result.gates] == [True, right]
     (long,) = (who for name, who in result.combos.items() if name.endswith("from 64 tokens on"))
     assert (result.combos["auto"]["win"].split()[0], long["win"].split()[0]) == ("sdpa", "other")

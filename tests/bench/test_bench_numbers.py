@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nsa_bench import roofline
-from nsa_bench.combos import parse_combo
 from nsa_bench.compare import compare, regressed
 from nsa_bench.crossover import crossing
 from nsa_bench.roofline import measure_peaks
@@ -19,6 +18,7 @@ from nsa_bench.shapes import parse_lengths, parse_shape
 from nsa_bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
+from nsa_verify.combination import parse_combination
 
 
 def test_shapes_by_name_and_given():
@@ -52,9 +52,9 @@ def test_lengths_listed_and_doubled():
 
 
 def test_combos_are_read_in_slot_order():
-    assert parse_combo("win=a, cmp=b").name == "cmp=b,win=a"
-    assert parse_combo("sdpa").backends == dict.fromkeys(SLOTS, "sdpa")
-    assert parse_combo("auto").backends == {}
+    assert parse_combination("win=a, cmp=b").name == "cmp=b,win=a"
+    assert parse_combination("sdpa").backends == dict.fromkeys(SLOTS, "sdpa")
+    assert parse_combination("auto").backends == {}
     for wrong, said in (
         ("wim=a", "did you mean 'win'"),
         ("win=a,win=b", "twice"),
@@ -62,7 +62,7 @@ def test_combos_are_read_in_slot_order():
         ("", "empty"),
     ):
         with pytest.raises(InvalidInput, match=said):
-            parse_combo(wrong)
+            parse_combination(wrong)
 
 
 @pytest.mark.parametrize(

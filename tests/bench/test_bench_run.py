@@ -12,7 +12,6 @@ import sys
 import pytest
 
 from nsa_bench.clocks import CpuClock
-from nsa_bench.combos import parse_combo
 from nsa_bench.render.page import page
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
@@ -20,6 +19,7 @@ from nsa_bench.result import read_result
 from nsa_bench.timing import Outcome, Work, measure, summarise
 from nsa_cli import output
 from nsa_core.errors import InvalidInput
+from nsa_verify.combination import parse_combination
 
 
 def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
@@ -80,11 +80,13 @@ def test_a_wrong_gradient_alone_fails_the_gate(run, registry_with, monkeypatch):
     monkeypatch.setattr(
         module, "backward", lambda *t, call: tuple(g * 1.01 for g in real(*t, call=call))
     )
-    result = run(registry, lengths=[40], phases=["backward"], combos=[parse_combo("win=wrong")])
+    result = run(
+        registry, lengths=[40], phases=["backward"], combos=[parse_combination("win=wrong")]
+    )
     assert result.failed
     assert all("win (wrong) d" in line for line in result.gates[0].failures)
     assert not run(
-        registry, lengths=[40], phases=["forward"], combos=[parse_combo("win=wrong")]
+        registry, lengths=[40], phases=["forward"], combos=[parse_combination("win=wrong")]
     ).failed
 
 

@@ -20,8 +20,8 @@ from nsa_cli.conformance import _Run
 from nsa_core.dispatch.registry import discover
 from nsa_core.util.interruption import held
 from nsa_verify import cases
+from nsa_verify.findings import Finding
 from nsa_verify.run import suite
-from nsa_verify.subject import Finding
 
 SIGNALS = [((signal.SIGTERM,) * 2, 143), ((signal.SIGINT,), 130), ((signal.SIGINT,) * 2, 130)]
 TWICE = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]

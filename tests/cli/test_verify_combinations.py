@@ -23,9 +23,8 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import Unsupported
 from nsa_verify import cases, oracle
 from nsa_verify.checks import slots as checks
-from nsa_verify.combinations import every_combination
+from nsa_verify.combination import Combination, every_combination
 from nsa_verify.run import suite
-from nsa_verify.subject import Subject
 
 
 def half_only(request: Request) -> list[Reason]:
@@ -62,7 +61,7 @@ def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
 
 
 def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
-    subject = Subject({"cmp": "twin"}, "cpu", registry)
+    subject = Combination({"cmp": "twin"}, "cpu", registry)
     plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick", "both")
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
@@ -144,7 +143,7 @@ def test_combinations_share_the_truth_of_a_case(
     case = dataclasses.replace(cases.quick_cases()[4], seed=1)
     todo = [suite.Job("parity", checks.parity, case, torch.bfloat16)]
     subjects = [
-        Subject({"cmp": cmp, "sel": sel}, "cpu", registry)
+        Combination({"cmp": cmp, "sel": sel}, "cpu", registry)
         for cmp in ("sdpa", "twin")
         for sel in ("sdpa", "twin")
     ]
@@ -161,7 +160,7 @@ def test_combinations_share_the_truth_of_a_case(
     made.clear()
     together = list(suite.run_each(subjects, todo))
     assert sorted(made) == ["cmp", "combine", "sel", "win"]
-    assert [j.subject for j in together] == [0, 1, 2, 3]
+    assert [j.combination for j in together] == [0, 1, 2, 3]
     assert [[j.findings] for j in together] == alone
 
 
@@ -173,7 +172,7 @@ def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> No
     wrong = dataclasses.replace(sdpa(), name="wrong", slots=slots)
     todo = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
     subjects = [
-        Subject({"win": name}, "cpu", registry.with_backend(wrong))
+        Combination({"win": name}, "cpu", registry.with_backend(wrong))
         for name in ("sdpa", "wrong", "sdpa")
     ]
     verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(subjects, todo)]

@@ -22,10 +22,11 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.interruption import held
 from nsa_verify import cases
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 from nsa_verify.run import runner, suite
-from nsa_verify.run.runner import judge
-from nsa_verify.run.schedule import Piles
-from nsa_verify.subject import Finding, Subject
+from nsa_verify.run.runner import run_jobs
+from nsa_verify.run.schedule import Schedule
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -37,11 +38,11 @@ def jobs_of(check: suite.Check, count: int) -> list[suite.Job]:
     ]
 
 
-def own_process(subject: Subject, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
+def own_process(subject: Combination, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
     yield Finding("own_process", "", case.name, "float32", "o", True, detail=str(os.getpid()))
 
 
-def deadly(subject: Subject, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
+def deadly(subject: Combination, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
     if (case.name, subject.device) == ("h=1", "cpu"):
         os.kill(os.getpid(), signal.SIGKILL)
     if (case.name, subject.device) == ("S=w", "cpu"):
@@ -51,14 +52,14 @@ def deadly(subject: Subject, case: cases.Case, dtype: torch.dtype) -> Iterator[F
     yield from own_process(subject, case, dtype)
 
 
-def refused(subject: Subject, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
+def refused(subject: Combination, case: cases.Case, dtype: torch.dtype) -> Iterator[Finding]:
     raise InvalidInput("wrong for every backend")
     yield
 
 
 def test_each_job_is_taken_once_and_kernels_stay_with_a_worker():
     todo = suite.jobs("full", DTYPES, text=b"text")
-    piles, taken = Piles(todo), {0: [], 1: [], 2: []}
+    piles, taken = Schedule(todo), {0: [], 1: [], 2: []}
     turns = [0, 1, 1, 2, 2, 2] * len(todo)  # one is slow, and others help it in the end
     for worker in turns:
         if (job := piles.take(worker)) is not None:
@@ -70,7 +71,7 @@ def test_each_job_is_taken_once_and_kernels_stay_with_a_worker():
         "a decode step and a case may share a configuration, and the last pile is shared"
     )
     assert piles.take(0) is None
-    one_pile = Piles([job for job in todo if job.case.name == "h=7" and job.dtype == DTYPES[0]])
+    one_pile = Schedule([job for job in todo if job.case.name == "h=7" and job.dtype == DTYPES[0]])
     assert (one_pile.take(0), one_pile.take(1)) == (0, 12)
 
 
@@ -84,18 +85,18 @@ def test_a_gpu_and_the_interpreter_are_judged_on_by_as_many_as_there_are_cores(m
 
 @pytest.mark.parametrize(("given", "many"), [((), 7), (("--jobs", "3"), 3)])
 def test_processes_left_out_are_as_many_as_fit(monkeypatch, given, many):
-    def judge(*_, processes, **named):
+    def run_nothing(*_, processes, **named):
         raise KeyError(processes)
 
     monkeypatch.setattr(nsa_cli.verify, "_jobs", lambda device, interpreted: 7)
-    monkeypatch.setattr(runner, "judge", judge)
+    monkeypatch.setattr(runner, "run_jobs", run_nothing)
     done = CliRunner().invoke(app, ["verify", "--device", "cpu", *given])
     assert repr(done.exception) == f"KeyError({many})"
 
 
 def test_two_processes_find_what_one_finds():
     twin = Registry(()).with_backend(sdpa()).with_backend(dataclasses.replace(sdpa(), name="twin"))
-    subjects = [Subject({"win": name}, "cpu", twin) for name in ("sdpa", "twin")]
+    combinations = [Combination({"win": name}, "cpu", twin) for name in ("sdpa", "twin")]
     small = [
         j
         for j in suite.jobs("quick", DTYPES, text=None)
@@ -103,7 +104,10 @@ def test_two_processes_find_what_one_finds():
     ]
     todo = [j for j in small if j.name in ("parity", "ties", "causality", "decode")]
     progress: list[str] = []
-    one, two = judge(subjects, todo), judge(subjects, todo, processes=2, advance=progress.append)
+    one, two = (
+        run_jobs(combinations, todo),
+        run_jobs(combinations, todo, processes=2, advance=progress.append),
+    )
     assert two.findings == one.findings
     assert [len(found) for found in two.findings] == [len(todo)] * 2
     assert len(progress) == 2 * len(todo)
@@ -112,7 +116,7 @@ def test_two_processes_find_what_one_finds():
 
 def test_a_process_that_dies_is_a_red_finding_and_the_rest_goes_on(capfd):
     todo = jobs_of(deadly, 8)
-    found = judge([Subject({}, "cpu"), Subject({}, "meta")], todo, processes=2).findings
+    found = run_jobs([Combination({}, "cpu"), Combination({}, "meta")], todo, processes=2).findings
     told, other = ({f.case: f for job in done for f in job} for done in found)
     assert list(told) == list(other) == [job.case.name for job in todo]
     bad = {name: f for name, f in told.items() if not f.ok}
@@ -143,8 +147,12 @@ def test_a_signal_ends_the_run_behind_the_jobs_under_way(signals, most):
 
     try:
         with held() as stop:
-            (found,) = judge(
-                [Subject({})], jobs_of(own_process, 8), processes=2, stop=stop, advance=interrupt
+            (found,) = run_jobs(
+                [Combination({})],
+                jobs_of(own_process, 8),
+                processes=2,
+                stop=stop,
+                advance=interrupt,
             ).findings
     finally:
         signal.signal(signal.SIGINT, before)
@@ -155,19 +163,19 @@ def test_a_signal_ends_the_run_behind_the_jobs_under_way(signals, most):
 @pytest.mark.slow
 def test_what_one_process_would_raise_is_raised():
     with pytest.raises(InvalidInput, match="wrong for every backend"):
-        judge([Subject({})], jobs_of(refused, 2), processes=2)
+        run_jobs([Combination({})], jobs_of(refused, 2), processes=2)
     if not torch.cuda.is_available():
         with pytest.raises(
             BackendUnavailable,
             match=r"no process is left to judge in: .* exit status 1 while it started",
         ):
-            judge([Subject({}, "cuda")], jobs_of(own_process, 4), processes=2)
+            run_jobs([Combination({}, "cuda")], jobs_of(own_process, 4), processes=2)
 
 
 @pytest.mark.slow
 def test_a_job_whose_process_never_began_is_red_for_every_subject():
-    subjects = [Subject({}, "cuda:99"), Subject({"win": "sdpa"}, "cuda:99")]
-    found = judge(subjects, jobs_of(own_process, 2), processes=2).findings
+    combinations = [Combination({}, "cuda:99"), Combination({"win": "sdpa"}, "cuda:99")]
+    found = run_jobs(combinations, jobs_of(own_process, 2), processes=2).findings
     assert [[(f.quantity, f.ok) for job in done for f in job] for done in found] == [
         [("run", False)] * 2
     ] * 2

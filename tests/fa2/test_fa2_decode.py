@@ -19,7 +19,7 @@ from nsa_core.errors import Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_verify.cases import PAPER, TINY, Case, config_of
 from nsa_verify.checks.decode_parity import Step, judge_step, step_data
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
 RAGGED = (1, 7, 8, 11, 12, 64, 77)
 STEPS = {
@@ -138,7 +138,7 @@ def test_the_library_itself(page: int | None, dtype: torch.dtype) -> None:
     )
     found = findings(step, dtype, "cuda")
     assert not [f for f in found if not f.ok]
-    plan = Subject({"cmp": "fa2"}, "cuda").plan(
+    plan = Combination({"cmp": "fa2"}, "cuda").plan(
         step.case.config, dtype, needs_grad=False, phase="decode", page_size=page
     )
     assert plan.choices["cmp"].backend == "fa2"

@@ -15,13 +15,14 @@ from nsa_core.contract import SLOTS, DecodeCall
 from nsa_verify.cases import Case
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step, StepData, decode_parity, step_data
-from nsa_verify.subject import Subject, bits
+from nsa_verify.combination import Combination
+from nsa_verify.findings import bits
 
 pytest.importorskip("triton")
 pytest.importorskip("nsa_backend_triton")
 pytestmark = pytest.mark.gpu
 
-SUBJECT = Subject(dict.fromkeys(SLOTS, "triton"), "cuda")
+SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
 CONFIG = NSAConfig(dim=1024, n_heads=16, n_kv_heads=2, head_dim=64, rope=False)
 LONG = Step(
     Case("16/2/64, pages", CONFIG, ()), (3000, 1, 700, 0, 2048), (1, 1, 1, 0, 1), page_size=128

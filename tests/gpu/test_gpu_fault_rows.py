@@ -13,8 +13,9 @@ from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import default_registry
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.conformance import BackendConformance
+from nsa_verify.findings import bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import bits, run_slot, run_slots, slot_inputs
+from nsa_verify.slot_runs import run_slot, run_slots, slot_inputs
 
 pytestmark = pytest.mark.gpu
 

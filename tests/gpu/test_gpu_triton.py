@@ -16,7 +16,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.conformance import BackendConformance
-from nsa_verify.subject import bits, run_slot, run_slots, slot_inputs
+from nsa_verify.findings import bits
+from nsa_verify.slot_runs import run_slot, run_slots, slot_inputs
 
 nsa_backend_triton = pytest.importorskip("nsa_backend_triton")
 pytest.importorskip("triton")

@@ -11,9 +11,9 @@ from nsa_backend_sdpa import decode, engine
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import InvalidInput
 from nsa_verify.checks.decode_parity import decode_parity, quick_steps, step_data
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
-SDPA = Subject(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "sdpa"))
+SDPA = Combination(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "sdpa"))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

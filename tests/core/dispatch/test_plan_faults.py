@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from nsa_core.contract import SLOTS, Reason
-from nsa_core.dispatch import candidates as survey_module
+from nsa_core.dispatch import probing
+from nsa_core.dispatch.candidates import find_candidates
+from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import resolve
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
@@ -55,7 +57,7 @@ def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
 def test_a_fault_of_our_own_backend_is_reported_to_this_project(
     distribution, ours, toy, monkeypatch
 ):
-    monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.2)
+    monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.2)
     toy.raises, toy.nonsense, toy.slow = (
         (lambda r: 1 // 0),
         (lambda r: 3),
@@ -74,14 +76,14 @@ def test_a_fault_of_our_own_backend_is_reported_to_this_project(
     registry = Registry()
     for one in specs:
         registry = registry.with_backend(one, distribution=distribution)
-    answers = survey_module.survey(CONFIG, registry=registry)
-    hints = [reason.hint for candidate in answers.candidates["win"] for reason in candidate.reasons]
+    answers = find_candidates(CONFIG, PlanOptions(), registry=registry)
+    hints = [reason.hint for candidate in answers.by_slot["win"] for reason in candidate.reasons]
     expected = "this is a bug in NSA itself: please report it with the output of `nsa env`"
     assert hints == [expected if ours else "report it to the plugin's author"] * len(specs)
 
 
 def test_row_57_slow_probe_is_given_up_once(toy, monkeypatch):
-    monkeypatch.setattr(survey_module, "PROBE_LIMIT_S", 0.3)
+    monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.3)
     asked = []
 
     def slow(request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -16,11 +17,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """Default plans come from the dense test backend; the requests made are listed."""
     asked: list[dict[str, object]] = []
 
-    def resolve(config, *, dtype, varlen, needs_grad, **others):
-        asked.append({"dtype": dtype, "varlen": varlen, "needs_grad": needs_grad, **others})
-        return dense_plan(config, dtype, varlen=varlen, needs_grad=needs_grad)
+    def resolve(config, options):
+        asked.append(dataclasses.asdict(options))
+        needs = {"varlen": options.varlen, "needs_grad": options.needs_grad}
+        return dense_plan(config, options.dtype, **needs)
 
-    monkeypatch.setattr("nsa_core.dispatch.plan.resolve", resolve)
+    monkeypatch.setattr(default_plan, "resolve", resolve)
     monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
     return asked
 

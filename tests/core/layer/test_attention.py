@@ -300,14 +300,14 @@ def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
 
 
 def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkeypatch):
-    resolve = nsa_core.dispatch.plan.resolve
+    resolve = nsa_core.dispatch.default_plan.resolve
 
-    def cannot_train(config, *, needs_grad, **others):
-        if needs_grad:
+    def cannot_train(config, options):
+        if options.needs_grad:
             raise Unsupported("forward only")
-        return resolve(config, needs_grad=needs_grad, **others)
+        return resolve(config, options)
 
-    monkeypatch.setattr(nsa_core.dispatch.plan, "resolve", cannot_train)
+    monkeypatch.setattr(nsa_core.dispatch.default_plan, "resolve", cannot_train)
     given = inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(Unsupported, match="forward only"):
         nsa_attention(*given, config=CONFIG)

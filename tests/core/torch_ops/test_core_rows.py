@@ -13,7 +13,7 @@ from nsa_core.dispatch.registry import default_registry
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case
 from nsa_verify.checks import invariants
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
 CONFIG = NSAConfig(
     dim=32,
@@ -153,10 +153,10 @@ def test_row_41_scale_none_is_one_over_sqrt_of_the_unpadded_width() -> None:
     assert NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=9, rope=False).softmax_scale == 1 / 3
 
 
-def with_toy(fault: str) -> Subject:
+def with_toy(fault: str) -> Combination:
     spec = misbehaving.spec(fault)
     registry = default_registry().with_backend(spec)
-    return Subject({"win": spec.name}, registry=registry)
+    return Combination({"win": spec.name}, registry=registry)
 
 
 def call_win(fault: str) -> None:
@@ -193,5 +193,5 @@ def test_row_59_verify_finds_mutated_inputs_and_nan(fault: str, check: str) -> N
     case = Case("row 59", CONFIG, (20,))
     findings = list(getattr(invariants, check)(with_toy(fault), case, torch.float32))
     assert any(f.ok is False and f.slot == "win" for f in findings)
-    healthy = list(getattr(invariants, check)(Subject({}), case, torch.float32))
+    healthy = list(getattr(invariants, check)(Combination({}), case, torch.float32))
     assert all(f.ok is not False for f in healthy)

@@ -27,9 +27,10 @@ from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import ODD, Step, StepData, decode_parity, step_data
-from nsa_verify.subject import Subject, bits
+from nsa_verify.combination import Combination
+from nsa_verify.findings import bits
 
-SUBJECT = Subject(dict.fromkeys(SLOTS, "triton"))
+SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"))
 TINY_STEP, RAGGED = config_of(4, 2, 16, 16, TINY), (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
 STEPS = {
     step.case.name: step

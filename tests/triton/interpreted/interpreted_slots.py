@@ -14,7 +14,7 @@ from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
 from nsa_verify.cases import Case
 from nsa_verify.conformance.slot_under_test import faults
-from nsa_verify.subject import bits
+from nsa_verify.findings import bits
 
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)
 DTYPES = ("float64", "float32", "bfloat16")

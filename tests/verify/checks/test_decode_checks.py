@@ -16,8 +16,8 @@ from nsa_cli.app import app
 from nsa_core.dispatch.registry import Registry
 from nsa_verify.checks import decode_fused, decode_invariants
 from nsa_verify.checks.decode_parity import quick_steps
+from nsa_verify.combination import Combination
 from nsa_verify.run import suite
-from nsa_verify.subject import Subject
 from toy_forms import subject
 
 STEP = quick_steps()[2]  # five rows, some absent, pages
@@ -92,7 +92,7 @@ def test_a_combination_without_decode_forms_is_not_applicable():
         dataclasses.replace(sdpa(), name="prefill-only", slots=slots)
     )
     job = suite.jobs("quick", [torch.float32], text=None, phase="decode")[0]
-    (finding,) = job.run(Subject({}, registry=registry))
+    (finding,) = job.run(Combination({}, registry=registry))
     assert finding.ok is None
     assert "has no decode form of cmp" in finding.detail
 

@@ -14,12 +14,12 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
 from nsa_core.dispatch.registry import Registry
 from nsa_core.layer.rope import RopeTable, rotate
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
 _calls = itertools.count()
 
 
-def subject(**forms: str) -> Subject:
+def subject(**forms: str) -> Combination:
     """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones
     (step=...).
     """
@@ -31,7 +31,7 @@ def subject(**forms: str) -> Subject:
     }
     fused = {form: f"{__name__}:{name}" for form, name in forms.items() if form in FUSED}
     spec = dataclasses.replace(sdpa(), name="toy", slots=slots, fused=fused)
-    return Subject(dict.fromkeys(SLOTS, "toy"), registry=Registry(()).with_backend(spec))
+    return Combination(dict.fromkeys(SLOTS, "toy"), registry=Registry(()).with_backend(spec))
 
 
 def step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call: DecodeCall):

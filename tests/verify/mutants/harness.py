@@ -17,8 +17,9 @@ import torch
 
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
 from nsa_core.dispatch.registry import discover
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 from nsa_verify.run import suite
-from nsa_verify.subject import Finding, Subject
 
 BACKEND = "nsa_backend_sdpa"
 
@@ -43,7 +44,7 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
-def first_red(subject: Subject, phase: str = "both") -> Finding | None:
+def first_red(subject: Combination, phase: str = "both") -> Finding | None:
     """The first failing finding of the phase's quick checks without text, in fp32; None when all
     are green.
     """
@@ -60,10 +61,10 @@ def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
     if mutant.module.startswith(BACKEND):
         return first_red(_subject_of_copy(mutant, scratch), mutant.phase)
     with _faulty_module(mutant):
-        return first_red(Subject(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
+        return first_red(Combination(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
 
 
-def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
+def _subject_of_copy(mutant: Mutant, scratch: Path) -> Combination:
     name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name.lower())
     original = Path(importlib.import_module(BACKEND).__file__ or "").parent
     copy = scratch / name
@@ -86,7 +87,7 @@ def _subject_of_copy(mutant: Mutant, scratch: Path) -> Subject:
     assert isinstance(spec, BackendSpec)
     assert spec.api_version[0] == API_VERSION[0]
     registry = discover().with_backend(dataclasses.replace(spec, name=name))
-    return Subject(dict.fromkeys(SLOTS, name), registry=registry)
+    return Combination(dict.fromkeys(SLOTS, name), registry=registry)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from decode_faults import DECODE_MUTANTS
 from faults import MUTANTS
 from harness import Mutant, first_red, verdict_on
 from nsa_core.contract import SLOTS
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
 
 def test_the_healthy_backend_passes() -> None:
     """Without this, a check that always fails would kill every mutant."""
-    finding = first_red(Subject(dict.fromkeys(SLOTS, "sdpa")))
+    finding = first_red(Combination(dict.fromkeys(SLOTS, "sdpa")))
     assert finding is None, finding
 
 

@@ -14,7 +14,6 @@ import torch
 
 from nsa_bench import entries, roofline
 from nsa_bench.clocks import EagerClock, clock_for
-from nsa_bench.combos import Combo, ready_combos
 from nsa_bench.decode_workloads import (
     Cell,
     default_cells,
@@ -43,6 +42,7 @@ from nsa_bench.timing import (
 )
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
+from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import NSAError
@@ -50,7 +50,7 @@ from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error, dtype_name
 from nsa_verify.checks.decode_fused import fused_step as judge_fused
 from nsa_verify.checks.decode_parity import Step, decode_parity
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination, ready_combinations
 
 REPEATS = 5  # rounds at least: the spread of as many repeats is reported
 UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
@@ -64,7 +64,7 @@ class DecodeSettings:
 
     cells: Sequence[Cell] = ()
     dtypes: Sequence[str] = ("float32",)
-    combos: Sequence[Combo] = ()
+    combos: Sequence[Combination] = ()
     blocks: Sequence[int] = PAPER_BLOCKS
     device: str = "cpu"
     seed: int = 0
@@ -166,23 +166,21 @@ class DecodeBench:
         """The plans of a cell by combination, and the gates of its shape class."""
         s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
-        combos = list(s.combos) or ready_combos(
-            self.registry, config, s.device, dtype, False, "decode", cell.page_size
+        options = PlanOptions(
+            device=s.device, dtype=dtype, phase="decode", page_size=cell.page_size
         )
+        combos = list(s.combos) or ready_combinations(self.registry, config, options)
         plans = {}
         for combo in combos:
             if self._stop.came:
                 break
             plans[combo.name] = plan = resolve(
                 config,
-                device=s.device,
-                dtype=dtype,
+                options,
+                registry=self.registry,
                 backends=dict(combo.backends),
-                phase="decode",
-                page_size=cell.page_size,
                 batch=cell.batch,
                 seq_len=cell.length,
-                registry=self.registry,
             )
             entries.note_combo(
                 self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
@@ -190,14 +188,16 @@ class DecodeBench:
             self._judge(combo, config, cell, dtype)
         return plans
 
-    def _judge(self, combo: Combo, config: NSAConfig, cell: Cell, dtype: torch.dtype) -> None:
+    def _judge(self, combo: Combination, config: NSAConfig, cell: Cell, dtype: torch.dtype) -> None:
         """The combination's gate, once for a shape class and page size."""
         key = (combo.name, cell.shape, cell.page_size, dtype)
         if key not in self._judged:
             self._judged.add(key)
-            subject = Subject(combo.backends, self.settings.device, self.registry)
+            combination = dataclasses.replace(
+                combo, device=self.settings.device, registry=self.registry
+            )
             self._gates.append(
-                decode_gate(combo.name, subject, config, cell, dtype, self.settings.seed)
+                decode_gate(combo.name, combination, config, cell, dtype, self.settings.seed)
             )
 
     def _cell(self, cell: Cell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks) -> None:
@@ -305,13 +305,18 @@ class DecodeBench:
 
 
 def decode_gate(
-    combo: str, subject: Subject, config: NSAConfig, cell: Cell, dtype: torch.dtype, seed: int
+    combo: str,
+    combination: Combination,
+    config: NSAConfig,
+    cell: Cell,
+    dtype: torch.dtype,
+    seed: int,
 ) -> Gate:
     """Judge a combination's decode forms, the fused step among them, on a few steps of the cell's
     class.
     """
     started = time.perf_counter()
-    case = dataclasses.replace(gate_case(config, subject.device, seed), rows=None)
+    case = dataclasses.replace(gate_case(config, combination.device, seed), rows=None)
     longest = case.lengths[0]
     lengths = (longest, longest - 1, longest // 2, longest // 3)
     page = cell.page_size
@@ -320,7 +325,7 @@ def decode_gate(
     )
     step = Step(named, lengths, (4,) * 4, rows=4, page_size=page)
     try:
-        found = [*decode_parity(subject, step, dtype), *judge_fused(subject, step, dtype)]
+        found = [*decode_parity(combination, step, dtype), *judge_fused(combination, step, dtype)]
         wrong = [f"{f.slot or f.check} {f.quantity}: {f.detail}" for f in found if f.ok is False]
     except (NSAError, RuntimeError) as error:
         wrong = [describe_error(error)]

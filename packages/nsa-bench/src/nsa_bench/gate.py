@@ -18,7 +18,7 @@ from nsa_core.util.text import describe_error, dtype_name
 from nsa_verify.cases import Case
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import SlotRun, masked_do, run_slot, slot_inputs
+from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
 
 NOT_CORRECT = "not correct: its gate failed"  # why there is no figure
 

@@ -20,7 +20,6 @@ from nsa_bench import cells, entries, roofline
 from nsa_bench.baselines import Dense, dense_baselines
 from nsa_bench.cells import Problem
 from nsa_bench.clocks import clock_for
-from nsa_bench.combos import Combo, ready_combos
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
@@ -33,11 +32,13 @@ from nsa_bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, O
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
 from nsa_core.dispatch.default_plan import is_long
+from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
+from nsa_verify.combination import Combination, ready_combinations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Settings:
     phases: Sequence[str] = ("forward", "backward")
     dtypes: Sequence[str] = ("float32",)
     inputs: Sequence[str] = ("random",)
-    combos: Sequence[Combo] = ()
+    combos: Sequence[Combination] = ()
     rivals: Sequence[str] | None = None  # None: every known one on a GPU, none elsewhere
     blocks: Sequence[int] = PAPER_BLOCKS
     batch: int = 1
@@ -175,9 +176,8 @@ class Bench:
             getattr(torch, dtype_name),
             shape.config(self.settings.blocks),
         )
-        combos = list(s.combos) or ready_combos(
-            self.registry, config, s.device, dtype, self._gradients
-        )
+        options = PlanOptions(device=s.device, dtype=dtype, needs_grad=self._gradients)
+        combos = list(s.combos) or ready_combinations(self.registry, config, options)
         case = gate_case(config, s.device, s.seed)
         judged = []
         for long, combo in itertools.product(
@@ -200,17 +200,16 @@ class Bench:
                 )
                 self._gates.append(gate)
 
-    def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combo, long: bool) -> Plan:
+    def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
         """As a call has it that names these backends."""
-        return resolve(
-            config,
+        options = PlanOptions(
             device=self.settings.device,
             dtype=dtype,
             backends=dict(combo.backends),
             needs_grad=self._gradients,
             seq_len=LONG_SEQUENCE if long else None,
-            registry=self.registry,
         )
+        return resolve(config, options, registry=self.registry)
 
     def _plans_of(self, problem: Problem) -> dict[str, Plan]:
         return self._plans.get((problem.shape, problem.dtype, is_long(problem.length, False)), {})

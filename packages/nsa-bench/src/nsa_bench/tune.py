@@ -20,7 +20,8 @@ from nsa_bench.timing import measure
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch import tuned
-from nsa_core.dispatch.candidates import survey
+from nsa_core.dispatch.candidates import find_candidates
+from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 
@@ -118,31 +119,22 @@ def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype
     """How often :func:`tune` tells ``advance``: of each backend that takes a slot, and of each
     use.
     """
-    asked = [
-        survey(config, device=device, dtype=dtype, needs_grad=grad, registry=registry)
-        for grad in (False, True)
-    ]
-    return len(PHASES) + sum(
-        c.accepted for answers in asked for of in answers.candidates.values() for c in of
-    )
+    options = [PlanOptions(device=device, dtype=dtype, needs_grad=grad) for grad in (False, True)]
+    asked = [find_candidates(config, each, registry=registry).by_slot for each in options]
+    candidates = [c for by_slot in asked for of_slot in by_slot.values() for c in of_slot]
+    return len(PHASES) + sum(c.accepted for c in candidates)
 
 
 def _plans(
     config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype, training: bool
 ) -> dict[tuple[str, str], Plan]:
     """Per slot and accepting backend the plan that runs it there, everything else auto."""
-    answers = survey(config, device=device, dtype=dtype, needs_grad=training, registry=registry)
+    options = PlanOptions(device=device, dtype=dtype, needs_grad=training)
+    by_slot = find_candidates(config, options, registry=registry).by_slot
     return {
-        (slot, c.backend): resolve(
-            config,
-            device=device,
-            dtype=dtype,
-            backends={slot: c.backend},
-            needs_grad=training,
-            registry=registry,
-        )
+        (slot, c.backend): resolve(config, options, registry=registry, backends={slot: c.backend})
         for slot in SLOTS
-        for c in answers.candidates[slot]
+        for c in by_slot[slot]
         if c.accepted
     }
 

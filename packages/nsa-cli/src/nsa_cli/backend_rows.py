@@ -13,7 +13,7 @@ from nsa_core.dispatch.registry import Registry, disabled_reason
 from nsa_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.candidates import Candidate
+    from nsa_core.dispatch.probing import Candidate
 
 SCHEMA_VERSION = 1
 
@@ -59,25 +59,25 @@ def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Can
     import torch
 
     from nsa_core.config import NSAConfig
-    from nsa_core.dispatch.candidates import survey
+    from nsa_core.dispatch.candidates import find_candidates
+    from nsa_core.dispatch.options import PlanOptions
     from nsa_core.dispatch.plan import describe_request
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    answers = survey(
-        NSAConfig(768, 12, 2), device=device, dtype=dtype, registry=registry, phase=phase
-    )
-    by_slot = {
+    options = PlanOptions(device=device, dtype=dtype, phase=phase)
+    candidates = find_candidates(NSAConfig(768, 12, 2), options, registry=registry)
+    answers = {
         (c.backend, slot): c
-        for slot, of in answers.candidates.items()
-        for c in of
+        for slot, of_slot in candidates.by_slot.items()
+        for c in of_slot
         if c.status == "ready"
     }
-    return describe_request(answers.requests["cmp"]), by_slot
+    return describe_request(candidates.requests["cmp"]), answers
 
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
     """Put into each row of ``document`` what its backend says of itself on this machine."""
-    from nsa_core.dispatch.candidates import details
+    from nsa_core.dispatch.probing import details
 
     entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
     for row in document["backends"]:

@@ -12,7 +12,7 @@ from nsa_cli import output
 from nsa_cli.choices import pick_device
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.candidates import Survey
+    from nsa_core.dispatch.candidates import Candidates
 
 _HELP = """List the backends, show one, or explain who would run a request and why.
 
@@ -159,18 +159,19 @@ def explain(
     named = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
     with output.exit_codes():
         from nsa_core.config import NSAConfig
-        from nsa_core.dispatch.candidates import survey
+        from nsa_core.dispatch.candidates import find_candidates
+        from nsa_core.dispatch.options import PlanOptions
 
-        answers: Survey = survey(
-            NSAConfig(
-                dim=n_heads * head_dim,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                # rotary embedding is not a slot: an odd head width is a question that may be asked
-                rope=False,
-            ),
+        config = NSAConfig(
+            dim=n_heads * head_dim,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            # rotary embedding is not a slot: an odd head width is a question that may be asked
+            rope=False,
+        )
+        options = PlanOptions(
             device=pick_device(device),
             dtype=dtype,
             backends=named,
@@ -181,8 +182,8 @@ def explain(
             batch=batch,
             seq_len=seq_len,
             page_size=page_size,
-            registry=output.find_backends(),
         )
+        answers: Candidates = find_candidates(config, options, registry=output.find_backends())
         document: dict[str, Any] = rows.explained(answers)
         if json:
             output.print_json(document)

@@ -229,9 +229,9 @@ def _settings(
     place = pick_device(device, threads)
     chosen = {n: v for n, v in given.items() if v is not None}
     of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
-    from nsa_bench.combos import parse_combo
     from nsa_bench.run import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
+    from nsa_verify.combination import parse_combination
 
     kinds, lengths = words(inputs), parse_lengths(of["lengths"])
     name, content = _text(text, numbers["batch"] * max(lengths)) if "real" in kinds else ("", b"")
@@ -241,7 +241,7 @@ def _settings(
         phases=words(of["phases"]),
         dtypes=dtype_names(of["dtypes"]),
         inputs=kinds,
-        combos=[parse_combo(word) for word in combos],
+        combos=[parse_combination(word) for word in combos],
         blocks=blocks,
         device=place,
         text=content,

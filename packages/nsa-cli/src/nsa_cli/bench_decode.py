@@ -44,8 +44,8 @@ def run(
     stop: Interruption,
 ) -> Result:
     """Measure; limits left out are the preset's."""
-    from nsa_bench.combos import parse_combo
     from nsa_bench.decode import DecodeBench, DecodeSettings
+    from nsa_verify.combination import parse_combination
 
     place = pick_device(device, threads)
     dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
@@ -57,7 +57,7 @@ def run(
     settings = DecodeSettings(
         cells=chosen,
         dtypes=dtypes,
-        combos=[parse_combo(word) for word in combos],
+        combos=[parse_combination(word) for word in combos],
         blocks=blocks,
         device=place,
         seed=seed,

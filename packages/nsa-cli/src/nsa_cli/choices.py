@@ -87,9 +87,9 @@ def named_backends(text: str) -> dict[str, str] | None:
     Raises:
         InvalidInput: they name no slot, or one twice.
     """
-    from nsa_bench.combos import parse_combo
+    from nsa_verify.combination import parse_combination
 
-    return dict(parse_combo(text).backends) or None
+    return dict(parse_combination(text).backends) or None
 
 
 def quiet_profiler() -> None:
@@ -110,7 +110,7 @@ def pick_device(text: str, threads: int | None = None) -> str:
     quiet_profiler()
     import torch
 
-    from nsa_core.dispatch.candidates import known_device
+    from nsa_core.dispatch.device import known_device
 
     if threads is not None:
         torch.set_num_threads(threads)

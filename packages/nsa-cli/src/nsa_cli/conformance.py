@@ -63,7 +63,7 @@ def _run(
     quiet_profiler()
     import torch
 
-    from nsa_core.dispatch.candidates import known_device
+    from nsa_core.dispatch.device import known_device
 
     if device != "auto":
         known_device(device)

@@ -7,8 +7,9 @@ from typing import Any
 
 from nsa_cli import output
 from nsa_core.contract import Reason
-from nsa_core.dispatch.candidates import Candidate, Survey
+from nsa_core.dispatch.candidates import Candidates
 from nsa_core.dispatch.plan import decide, describe_request
+from nsa_core.dispatch.probing import Candidate
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
 
 SCHEMA_VERSION = 1
@@ -19,10 +20,10 @@ def reason_row(reason: Reason) -> dict[str, str]:
     return dataclasses.asdict(reason)
 
 
-def explained(answers: Survey) -> dict[str, Any]:
+def explained(answers: Candidates) -> dict[str, Any]:
     """Per slot: what was asked, who was chosen, and every candidate with its reasons."""
     chosen: dict[str, str | None] = dict.fromkeys(answers.requests)
-    candidates, error = dict(answers.candidates), None
+    candidates, error = dict(answers.by_slot), None
     try:
         plan = decide(answers)
     except (Unsupported, BackendUnavailable) as refusal:

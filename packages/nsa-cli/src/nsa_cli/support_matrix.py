@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from nsa_core.contract import SLOTS, Reason, Request
-from nsa_core.dispatch.candidates import ask
 from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.probing import ask
 from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.layout import BlockGeometry
 from nsa_core.util.text import one_line

@@ -58,13 +58,15 @@ PROBE = """
 import torch
 from nsa_core import NSAConfig
 from nsa_core.dispatch.registry import discover
-from nsa_core.dispatch.candidates import survey
+from nsa_core.dispatch.candidates import find_candidates
+from nsa_core.dispatch.options import PlanOptions
 registry = discover(safe={safe!r})
 registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
 faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 config = NSAConfig(768, 12, 2)
-asked = [survey(config, device=device, registry=registry).candidates for device in devices]
+options = [PlanOptions(device=device) for device in devices]
+asked = [find_candidates(config, each, registry=registry).by_slot for each in options]
 candidates = [c for slots in asked for of_slot in slots.values() for c in of_slot]
 wrong = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in faults}}
 facts = {{"wrong": wrong}}

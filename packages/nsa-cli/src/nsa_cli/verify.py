@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_core.dispatch.plan import Plan
-    from nsa_verify.subject import Subject
+    from nsa_verify.combination import Combination
 
 SCHEMA_VERSION = 1
 
@@ -150,14 +150,14 @@ def _jobs(device: str, interpreted: bool) -> int:
 def _every(
     named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str
 ) -> list[dict[str, str]]:
-    from nsa_verify.combinations import every_combination
+    from nsa_verify.combination import every_combination
 
     return every_combination(
         output.find_backends(), device, dtypes, named, decode=phase == "decode"
     )
 
 
-def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
+def _plan(combination: Combination, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
     """The plan in the first dtype that the combination takes; refuses unknown and unavailable names
     before any work.
 
@@ -173,8 +173,8 @@ def _plan(subject: Subject, dtypes: Sequence[torch.dtype], preset: str, phase: s
     for dtype in dtypes:
         try:
             if phase == "decode":
-                return subject.plan(config, dtype, needs_grad=False, phase=phase)
-            return subject.plan(config, dtype)
+                return combination.plan(config, dtype, needs_grad=False, phase=phase)
+            return combination.plan(config, dtype)
         except Unsupported as refusal:
             refusals.append(refusal)
     raise refusals[0]
@@ -226,25 +226,25 @@ def _run(
     import torch
 
     from nsa_core.util.text import dtype_name
+    from nsa_verify.combination import Combination
     from nsa_verify.run import suite
     from nsa_verify.run.contexts import emulated
-    from nsa_verify.run.runner import judge
-    from nsa_verify.subject import Subject
+    from nsa_verify.run.runner import run_jobs
 
     # The cases are small: handing them to more threads takes longer than computing them.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
-    subjects = [Subject(named, device, output.find_backends()) for named in combinations]
-    interpreted = any(map(emulated, subjects))
+    combos = [Combination(named, device, output.find_backends()) for named in combinations]
+    interpreted = any(map(emulated, combos))
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
-    plans = [_plan(subject, dtypes, preset, phase) for subject in subjects]
+    plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
     todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
     jobs = jobs or _jobs(device, interpreted)
-    with output.progress(len(todo) * len(subjects)) as advance:
-        done = judge(subjects, todo, processes=jobs, stop=stop, advance=advance)
-    counted: list[dict[str, Any]] = [{} for _ in subjects]
+    with output.progress(len(todo) * len(combos)) as advance:
+        done = run_jobs(combos, todo, processes=jobs, stop=stop, advance=advance)
+    counted: list[dict[str, Any]] = [{} for _ in combos]
     with stop.cuts_short():
-        for index, subject in enumerate(subjects if reads else ()):
-            counted[index] = {} if stop.came else _count(subject, dtypes)
+        for index, combination in enumerate(combos if reads else ()):
+            counted[index] = {} if stop.came else _count(combination, dtypes)
     checks = len(todo) + reads
     left = [checks - len(found) - bool(read) for found, read in zip(done.findings, counted)]
     common = {
@@ -277,7 +277,7 @@ def _run(
     ]
 
 
-def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+def _count(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
     """What a step reads at every length of verify.reads, in the first dtype that has decode
     forms.
     """
@@ -288,7 +288,9 @@ def _count(subject: Subject, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
     for dtype in dtypes:
         try:
             found = [
-                entry for length in LENGTHS for entry in count_reads(subject, config, length, dtype)
+                entry
+                for length in LENGTHS
+                for entry in count_reads(combination, config, length, dtype)
             ]
         except Unsupported as refusal:
             refusals.append(str(refusal))

@@ -54,7 +54,8 @@ def make_cache(
     plan: Plan | None,
 ) -> NSACache:
     """NSAttention.new_cache."""
-    from nsa_core.dispatch.candidates import known_device
+    from nsa_core.dispatch.device import known_device
+    from nsa_core.dispatch.options import PlanOptions
     from nsa_core.dispatch.plan import resolve
 
     sizes.check()
@@ -64,8 +65,7 @@ def make_cache(
     place = torch.empty(0, device=known_device(wanted)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
-        plan = resolve(
-            attn.config,
+        options = PlanOptions(
             device=place,
             dtype=dtype,
             backends=backends,
@@ -74,6 +74,7 @@ def make_cache(
             seq_len=sizes.max_len,
             page_size=sizes.page_size,
         )
+        plan = resolve(attn.config, options)
     cache = NSACache(attn, plan, sizes, dtype, place)
     check_plan(cache, plan)
     return cache

@@ -14,7 +14,8 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.candidates import backends_problems
-from nsa_core.dispatch.plan import Plan
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.errors import InvalidInput, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -101,9 +102,8 @@ def constant_result(function: Function) -> Function:
 
 @constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
 def _plan_name(
-    values: tuple[
-        Any, ...
-    ],  # of the config: torch.compile passes plain values on, not every torch a dataclass
+    # of the config: torch.compile passes plain values on, not every torch a dataclass
+    values: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
@@ -142,10 +142,7 @@ def _made(
     long: bool,
 ) -> str:
     """Name of the attribute of ``plans`` that holds the plan."""
-    from nsa_core.dispatch.plan import resolve
-
-    plan = resolve(
-        NSAConfig(*values),
+    options = PlanOptions(
         device=device,
         dtype=dtype,
         backends=dict(backends) if isinstance(backends, tuple) else backends,
@@ -154,6 +151,7 @@ def _made(
         varlen=varlen,
         seq_len=LONG_SEQUENCE if long else None,
     )
+    plan = resolve(NSAConfig(*values), options)
     name = f"plan_{next(_numbers)}"
     setattr(plans, name, plan)
     return name

@@ -15,23 +15,14 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
-from nsa_core.dispatch.candidates import Backends, Candidate, Survey, survey
+from nsa_core.dispatch.candidates import Candidates, find_candidates
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.probing import Candidate
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.text import describe_error, one_line
-
-__all__ = [
-    "Candidate",
-    "Choice",
-    "Plan",
-    "Survey",
-    "decide",
-    "describe_request",
-    "resolve",
-    "survey",
-]
 
 _log = logging.getLogger("nsa")
 _said: set[tuple[str, ...]] = set()
@@ -167,26 +158,12 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         asked = self.requests["cmp"]
-        fields = (
-            "device",
-            "dtype",
-            "needs_grad",
-            "deterministic",
-            "varlen",
-            "phase",
-            "batch",
-            "seq_len",
-            "page_size",
-        )
-        arguments = {name: getattr(asked, name) for name in fields}
-        arguments["backends"] = {
+        explicit = {
             slot: choice.backend for slot, choice in self.choices.items() if choice.explicit
         }
-        return (_resolve_again, (self.config, arguments))
-
-
-def _resolve_again(config: NSAConfig, arguments: dict[str, Any]) -> Plan:
-    return resolve(config, **arguments)
+        names = {field.name for field in dataclasses.fields(PlanOptions)} - {"backends"}
+        options = PlanOptions(backends=explicit, **{name: getattr(asked, name) for name in names})
+        return (resolve, (self.config, options))
 
 
 def _size(value: int | None) -> str:
@@ -224,26 +201,19 @@ def describe_request(request: Request) -> str:
 
 def resolve(
     config: NSAConfig,
+    options: PlanOptions | None = None,
     *,
-    device: str | torch.device = "cpu",
-    dtype: str | torch.dtype = "float32",
-    backends: Backends = None,
-    needs_grad: bool = False,
-    deterministic: bool | None = None,
-    varlen: bool = False,
-    phase: str = "prefill",
-    batch: int | None = None,
-    seq_len: int | None = None,
-    page_size: int | None = None,
     registry: Registry | None = None,
+    **fields: Any,
 ) -> Plan:
-    """Decide who runs each slot.
+    """Decide which backend runs each slot.
 
-    ``backends``: None or "auto" (the accepting backend of the highest priority, ties by name), one
-    name for all slots, or a mapping of slots to names, where a slot left out is auto.
-    ``deterministic`` None takes ``torch.are_deterministic_algorithms_enabled()``. ``batch`` and
-    ``seq_len`` may stay unknown. With ``phase="decode"`` the kernels are decode forms, for a cache
-    of ``page_size`` (None: one piece a sequence).
+    Args:
+        config: the layer's configuration.
+        options: what else is asked (:class:`nsa_core.dispatch.options.PlanOptions`).
+        registry: where backends come from; None: the installed plugins.
+        **fields: fields of PlanOptions by name, in place of those of ``options``: device, dtype,
+            backends, needs_grad, deterministic, varlen, phase, batch, seq_len, page_size.
 
     Raises:
         InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a
@@ -252,25 +222,16 @@ def resolve(
             or there is none.
         Unsupported: a backend asked for by name, or every backend, refuses; the message lists every
             reason.
+
+    Example:
+        >>> plan = resolve(NSAConfig(768, 12, 2), device="cpu", dtype="float32", needs_grad=True)
     """
-    answers = survey(
-        config,
-        device=device,
-        dtype=dtype,
-        backends=backends,
-        needs_grad=needs_grad,
-        deterministic=deterministic,
-        varlen=varlen,
-        phase=phase,
-        batch=batch,
-        seq_len=seq_len,
-        page_size=page_size,
-        registry=default_registry() if registry is None else registry,
-    )
-    return decide(answers)
+    options = dataclasses.replace(options or PlanOptions(), **fields)
+    registry = default_registry() if registry is None else registry
+    return decide(find_candidates(config, options, registry=registry))
 
 
-def decide(answers: Survey) -> Plan:
+def decide(answers: Candidates) -> Plan:
     """The plan that ``answers`` allow; raises as :func:`resolve`."""
     outcomes = {slot: _decide_slot(answers, slot) for slot in SLOTS}
     refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
@@ -302,7 +263,7 @@ def decide(answers: Survey) -> Plan:
     )
 
 
-def _kernel(answers: Survey, slot: str, backend: str) -> Kernel | DecodeKernel:
+def _kernel(answers: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
     """What runs ``slot`` on ``backend``; whatever importing its functions raises passes through."""
     spec, request = answers.registry.get(backend).spec, answers.requests[slot]
     assert spec is not None  # an accepted candidate is ready
@@ -315,7 +276,7 @@ def _kernel(answers: Survey, slot: str, backend: str) -> Kernel | DecodeKernel:
     )
 
 
-def _fused(answers: Survey, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
+def _fused(answers: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
     """The fused decode forms, where one backend runs every slot."""
     names = {choice.backend for choice in choices.values()}
     spec = answers.registry.get(names.pop()).spec if len(names) == 1 else None
@@ -327,11 +288,11 @@ def _fused(answers: Survey, choices: Mapping[str, Choice]) -> dict[str, DecodeKe
 _Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
 
 
-def _decide_slot(answers: Survey, slot: str) -> _Outcome:
+def _decide_slot(answers: Candidates, slot: str) -> _Outcome:
     """(chosen candidate and its kernel, candidates with what importing added, or the error's
     type).
     """
-    name, candidates = answers.wanted[slot], list(answers.candidates[slot])
+    name, candidates = answers.wanted[slot], list(answers.by_slot[slot])
     error: type[NSAError] = Unsupported
     if (
         not answers.registry.ready()
@@ -352,7 +313,7 @@ def _decide_slot(answers: Survey, slot: str) -> _Outcome:
     return None, tuple(candidates), error
 
 
-def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
+def _report(answers: Candidates, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
     """One sentence, the request, and for every slot that nobody runs a line per backend."""
     named = {slot: one_line(name) for slot in refused if (name := answers.wanted[slot]) is not None}
     sentences = [
@@ -377,7 +338,7 @@ def _report(answers: Survey, refused: Mapping[str, tuple[Candidate, ...]]) -> st
     return "\n".join(lines)
 
 
-def _say_once(answers: Survey, choices: Mapping[str, Choice]) -> None:
+def _say_once(answers: Candidates, choices: Mapping[str, Choice]) -> None:
     chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
     request = answers.requests["cmp"]
     said = (

@@ -39,7 +39,7 @@ _SCHEMA = 2  # 1: probes were not asked
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Trial:
     """What became of one plugin in a child process."""
 
     reason: Reason | None  # None: it survived
@@ -73,8 +73,8 @@ def remembered(plugins: Sequence[Plugin]) -> dict[Plugin, Reason]:
     return {p: v.reason for p, v in _recall(plugins).items() if v.reason is not None}
 
 
-def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Verdict]:
-    waiting, verdicts = list(plugins), dict[Plugin, Verdict]()
+def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Trial]:
+    waiting, verdicts = list(plugins), dict[Plugin, Trial]()
     running: dict[Plugin, tuple[subprocess.Popen[bytes], float]] = {}
     try:
         while waiting or running:
@@ -87,7 +87,7 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Verdict]
                     continue
                 del running[plugin]
                 end(child)
-                verdicts[plugin] = Verdict(_reason(status, limit_s), limit_s)
+                verdicts[plugin] = Trial(_reason(status, limit_s), limit_s)
             time.sleep(0.005)
     finally:
         for child, _ in running.values():
@@ -245,10 +245,10 @@ def _read() -> dict[str, Any]:
     return verdicts if isinstance(verdicts, dict) else {}
 
 
-def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Verdict]:
+def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
     if not plugins:
         return {}
-    stored, found = _read(), dict[Plugin, Verdict]()
+    stored, found = _read(), dict[Plugin, Trial]()
     for plugin in plugins:
         item = stored.get(_key(plugin))
         if not isinstance(item, dict) or item.get("stamp") != _stamp(plugin):
@@ -257,17 +257,17 @@ def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Verdict]:
         if not isinstance(limit, (int, float)):
             continue
         if reason is None:
-            found[plugin] = Verdict(None, limit)
+            found[plugin] = Trial(None, limit)
         elif (
             isinstance(reason, list)
             and len(reason) == 2
             and all(isinstance(text, str) for text in reason)
         ):
-            found[plugin] = Verdict(Reason(reason[0], reason[1], _hint()), limit)
+            found[plugin] = Trial(Reason(reason[0], reason[1], _hint()), limit)
     return found
 
 
-def _remember(verdicts: dict[Plugin, Verdict]) -> None:
+def _remember(verdicts: dict[Plugin, Trial]) -> None:
     stored = _read()
     for plugin, verdict in verdicts.items():
         reason = [verdict.reason.code, verdict.reason.message] if verdict.reason else None

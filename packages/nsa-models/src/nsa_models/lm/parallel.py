@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_core.dispatch.candidates import known_device
+from nsa_core.dispatch.device import known_device
 from nsa_core.errors import InvalidInput
 from nsa_models.lm.model import LanguageModel
 

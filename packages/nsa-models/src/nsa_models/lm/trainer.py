@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.candidates import known_device
 from nsa_core.dispatch.default_plan import default_plan, is_long
+from nsa_core.dispatch.device import known_device
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention

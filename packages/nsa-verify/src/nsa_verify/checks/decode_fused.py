@@ -15,43 +15,44 @@ from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.util.text import dtype_name
 from nsa_verify import oracle
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
 from nsa_verify.reference import attention
-from nsa_verify.subject import Finding, Subject, judged, same_bits
 
 _DIM = 200  # of a layer: wider than a tile, and no multiple of one
 
 
-def fused_step(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """:func:`step_parity`, where the subject's backend has a fused step."""
-    plan = decode_plan(subject, step, dtype)
+def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """:func:`step_parity`, where the combination's backend has a fused step."""
+    plan = decode_plan(combination, step, dtype)
     if "step" in plan.fused:
-        yield from step_parity(subject, step, dtype)
+        yield from step_parity(combination, step, dtype)
     else:
         yield _missing(plan, "step", step, dtype)
 
 
-def fused_append(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """:func:`append_parity` with and without rotary, where the subject's backend has a fused
+def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """:func:`append_parity` with and without rotary, where the combination's backend has a fused
     append.
     """
-    plan = decode_plan(subject, step, dtype)
+    plan = decode_plan(combination, step, dtype)
     if "append" not in plan.fused:
         yield _missing(plan, "append", step, dtype)
         return
     ring = step.case.config.compress_block_size + step.rows - 1
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         yield from append_parity(
-            subject, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False
+            combination, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False
         )
 
 
-def fused_gates(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """sigmoid(x W^T + b), where the subject's backend has a fused form of it, judged in the dtype
-    that gates have.
+def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+    """sigmoid(x W^T + b), where the combination's backend has a fused form of it, judged in the
+    dtype that gates have.
     """
-    plan, data = decode_plan(subject, step, dtype), step_data(step, dtype, subject.device)
+    plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     if "gates" not in plan.fused:
         yield _missing(plan, "gates", step, dtype)
         return
@@ -59,7 +60,7 @@ def fused_gates(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fi
     generator = torch.Generator().manual_seed(step.case.seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(subject.device, dtype)
+        return torch.randn(shape, generator=generator).to(combination.device, dtype)
 
     x = normal(batch, m, _DIM + 8)[..., :_DIM]  # rows that do not follow one another
     weight, bias = normal(3 * heads, _DIM) * _DIM**-0.5, normal(3 * heads)
@@ -94,15 +95,15 @@ def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
     )
 
 
-def step_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """The blocks are a right choice, and o is the gated sum of the branches over these blocks;
     padding is empty.
 
     Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused
     step may round less.
     """
-    plan = decode_plan(subject, step, dtype)
-    data = step_data(step, dtype, subject.device)
+    plan = decode_plan(combination, step, dtype)
+    data = step_data(step, dtype, combination.device)
     s = data.stores
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     o, blocks = plan.fused["step"](data.q, data.gates, *(s[name] for name in names), call=data.call)
@@ -166,7 +167,7 @@ def _judge_composed(
 
 
 def append_parity(
-    subject: Subject,
+    combination: Combination,
     step: Step,
     dtype: torch.dtype,
     *,
@@ -180,10 +181,10 @@ def append_parity(
     ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum
     in one instruction round once less: both are right, and their last bits differ.
     """
-    data, config = step_data(step, dtype, subject.device), step.case.config
-    plan, table = decode_plan(subject, step, dtype), None
+    data, config = step_data(step, dtype, combination.device), step.case.config
+    plan, table = decode_plan(combination, step, dtype), None
     if rope:
-        positions = torch.arange(max(step.lengths) + step.rows, device=subject.device)
+        positions = torch.arange(max(step.lengths) + step.rows, device=combination.device)
         table = rope_table(positions, config.qk_dim, config.rope_base, dtype)
     rows, stores = _arrivals(step, data, raw_ring)
     want = {name: (k.clone(), v.clone()) for name, (k, v) in stores.items()}

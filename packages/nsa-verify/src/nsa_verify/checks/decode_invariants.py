@@ -25,7 +25,8 @@ from nsa_verify.checks.decode_parity import (
     run_step,
     step_data,
 )
-from nsa_verify.subject import Finding, Subject, same_bits, spec_of
+from nsa_verify.combination import Combination, spec_of
+from nsa_verify.findings import Finding, same_bits
 
 _NAMES = {"select": ("blocks",)}
 
@@ -43,24 +44,26 @@ def _same(
             yield same_bits(check, slot, step.case, dtype, name, one, other)
 
 
-def ties(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def ties(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Queries of 0 give every visible compressed token the same score: the lowest blocks are
     chosen.
     """
-    data = step_data(step, dtype, subject.device)
+    data = step_data(step, dtype, combination.device)
     data = dataclasses.replace(data, q=data.q * 0, whole={**data.whole, "q": data.whole["q"] * 0})
-    results = run_step(decode_plan(subject, step, dtype), data)
+    results = run_step(decode_plan(combination, step, dtype), data)
     for finding in judge_step(step, dtype, data, results, DECODE_SLOTS):
         yield dataclasses.replace(finding, check="decode ties")
 
 
-def run_to_run(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def run_to_run(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Three runs have the same bits: as declared, and in every slot when it is demanded."""
-    data = step_data(step, dtype, subject.device)
+    data = step_data(step, dtype, combination.device)
     for demanded in (False, True):
-        plan = decode_plan(subject, step, dtype, deterministic=demanded)
+        plan = decode_plan(combination, step, dtype, deterministic=demanded)
         declared = tuple(
-            s for s in DECODE_SLOTS if demanded or spec_of(subject, plan, s).slots[s].deterministic
+            s
+            for s in DECODE_SLOTS
+            if demanded or spec_of(combination, plan, s).slots[s].deterministic
         )
         for slot in (s for s in DECODE_SLOTS if s not in declared):
             said = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
@@ -78,21 +81,21 @@ def run_to_run(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Fin
             yield from _same("decode run to run", step, dtype, other, first, declared)
 
 
-def page_order(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def page_order(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """The same sequences in pages of another order: the same bits."""
-    plan = decode_plan(subject, step, dtype, deterministic=True)
+    plan = decode_plan(combination, step, dtype, deterministic=True)
     first, other = (
-        run_step(plan, step_data(step, dtype, subject.device, order)) for order in (0, 1)
+        run_step(plan, step_data(step, dtype, combination.device, order)) for order in (0, 1)
     )
     yield from _same("decode page order", step, dtype, other, first)
 
 
-def replayed(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """New numbers in the same tensors, as a CUDA graph is replayed: the bits of a fresh call with
     those numbers.
     """
-    plan = decode_plan(subject, step, dtype, deterministic=True)
-    used, fresh = (step_data(step, dtype, subject.device) for _ in range(2))
+    plan = decode_plan(combination, step, dtype, deterministic=True)
+    used, fresh = (step_data(step, dtype, combination.device) for _ in range(2))
     run_step(plan, used)
     # One token fewer each; where a sequence has but this step's own, its step now brings fewer
     # rows.
@@ -106,12 +109,12 @@ def replayed(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Findi
     yield from _same("decode replay", step, dtype, run_step(plan, used), run_step(plan, fresh))
 
 
-def inputs_untouched(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def inputs_untouched(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """No decode form writes to the cache, the queries or the call's tensors."""
-    data = step_data(step, dtype, subject.device)
+    data = step_data(step, dtype, combination.device)
     given = _tensors(data)
     before = {name: tensor.clone() for name, tensor in given.items()}
-    run_step(decode_plan(subject, step, dtype), data)
+    run_step(decode_plan(combination, step, dtype), data)
     for name, tensor in given.items():
         yield same_bits("decode inputs untouched", "", step.case, dtype, name, tensor, before[name])
 
@@ -121,15 +124,15 @@ def _tensors(data: StepData) -> dict[str, torch.Tensor]:
     return {"q": data.q, **data.stores, **call}
 
 
-def dispatch(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def dispatch(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """The decode form that ran is the one that was asked for: by the plan's own record, and by a
     profile.
     """
-    data, plan = step_data(step, dtype, subject.device), decode_plan(subject, step, dtype)
+    data, plan = step_data(step, dtype, combination.device), decode_plan(combination, step, dtype)
     with record_dispatch() as trace:
         results = run_step(plan, data)
     for slot in DECODE_SLOTS:
-        asked = subject.backends.get(slot, plan.choices[slot].backend)
+        asked = combination.backends.get(slot, plan.choices[slot].backend)
         ran = {(r.backend, r.direction) for r in trace if r.slot == slot}
         said = (
             ", ".join(f"{backend} ({direction})" for backend, direction in sorted(ran)) or "nothing"
@@ -139,11 +142,11 @@ def dispatch(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Findi
         yield Finding(
             "decode dispatch", slot, step.case.name, dtype_name(dtype), "record", ok, detail=detail
         )
-        yield _profiled(subject, plan, slot, step, dtype, data, results)
+        yield _profiled(combination, plan, slot, step, dtype, data, results)
 
 
 def _profiled(
-    subject: Subject,
+    combination: Combination,
     plan: Plan,
     slot: str,
     step: Step,
@@ -151,7 +154,7 @@ def _profiled(
     data: StepData,
     results: Results,
 ) -> Finding:
-    evidence = spec_of(subject, plan, slot).slots[slot].evidence
+    evidence = spec_of(combination, plan, slot).slots[slot].evidence
     common = ("decode dispatch", slot, step.case.name, dtype_name(dtype), "profile")
     if not evidence:
         return Finding(*common, None, detail="no evidence declared")

@@ -18,9 +18,10 @@ from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
 from nsa_core.util.text import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import Finding, Subject, judged, same_bits
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
@@ -143,10 +144,10 @@ def run_step(plan: Plan, data: StepData) -> Results:
 
 
 def decode_plan(
-    subject: Subject, step: Step, dtype: torch.dtype, *, deterministic: bool = False
+    combination: Combination, step: Step, dtype: torch.dtype, *, deterministic: bool = False
 ) -> Plan:
-    """The subject's plan for ``step``; resolve()'s errors pass through."""
-    return subject.plan(
+    """The combination's plan for ``step``; resolve()'s errors pass through."""
+    return combination.plan(
         step.case.config,
         dtype,
         needs_grad=False,
@@ -156,15 +157,15 @@ def decode_plan(
     )
 
 
-def decode_parity(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def decode_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Every slot's decode form equals the oracle's rows of the same sequences; padding rows are
     empty.
 
     All that no sequence owns is NaN here (the module's first paragraph): there is no poison check
     of its own.
     """
-    data = step_data(step, dtype, subject.device)
-    results = run_step(decode_plan(subject, step, dtype), data)
+    data = step_data(step, dtype, combination.device)
+    results = run_step(decode_plan(combination, step, dtype), data)
     yield from judge_step(step, dtype, data, results, DECODE_SLOTS)
 
 

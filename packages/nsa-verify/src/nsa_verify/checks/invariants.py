@@ -14,30 +14,21 @@ from nsa_core.layer.attention import nsa_attention
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_core.util.text import dtype_name
 from nsa_verify.cases import Case, CaseData
+from nsa_verify.combination import Combination, spec_of
+from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import (
-    Finding,
-    SlotRun,
-    Subject,
-    judged,
-    masked_do,
-    run_slot,
-    run_slots,
-    same_bits,
-    slot_inputs,
-    spec_of,
-)
+from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, run_slots, slot_inputs
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
 
 
-def composition(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """nsa_attention is the five slots in order: same bits out, and the same bits into every
     branch's gradient.
     """
-    data = case.data(dtype, subject.device)
+    data = case.data(dtype, combination.device)
     # Two runs are compared bit by bit, so both are asked for the same bits.
-    plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=True)
+    plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=True)
     do = masked_do(case, data.do)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
@@ -91,15 +82,15 @@ def _longest(data: CaseData) -> int | None:
     return None if data.cu_seqlens is None else data.max_seqlen
 
 
-def causality(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Tokens from t0 on changed, and autograd asked: nothing before t0 moves, in any branch, by a
     single bit.
     """
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
-    data = case.data(dtype, subject.device)
-    other = case.data(dtype, subject.device, seed=1)
-    plan = subject.plan(case.config, dtype)
+    data = case.data(dtype, combination.device)
+    other = case.data(dtype, combination.device, seed=1)
+    plan = combination.plan(case.config, dtype)
 
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
         # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to
@@ -168,14 +159,14 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
     return _with(data, **changed)
 
 
-def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Keys and values after t set to +-1e30 (fp16 6e4) leave o, LSE and dq of the rows up to t
     unchanged, bitwise.
     """
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, deterministic=True)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, deterministic=True)
     runs = run_slots(plan, case, data)
     t = case.tokens // 2
     seen = case.config.geometry.num_compressed(t + 1)
@@ -195,14 +186,14 @@ def finite_poison(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[
         yield same_bits("poison", slot, case, dtype, f"lse up to {t}", lse, clean)
 
 
-def nan_storage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Inputs that live between NaNs (beyond S, between rows), outputs that start as NaN: still
     right.
     """
     if case.rows is not None:
         return
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=case.packed)
     runs = run_slots(plan, case, data)
     with _poisoned_memory():
         for slot in ("cmp", "sel", "win"):
@@ -248,16 +239,16 @@ def _poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Three runs have the same bits, forward and backward: as declared, and in every slot when it
     is demanded.
     """
-    data = case.data(dtype, subject.device)
+    data = case.data(dtype, combination.device)
     for demanded in (False, True):
-        plan = subject.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
+        plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
         first, *others = [run_slots(plan, case, data) for _ in range(3)]
         for slot in SLOTS:
-            if not (demanded or spec_of(subject, plan, slot).slots[slot].deterministic):
+            if not (demanded or spec_of(combination, plan, slot).slots[slot].deterministic):
                 detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
                 yield Finding(
                     "run to run",
@@ -274,10 +265,10 @@ def run_to_run(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
                 yield same_bits("run to run", slot, case, dtype, quantity, got, want)
 
 
-def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """No slot writes to a tensor it was given, forward or backward."""
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=case.packed)
     runs = run_slots(plan, case, data)
     for slot in SLOTS:
         given = slot_inputs(slot, data, runs)
@@ -287,17 +278,17 @@ def inputs_untouched(subject: Subject, case: Case, dtype: torch.dtype) -> Iterat
             yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
 
 
-def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def dispatch(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """The kernel that ran is the one that was asked for: by the operator's own record, and by a
     profile.
     """
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=case.packed)
     with record_dispatch() as trace:
         runs = run_slots(plan, case, data)
     for slot in SLOTS:
         backend = plan.choices[slot].backend
-        asked = subject.backends.get(slot, backend)
+        asked = combination.backends.get(slot, backend)
         ran = sorted({r.backend for r in trace if r.slot == slot})
         directions = {r.direction for r in trace if r.slot == slot}
         expected = {"forward"} if slot == "select" else {"forward", "backward"}
@@ -310,11 +301,11 @@ def dispatch(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
         )
         yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
         if not nothing:
-            yield _profiled(subject, plan, slot, case, dtype, data, runs[slot])
+            yield _profiled(combination, plan, slot, case, dtype, data, runs[slot])
 
 
 def _profiled(
-    subject: Subject,
+    combination: Combination,
     plan: Plan,
     slot: str,
     case: Case,
@@ -322,7 +313,7 @@ def _profiled(
     data: CaseData,
     run: SlotRun,
 ) -> Finding:
-    evidence = spec_of(subject, plan, slot).slots[slot].evidence
+    evidence = spec_of(combination, plan, slot).slots[slot].evidence
     if not evidence:
         return Finding(
             "dispatch",

@@ -19,8 +19,9 @@ from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_verify.cases import Case
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding, judged
 from nsa_verify.judge.layer_gradients import judge_layer
-from nsa_verify.subject import Finding, Subject, judged
 
 CONFIG = NSAConfig(
     dim=12,
@@ -57,7 +58,7 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
     return [job("layer", layer, case, torch.float64) for case in cases]
 
 
-def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """NSAttention equals the oracle's layer: output, input gradient, and the gradient of every
     parameter.
     """
@@ -66,20 +67,20 @@ def layer(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]
         attn = NSAttention(case.config).to(dtype)
         shape = (*(() if case.packed else (case.batch,)), case.tokens, case.config.dim)
         x, do = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    plan = _plan(subject, case, dtype) or resolve(
+    plan = _plan(combination, case, dtype) or resolve(
         case.config, dtype=dtype, needs_grad=True, varlen=case.packed
     )
     verdicts = judge_layer(attn, x, do, case.data(dtype).cu_seqlens, plan)
     yield from judged("layer", "", case, dtype, verdicts)
 
 
-def _plan(subject: Subject, case: Case, dtype: torch.dtype) -> Plan | None:
-    """The subject's plan if it computes ``dtype`` on the CPU, where the oracle's layer is compared;
-    None: the best.
+def _plan(combination: Combination, case: Case, dtype: torch.dtype) -> Plan | None:
+    """The combination's plan if it computes ``dtype`` on the CPU, where the oracle's layer is
+    compared; None: the best.
     """
-    if subject.device != "cpu":
+    if combination.device != "cpu":
         return None
     try:
-        return subject.plan(case.config, dtype, varlen=case.packed)
+        return combination.plan(case.config, dtype, varlen=case.packed)
     except Unsupported:
         return None

@@ -27,7 +27,8 @@ from nsa_verify.checks.decode_parity import (
     run_step,
     step_data,
 )
-from nsa_verify.subject import Finding, Subject
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 
 PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies of one call
@@ -86,7 +87,12 @@ def predicted_total(config: NSAConfig, length: int) -> int:
 
 
 def count_reads(
-    subject: Subject, config: NSAConfig, length: int, dtype: torch.dtype, *, chunk: int = CHUNK
+    combination: Combination,
+    config: NSAConfig,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    chunk: int = CHUNK,
 ) -> list[Reads]:
     """One entry per branch and kv head, for a step of one token over pages of one selection block.
 
@@ -95,7 +101,7 @@ def count_reads(
     """
     case = Case(f"reads at {length}", config, (), sharpness=_SHARPNESS)
     step = Step(case, (length,), (1,), page_size=config.select_block_size)
-    plan, data = decode_plan(subject, step, dtype), step_data(step, dtype, subject.device)
+    plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     data = dataclasses.replace(data, stores={n: x.nan_to_num(0.0) for n, x in data.stores.items()})
     results = run_step(plan, data)
     found = []
@@ -110,12 +116,12 @@ def count_reads(
     return found
 
 
-def reads(subject: Subject, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+def reads(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """At each length of the step, every branch reads the tokens it must, and no other."""
     if step.rows > 1:
         return
     for length in step.lengths:
-        for entry in count_reads(subject, step.case.config, length, dtype):
+        for entry in count_reads(combination, step.case.config, length, dtype):
             where = f"kv head {entry.kv_head}, {length} tokens"
             said = entry.detail or f"{entry.predicted} predicted and counted"
             common = (

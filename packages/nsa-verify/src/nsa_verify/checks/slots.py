@@ -14,17 +14,19 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.util.text import dtype_name
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import Finding, SlotRun, Subject, judged, run_slot, run_slots, same_bits
+from nsa_verify.slot_runs import SlotRun, run_slot, run_slots
 
 
-def parity(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def parity(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Every slot equals the oracle on bit for bit the tensors it received: outputs, LSE and every
     gradient.
     """
-    data = case.data(dtype, subject.device)
-    runs = run_slots(subject.plan(case.config, dtype, varlen=case.packed), case, data)
+    data = case.data(dtype, combination.device)
+    runs = run_slots(combination.plan(case.config, dtype, varlen=case.packed), case, data)
     for slot in SLOTS:
         yield from _judge_run("parity", slot, case, dtype, runs[slot], data.cu_seqlens)
 
@@ -75,7 +77,7 @@ def _judge_run(
     yield from judged(check, slot, case, dtype, verdicts)
 
 
-def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def coverage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d =
     1 (cmp).
     """
@@ -87,15 +89,17 @@ def coverage(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Findi
         num_selected_blocks=max(3, case.config.geometry.num_select_blocks(length)),
         window_size=length,
     )
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(config, dtype, varlen=case.packed)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(config, dtype, varlen=case.packed)
     runs = run_slots(plan, case, data)
     dense = dataclasses.replace(config.geometry, window_size=length)
     for slot in ("sel", "win"):
         yield from _judge_dense("coverage", slot, case, dtype, runs[slot], dense, {}, data)
     single = dataclasses.replace(config, compress_block_size=1, compress_stride=1)
     inputs = {"q": data.q, "k_cmp": data.k_win, "v_cmp": data.v_win}
-    run = run_slot(subject.plan(single, dtype, varlen=case.packed), "cmp", inputs, data.do, data)
+    run = run_slot(
+        combination.plan(single, dtype, varlen=case.packed), "cmp", inputs, data.do, data
+    )
     yield from _judge_dense(
         "coverage", "cmp", case, dtype, run, dense, {"k_cmp": "k", "v_cmp": "v"}, data
     )
@@ -123,12 +127,14 @@ def _judge_dense(
     yield from judged(check, slot, case, dtype, verdicts)
 
 
-def packed_equals_separate(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def packed_equals_separate(
+    combination: Combination, case: Case, dtype: torch.dtype
+) -> Iterator[Finding]:
     """Each document of a packed call equals that document judged alone, without cu_seqlens."""
     if not case.packed:
         return
-    data = case.data(dtype, subject.device)
-    runs = run_slots(subject.plan(case.config, dtype, varlen=True), case, data)
+    data = case.data(dtype, combination.device)
+    runs = run_slots(combination.plan(case.config, dtype, varlen=True), case, data)
     geometry = case.config.geometry
     token = compressed = 0
     for length in case.lengths:
@@ -155,14 +161,14 @@ def _document(run: SlotRun, rows: slice, crows: slice) -> SlotRun:
     return SlotRun(inputs, outputs, None if run.do is None else run.do[None, rows])
 
 
-def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def ties(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Equal scores go to the lower block index: all-zero keys, and small integers whose logits are
     exact.
     """
     if case.rows is not None or case.text is not None:
         return
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
     zero = torch.zeros_like(data.k_cmp)
     # Keys repeat with the selection block, so that whole blocks tie exactly, tap by tap and in any
     # order of addition; one entry of q and a power-of-two scale keep every logit exact in fp32.
@@ -173,7 +179,7 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     q = torch.zeros_like(data.q)
     q[..., 0] = 4.0
     exact = dataclasses.replace(case.config, scale=0.25)
-    exact_plan = subject.plan(exact, dtype, varlen=case.packed, needs_grad=False)
+    exact_plan = combination.plan(exact, dtype, varlen=case.packed, needs_grad=False)
     for label, use, config, queries, keys in (
         ("zero keys", plan, case.config, data.q, zero),
         ("integer logits", exact_plan, exact, q, few),
@@ -189,14 +195,14 @@ def ties(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
         yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
 
 
-def any_blocks(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def any_blocks(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are
     never read.
     """
     if case.tokens == 0 or case.rows is not None:
         return
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=case.packed)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=case.packed)
     last = case.config.geometry.num_select_blocks(max(case.lengths))
     shape = (*data.q.shape[:-2], case.config.n_kv_heads, 6)
     blocks = torch.randint(
@@ -215,12 +221,12 @@ def any_blocks(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Fin
         yield from _judge_run("any blocks", "sel", case, dtype, run, data.cu_seqlens)
 
 
-def empty_rows(subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def empty_rows(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """A row that sees no key has output exactly 0, LSE -inf, and gradients exactly 0."""
     if case.packed or case.tokens == 0 or case.rows is not None:
         return
-    data = case.data(dtype, subject.device)
-    plan = subject.plan(case.config, dtype, varlen=False)
+    data = case.data(dtype, combination.device)
+    plan = combination.plan(case.config, dtype, varlen=False)
     first = min(case.config.compress_block_size - 1, case.tokens)
     cmp = run_slot(
         plan, "cmp", {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}, data.do, data

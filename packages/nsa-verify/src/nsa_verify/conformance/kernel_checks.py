@@ -18,7 +18,8 @@ from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.cases import CaseData
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
-from nsa_verify.subject import SlotRun, bits
+from nsa_verify.findings import bits
+from nsa_verify.slot_runs import SlotRun
 
 Check = Callable[[SlotUnderTest, Point, bool], Iterator[str]]
 FAR = 2**31 + 128  # elements between two batch entries: past what a 32-bit offset reaches

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from nsa_core.contract import SlotSpec
-from nsa_core.dispatch.candidates import Candidate, ask
 from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.probing import Candidate, ask
 from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
 from nsa_verify import oracle
@@ -28,7 +28,7 @@ from nsa_verify.checks.decode_parity import (
 from nsa_verify.conformance.grid import Point, StepPoint
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.subject import SlotRun, run_kernel
+from nsa_verify.slot_runs import SlotRun, run_kernel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.candidates import ask
 from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.dispatch.probing import ask
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput
 from nsa_core.util.text import dtype_name
+from nsa_verify.combination import Combination
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
-from nsa_verify.subject import Subject
 
 GRID, STEPS = grid(), step_grid()
 # Devices that need not be here: a probe sees metadata only, so it must have an answer to each.
@@ -170,7 +170,9 @@ class BackendConformance:
         entry = self._entry()
         assert entry.spec is not None  # _entry skips or fails otherwise
         offered = entry.spec.slots
-        findings = job.run(Subject(dict.fromkeys(offered, entry.name), self._device, self.registry))
+        findings = job.run(
+            Combination(dict.fromkeys(offered, entry.name), self._device, self.registry)
+        )
         # Slots that others fill are theirs to answer for; a finding of no slot is of the whole.
         mine = [f for f in findings if f.slot in offered or f.slot not in SLOTS]
         wrong = [f"{f.slot} {f.quantity}: {f.detail}" for f in mine if f.ok is False]

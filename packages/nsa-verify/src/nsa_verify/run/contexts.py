@@ -12,7 +12,7 @@ from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import default_registry
 from nsa_core.errors import NSAError
 from nsa_core.util.text import describe_error
-from nsa_verify.subject import Subject
+from nsa_verify.combination import Combination
 
 
 def context_of(
@@ -36,27 +36,27 @@ def context_of(
     return context
 
 
-def emulated(subject: Subject) -> bool:
-    """Whether a backend that ``subject`` uses, or may use, is judged in a context of its own."""
-    return any(context_of(entry, subject.device) is not None for entry in _used(subject))
+def emulated(combination: Combination) -> bool:
+    """Whether a backend that ``combination`` uses, or may use, needs a context."""
+    return any(context_of(entry, combination.device) is not None for entry in _used(combination))
 
 
 @contextlib.contextmanager
-def judging(subject: Subject) -> Iterator[None]:
-    """Inside the block, the contexts of the backends that ``subject`` uses, or may use, are
+def judging(combination: Combination) -> Iterator[None]:
+    """Inside the block, the contexts of the backends that ``combination`` uses, or may use, are
     entered.
     """
     with contextlib.ExitStack() as stack:
-        for entry in _used(subject):
-            context = context_of(entry, subject.device)
+        for entry in _used(combination):
+            context = context_of(entry, combination.device)
             if context is not None:
                 stack.enter_context(context)
         yield
 
 
-def _used(subject: Subject) -> list[BackendEntry]:
+def _used(combination: Combination) -> list[BackendEntry]:
     """The ready backends that some slot names; all of them where a slot is left to auto."""
-    ready = (subject.registry or default_registry()).ready()
-    if not subject.backends.keys() >= set(SLOTS):
+    ready = (combination.registry or default_registry()).ready()
+    if not combination.backends.keys() >= set(SLOTS):
         return list(ready)
-    return [entry for entry in ready if entry.name in subject.backends.values()]
+    return [entry for entry in ready if entry.name in combination.backends.values()]

@@ -9,46 +9,47 @@ from collections.abc import Callable, Sequence
 
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import dtype_name
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 from nsa_verify.run.suite import Job, run_each
 from nsa_verify.run.workers import spread
-from nsa_verify.subject import Finding, Subject
 
 
 @dataclasses.dataclass
 class Judgement:
-    """What many jobs found, of each subject."""
+    """What many jobs found, of each combination."""
 
     findings: list[list[list[Finding]]]  # of every job that ended, in the order of the jobs
     seconds: list[float]  # its share of the time that passed
     peak_bytes: int  # of GPU memory, in the process that took most
 
 
-def judge(
-    subjects: Sequence[Subject],
+def run_jobs(
+    combinations: Sequence[Combination],
     todo: Sequence[Job],
     *,
     processes: int = 1,
     stop: Interruption = NEVER,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Judgement:
-    """Run every job on every subject; once ``stop`` has come, end behind what is under way.
+    """Run every job on every combination; once ``stop`` has come, end behind what is under way.
 
     Args:
-        processes: how many judge. Above one, jobs and subjects are pickled, a process that dies is
-            a red finding of the job it had, and another takes its place.
-        advance: told of each job that ended on a subject.
+        processes: how many judge. Above one, jobs and combinations are pickled, a process that dies
+            is a red finding of the job it had, and another takes its place.
+        advance: told of each job that ended on a combination.
 
     Raises:
         InvalidInput, BackendUnavailable: as a job raises them.
         BackendUnavailable: no other process can start here.
     """
-    found: list[dict[int, list[Finding]]] = [{} for _ in subjects]
-    busy, peak, started = [0.0] * len(subjects), 0, time.perf_counter()
+    found: list[dict[int, list[Finding]]] = [{} for _ in combinations]
+    busy, peak, started = [0.0] * len(combinations), 0, time.perf_counter()
     processes = min(processes, len(todo))
     each = (
-        spread(subjects, todo, processes, stop)
+        spread(combinations, todo, processes, stop)
         if processes > 1
-        else run_each(subjects, todo, stop=stop)
+        else run_each(combinations, todo, stop=stop)
     )
     with stop.cuts_short(), contextlib.closing(each):
         for judged in each:
@@ -56,8 +57,8 @@ def judge(
             # fault of the kernel's.
             if stop.came and any(f.quantity == "run" and f.ok is False for f in judged.findings):
                 continue
-            found[judged.subject][judged.job] = judged.findings
-            busy[judged.subject] += judged.seconds
+            found[judged.combination][judged.job] = judged.findings
+            busy[judged.combination] += judged.seconds
             peak = max(peak, judged.peak_bytes)
             job = todo[judged.job]
             advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")

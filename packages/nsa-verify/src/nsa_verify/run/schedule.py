@@ -1,6 +1,4 @@
-"""Jobs in piles that launch the same kernels, so that one worker compiles these and the others load
-them, if ever.
-"""
+"""Jobs grouped by the kernels that they launch, so that one worker compiles them."""
 
 from __future__ import annotations
 
@@ -11,18 +9,20 @@ from collections.abc import Hashable, Sequence
 from nsa_verify.run.suite import Job, OnStep
 
 
-class Piles:
-    """Which job each worker takes next: of its own pile, then of the largest that nobody has, then
-    another's last.
+class Schedule:
+    """Which job each worker takes next.
+
+    A worker takes the jobs of its own group first, then the largest group that nobody has begun,
+    then the last job of another worker's group.
     """
 
     def __init__(self, todo: Sequence[Job]) -> None:
-        piles: dict[Hashable, deque[int]] = {}
+        groups: dict[Hashable, deque[int]] = {}
         for index, job in enumerate(todo):
-            piles.setdefault(_kernels(job), deque()).append(index)
+            groups.setdefault(_kernels(job), deque()).append(index)
         # The largest first: what begins last ends last, alone.
         self._fresh = deque(
-            sorted(piles.values(), key=lambda pile: -sum(_work(todo[i]) for i in pile))
+            sorted(groups.values(), key=lambda group: -sum(_work(todo[i]) for i in group))
         )
         self._taken: dict[int, deque[int]] = {}
 
@@ -33,7 +33,7 @@ class Piles:
             own = self._taken[worker] = self._fresh.popleft()
         if own:
             return own.popleft()
-        # The first jobs of a pile compile; its last ones find most kernels on disk by now.
+        # The first jobs of a group compile; its last ones find most kernels on disk by now.
         most = max(self._taken.values(), key=len, default=None)
         return most.pop() if most else None
 

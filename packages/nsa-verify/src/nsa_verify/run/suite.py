@@ -19,11 +19,12 @@ from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer, reads
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
 from nsa_verify.judge.truth_cache import remembering
 from nsa_verify.run.contexts import judging
-from nsa_verify.subject import Finding, Subject
 
-Check = Callable[[Subject, Case, torch.dtype], Iterator[Finding]]
+Check = Callable[[Combination, Case, torch.dtype], Iterator[Finding]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Job:
     case: Case
     dtype: torch.dtype
 
-    def run(self, subject: Subject) -> list[Finding]:
+    def run(self, combination: Combination) -> list[Finding]:
         """The job's findings; a request the combination does not take is one finding with ok
         None.
         """
         try:
-            return list(self.check(subject, self.case, self.dtype))
+            return list(self.check(combination, self.case, self.dtype))
         except Unsupported as refusal:
             return [
                 Finding(
@@ -102,7 +103,7 @@ _CHECKS = (
 
 _FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")  # what most faults show in
 
-StepCheck = Callable[[Subject, Step, torch.dtype], Iterator[Finding]]
+StepCheck = Callable[[Combination, Step, torch.dtype], Iterator[Finding]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +113,11 @@ class OnStep:
     check: StepCheck
     step: Step
 
-    def __call__(self, subject: Subject, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+    def __call__(
+        self, combination: Combination, case: Case, dtype: torch.dtype
+    ) -> Iterator[Finding]:
         """The check's findings on the step; ``case`` is the step's own."""
-        return self.check(subject, self.step, dtype)
+        return self.check(combination, self.step, dtype)
 
 
 _STEP_CHECKS = (
@@ -191,13 +194,13 @@ def _jobs(
 
 
 def run(
-    subject: Subject, todo: Sequence[Job], *, stop_at_first: bool = False
+    combination: Combination, todo: Sequence[Job], *, stop_at_first: bool = False
 ) -> Iterator[tuple[Job, list[Finding]]]:
     """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the
     first red one.
     """
     for job in todo:
-        findings = job.run(subject)
+        findings = job.run(combination)
         yield job, findings
         if stop_at_first and any(f.ok is False for f in findings):
             return
@@ -205,39 +208,43 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What one job found on one subject, both by their index."""
+    """What one job found on one combination, both by their index."""
 
     job: int
-    subject: int
+    combination: int
     findings: list[Finding]
     seconds: float
     peak_bytes: int = 0  # of GPU memory, in the process so far
 
 
-def judge_one(subjects: Sequence[Subject], todo: Sequence[Job], task: tuple[int, int]) -> Judged:
-    """Run a job on a subject, ``task`` being their indices."""
+def judge_one(
+    combinations: Sequence[Combination], todo: Sequence[Job], task: tuple[int, int]
+) -> Judged:
+    """Run the job on the combination that ``task`` names, both by their index."""
     started = time.perf_counter()
-    with judging(subjects[task[1]]):  # anew for each job, so that no job depends on the one before
-        findings = todo[task[0]].run(subjects[task[1]])
+    with judging(
+        combinations[task[1]]
+    ):  # anew for each job, so that no job depends on the one before
+        findings = todo[task[0]].run(combinations[task[1]])
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     return Judged(*task, findings, time.perf_counter() - started, peak)
 
 
-def shared_truths(subjects: Sequence[Subject]) -> contextlib.AbstractContextManager[None]:
-    """Truths are remembered where several subjects ask for them; hashing costs more than it saves
-    one alone.
+def shared_truths(combinations: Sequence[Combination]) -> contextlib.AbstractContextManager[None]:
+    """Truths are remembered where several combinations ask for them; hashing costs more than it
+    saves one alone.
     """
-    return remembering() if len(subjects) > 1 else contextlib.nullcontext()
+    return remembering() if len(combinations) > 1 else contextlib.nullcontext()
 
 
 def run_each(
-    subjects: Sequence[Subject], todo: Sequence[Job], *, stop: Interruption = NEVER
+    combinations: Sequence[Combination], todo: Sequence[Job], *, stop: Interruption = NEVER
 ) -> Generator[Judged]:
-    """Run each job on every subject before the next one, so that truths are computed once; end once
-    ``stop`` came.
+    """Run each job on every combination before the next one, so that truths are computed once; end
+    once ``stop`` came.
     """
-    with shared_truths(subjects):
-        for task in itertools.product(range(len(todo)), range(len(subjects))):
-            yield judge_one(subjects, todo, task)
+    with shared_truths(combinations):
+        for task in itertools.product(range(len(todo)), range(len(combinations))):
+            yield judge_one(combinations, todo, task)
             if stop.came:
                 return

@@ -21,27 +21,29 @@ from nsa_core.dispatch.trial import fate
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption, kept_from_children
 from nsa_core.util.text import dtype_name
-from nsa_verify.run.schedule import Piles
+from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
+from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, Judged, judge_one, shared_truths
-from nsa_verify.subject import Finding, Subject
 
-_Task = tuple[int, int]  # a job and a subject
+_Task = tuple[int, int]  # a job and a combination
 _spawning = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
 
 
 @dataclasses.dataclass
 class _Worker:
-    number: int  # its successor's, too: piles are handed out by number
+    number: int  # its successor's, too: jobs are handed out by number
     process: SpawnProcess
     task: _Task
     started: bool = False
 
 
 def spread(
-    subjects: Sequence[Subject], todo: Sequence[Job], processes: int, stop: Interruption
+    combinations: Sequence[Combination], todo: Sequence[Job], processes: int, stop: Interruption
 ) -> Generator[Judged]:
-    """Every job on every subject, in any order: a job's subjects in a row in one process, where
-    truths are remembered.
+    """Run every job on every combination, in any order.
+
+    One process runs a job on all combinations in a row, because it remembers their truths.
 
     Once ``stop`` has come nothing new begins. A process that dies is a red finding, and has a
     successor unless it died before it began.
@@ -50,49 +52,49 @@ def spread(
         InvalidInput, BackendUnavailable: as a job raises them.
         BackendUnavailable: no process is left, and jobs are.
     """
-    crew = _Crew(subjects, todo)
+    pool = _Pool(combinations, todo)
     why = ""
     try:
         for number in range(processes):
-            crew.hire(number)
-        while crew.workers:
-            for connection in wait(list(crew.workers)):
+            pool.start(number)
+        while pool.workers:
+            for connection in wait(list(pool.workers)):
                 assert isinstance(connection, Connection)
-                worker = crew.workers[connection]
+                worker = pool.workers[connection]
                 try:
                     said: Judged | NSAError | None = connection.recv()
                 except (EOFError, OSError):
-                    del crew.workers[connection]
+                    del pool.workers[connection]
                     why = _end_of(worker)
-                    # Without a successor nobody runs the job on the subjects behind this one,
+                    # Without a successor nobody runs the job on the combinations behind this one,
                     # either.
-                    for subject in range(
-                        worker.task[1], worker.task[1] + 1 if worker.started else len(subjects)
+                    for combination in range(
+                        worker.task[1], worker.task[1] + 1 if worker.started else len(combinations)
                     ):
-                        yield _lost(worker, subject, todo, why)
+                        yield _lost(worker, combination, todo, why)
                     if worker.started and not stop.came:
-                        crew.hire(worker.number, worker.task)
+                        pool.start(worker.number, worker.task)
                     continue
                 worker.started = True
                 if isinstance(said, NSAError):
                     raise said
                 if said is not None:
                     yield said
-                    crew.go_on(connection, stop)
-        if not stop.came and crew.following(processes):
+                    pool.go_on(connection, stop)
+        if not stop.came and pool.following(processes):
             raise BackendUnavailable(
                 f"no process is left to judge in: the last one {why}; judge in this one alone"
             )
     finally:
-        crew.end()
+        pool.end()
 
 
-class _Crew:
+class _Pool:
     """The processes that judge, each behind its pipe."""
 
-    def __init__(self, subjects: Sequence[Subject], todo: Sequence[Job]) -> None:
-        self._given = (subjects, todo)
-        self._piles = Piles(todo)
+    def __init__(self, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
+        self._given = (combinations, todo)
+        self._schedule = Schedule(todo)
         self._processes: list[SpawnProcess] = []
         self.workers: dict[Connection, _Worker] = {}
 
@@ -100,10 +102,10 @@ class _Crew:
         """What worker ``number`` does after ``task``; None: nothing is left."""
         if task and task[1] + 1 < len(self._given[0]):
             return task[0], task[1] + 1
-        job = self._piles.take(number)
+        job = self._schedule.take(number)
         return None if job is None else (job, 0)
 
-    def hire(self, number: int, after: _Task | None = None) -> None:
+    def start(self, number: int, after: _Task | None = None) -> None:
         """Start a process for what follows ``after``, if anything does."""
         task = self.following(number, after)
         if task is None:
@@ -152,31 +154,31 @@ def _end_of(worker: _Worker) -> str:
     return fate(status, "in this check" if worker.started else "while it started")
 
 
-def _lost(worker: _Worker, subject: int, todo: Sequence[Job], why: str) -> Judged:
+def _lost(worker: _Worker, combination: int, todo: Sequence[Job], why: str) -> Judged:
     job = worker.task[0]
     detail = why if why.startswith("killed") else f"{why}; what it said is on stderr"
     lost = todo[job]
     finding = Finding(
         lost.name, "", lost.case.name, dtype_name(lost.dtype), "run", False, detail=detail
     )
-    return Judged(job, subject, [finding], 0.0)
+    return Judged(job, combination, [finding], 0.0)
 
 
-def _work(connection: Connection, subjects: Sequence[Subject], todo: Sequence[Job]) -> None:
+def _work(connection: Connection, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
     """Body of a process: judge what comes until nobody sends; errors that no job expects end it,
     with a traceback.
     """
     torch.set_num_threads(1)
-    for subject in subjects[:1]:
-        torch.zeros(1, device=subject.device)  # a GPU that takes no more processes refuses here
+    for combination in combinations[:1]:
+        torch.zeros(1, device=combination.device)  # a GPU that takes no more processes refuses here
     with (
-        shared_truths(subjects),
+        shared_truths(combinations),
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
     ):
         connection.send(None)
         while True:
             task: _Task = connection.recv()
             try:
-                connection.send(judge_one(subjects, todo, task))
+                connection.send(judge_one(combinations, todo, task))
             except NSAError as error:
                 connection.send(error)
