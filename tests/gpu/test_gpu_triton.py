@@ -51,8 +51,8 @@ def binaries() -> dict[str, int]:
     from triton.runtime.jit import JITFunction
 
     found = {}
-    for info in pkgutil.iter_modules(nsa_backend_triton.__path__):
-        module = importlib.import_module(f"nsa_backend_triton.{info.name}")
+    for info in pkgutil.walk_packages(nsa_backend_triton.__path__, "nsa_backend_triton."):
+        module = importlib.import_module(info.name)
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 count = sum(len(entry[0]) for entry in kernel.device_caches.values())

@@ -82,7 +82,7 @@ def test_documents_name_things_that_exist(repo):
     wrong, checked = [], 0
     for path in documents(repo):
         for dotted in re.findall(
-            r"`(nsa_(?:core|cli|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text()
+            r"`(nsa_(?:core|cli|verify|bench|models|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text()
         ):
             checked += 1
             if not resolve(dotted):
@@ -121,9 +121,21 @@ def test_links_between_documents_lead_somewhere(repo):
     assert not wrong, "\n".join(wrong)
 
 
-def test_architecture_names_every_room_of_core(repo):
-    rooms = {
-        ".".join(name.split(".")[:2]) for name in repo.modules() if name.startswith("nsa_core.")
-    }
-    missing = sorted(room for room in rooms if f"`{room}`" not in repo.text("docs/architecture.md"))
+def test_architecture_names_every_room(repo):
+    """Every package, every folder, and every module of nsa_core that stands in no folder."""
+    page, modules = repo.text("docs/architecture.md"), repo.modules()
+    folders = {name.rsplit(".", 1)[0] for name in modules if "." in name}
+    of_core = {name for name in modules if name.count(".") == 1 and name.startswith("nsa_core.")}
+    rooms = {room for room in folders | of_core if room.count(".") < 2}
+    assert len(rooms) > 25
+    missing = sorted(room for room in rooms if f"`{room}`" not in page)
     assert not missing, f"docs/architecture.md has no row for {missing}"
+
+
+def test_architecture_walks_through_at_most_eight_files(repo):
+    section = repo.text("docs/architecture.md").split("## One tensor")[1].split("\n## ")[0]
+    files = re.findall(r"(?m)^\| \d \| `([\w/]+\.py)` \|", section)
+    assert 5 < len(files) <= 8
+    bases = ("packages/nsa-core/src/nsa_core", "packages/nsa-backend-triton/src/nsa_backend_triton")
+    wrong = [f for f in files if not any((repo.root / base / f).is_file() for base in bases)]
+    assert not wrong
