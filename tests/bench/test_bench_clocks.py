@@ -20,7 +20,7 @@ from nsa_bench.crossover import crossovers
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import changes_rows, rows_of
 from nsa_bench.result import Measurement, read_result
-from nsa_bench.timing import Performance, Work, measure
+from nsa_bench.timing import Performance, Workload, measure
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -68,7 +68,7 @@ def device(monkeypatch):
 def figure(clock, *times):
     """The performance of a call that takes ``times``, the last of them from then on."""
     left = list(times)
-    work = Work("x", lambda: lambda: left.pop(0) if len(left) > 1 else left[0])
+    work = Workload("x", lambda: lambda: left.pop(0) if len(left) > 1 else left[0])
     return measure([work], clock, budget_s=0.001)["x"].performance
 
 

@@ -15,7 +15,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench, DecodeSettings
 from nsa_bench.decode_workloads import (
-    Cell,
+    DecodeCell,
     default_cells,
     layer_config,
     make_state,
@@ -66,9 +66,9 @@ def registry() -> Registry:
     )
 
 
-def run(*combos: str, cells: list[Cell] | None = None, **settings: object) -> Result:
+def run(*combos: str, cells: list[DecodeCell] | None = None, **settings: object) -> Result:
     given = DecodeSettings(
-        cells=cells or [Cell(SHAPE, 2, 150, 32)],
+        cells=cells or [DecodeCell(SHAPE, 2, 150, 32)],
         blocks=BLOCKS,
         budget_s=0.001,
         combos=[Combination(dict.fromkeys(SLOTS, name), name=name) for name in combos],
@@ -192,7 +192,7 @@ def test_picture_and_page(result):
 
 def test_a_step_of_the_bench_is_one_of_the_plan():
     """Pages lie in random order; the dense view is the same memory."""
-    cell = Cell(SHAPE, 3, 70, 64)
+    cell = DecodeCell(SHAPE, 3, 70, 64)
     config = layer_config(SHAPE, BLOCKS)
     plan = resolve(config, phase="decode", page_size=64)
     x = make_state(cell, config, torch.float32, "cpu", 0)
@@ -228,8 +228,8 @@ def test_cells_of_the_devices_and_of_the_options():
     assert bench_decode.cells(None, None, 1, None) == []
     made = bench_decode.cells("reports,12/2/64", "1k", 4, 128)
     assert made == [
-        Cell(Shape(8, 2, 32, 32), 4, 1024, 128),
-        Cell(Shape(12, 2, 64, 64), 4, 1024, 128),
+        DecodeCell(Shape(8, 2, 32, 32), 4, 1024, 128),
+        DecodeCell(Shape(12, 2, 64, 64), 4, 1024, 128),
     ]
 
 
@@ -246,7 +246,7 @@ def test_spread_of_five_repeats():
 def test_a_shape_class_is_judged_once():
     made = run(
         "sdpa",
-        cells=[Cell(SHAPE, 1, 40), Cell(SHAPE, 1, 90), Cell(SHAPE, 1, 40, 32)],
+        cells=[DecodeCell(SHAPE, 1, 40), DecodeCell(SHAPE, 1, 90), DecodeCell(SHAPE, 1, 40, 32)],
         time_limit_s=0.0,
     )
     assert [gate.case.split("page ")[1] for gate in made.gates] == ["none", "32"]

@@ -15,9 +15,10 @@ def test_a_backend_taken_for_long_calls_is_judged_and_timed_there(
 ):
     resolve = room.resolve
 
-    def by_length(config, *, backends, seq_len, **others):
-        taken = backends if seq_len is None else {**backends, "win": "other"}
-        return resolve(config, backends=taken, seq_len=seq_len, **others)
+    def by_length(config, options, *, registry):
+        is_short = options.seq_len is None
+        backends = options.backends if is_short else {**options.backends, "win": "other"}
+        return resolve(config, options, registry=registry, backends=backends)
 
     for where in (room, default_plan):
         monkeypatch.setattr(where, "LONG_SEQUENCE", 64)

@@ -116,7 +116,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, checkpoint):
 def test_without_safetensors_it_says_what_to_type(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'nsa-core\[checkpoint\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'safetensors'"):
         bytemodel.load(tmp_path / "x")
     with pytest.raises(BackendUnavailable, match="safetensors"):
         bytemodel.save(bytemodel.untrained(CONFIG, 0), tmp_path / "x", {})

@@ -16,7 +16,7 @@ from nsa_bench.render.page import page
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
 from nsa_bench.result import read_result
-from nsa_bench.timing import Outcome, Work, measure, summarise
+from nsa_bench.timing import Outcome, Workload, measure, summarise
 from nsa_cli import output
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import parse_combination
@@ -320,7 +320,7 @@ def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
 
     monkeypatch.setattr("nsa_bench.clocks.SAMPLE_MS", 1e-6)
     outcomes = measure(
-        [Work("bad", make), Work("good", lambda: lambda: None)], CpuClock(), budget_s=0.01
+        [Workload("bad", make), Workload("good", lambda: lambda: None)], CpuClock(), budget_s=0.01
     )
     assert outcomes["bad"].reason == "failed: RuntimeError: no more"
     assert outcomes["bad"].performance is None

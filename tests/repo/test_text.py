@@ -82,7 +82,8 @@ def test_documents_name_things_that_exist(repo):
     wrong, checked = [], 0
     for path in documents(repo):
         for dotted in re.findall(
-            r"`(nsa_(?:core|cli|verify|bench|models|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`", path.read_text()
+            r"`(nsa_(?:core|cli|verify|bench|models|backend_\w+?)(?:\.\w+)+)(?:\([^`]*\))?`",
+            path.read_text(),
         ):
             checked += 1
             if not resolve(dotted):

@@ -13,7 +13,7 @@ import torch
 from nsa_bench.baselines import Dense
 from nsa_bench.inputs import Inputs
 from nsa_bench.rivals import guarded
-from nsa_bench.timing import Work
+from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
@@ -26,7 +26,7 @@ LEAVES = ("q", "k", "v", "gates")  # of Inputs; dense attention has no gates
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Cell:
     """One cell of the grid."""
 
     config: NSAConfig
@@ -50,23 +50,25 @@ def works_of(
     plans: Mapping[str, Plan],
     rivals: Sequence[Dense],
     parts: bool = True,
-) -> list[Work]:
+) -> list[Workload]:
     """Everything to time on ``x``: dense kernels, "total <combo>", other rivals, and with ``parts``
     each kernel alone.
 
     In this order, which is that of importance: a time limit cuts from the end. Rivals go by their
     name, a kernel alone is "<slot> <backend>", or "compress".
     """
-    works: list[Work] = []
+    works: list[Workload] = []
     for rival in (r for r in rivals if r.kind == "dense"):
-        works.append(Work(rival.name, _phased(_rival(rival, x), _leaves(x)[:3], x.do, phase), True))
+        works.append(
+            Workload(rival.name, _phased(_rival(rival, x), _leaves(x)[:3], x.do, phase), True)
+        )
     for name, plan in plans.items():
         works.append(
-            Work(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
+            Workload(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
         )
     for rival in (r for r in rivals if r.kind != "dense"):
         make = _phased(_rival(rival, x), _leaves(x), x.do, phase)
-        works.append(Work(rival.name, guarded(make), True))
+        works.append(Workload(rival.name, guarded(make), True))
     if not parts:
         return works
     seen: set[str] = set()
@@ -79,7 +81,7 @@ def works_of(
                 seen.add(key)
                 works.append(part_work(x, config, plan, slot, phase))
     if plans:
-        works.append(Work("compress", _compress(x, config, phase)))
+        works.append(Workload("compress", _compress(x, config, phase)))
     return works
 
 
@@ -133,7 +135,7 @@ def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
     return _phased(forward, [x.k, x.v], do, phase)
 
 
-def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Work:
+def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
     """One kernel, alone, on the tensors it receives in ``plan``."""
 
     def make() -> Call:
@@ -148,7 +150,7 @@ def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -
             lambda *own: _first(getattr(plan, slot)(*own, *blocks)), leaves, x.do, phase
         )()
 
-    return Work(part_key(slot, plan), make)
+    return Workload(part_key(slot, plan), make)
 
 
 def _first(result: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nsa_bench.timing import Prepared, Work
+from nsa_bench.timing import Prepared, Workload
 from nsa_core.errors import NSAError
 from nsa_core.util.text import describe_error
 
@@ -82,24 +82,24 @@ class CpuClock:
         call()
         return (time.perf_counter_ns() - start) / 1e6
 
-    def laps(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
+    def slot_times(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
         """What takes, at each call, milliseconds of each part of ``run``; and the method."""
 
         def taken() -> dict[str, float]:
-            laps, last = {}, time.perf_counter_ns()
+            times, last = {}, time.perf_counter_ns()
 
             def ended(part: str) -> None:
                 nonlocal last
-                laps[part] = (time.perf_counter_ns() - last) / 1e6
+                times[part] = (time.perf_counter_ns() - last) / 1e6
                 last = time.perf_counter_ns()
 
             run(ended)
-            return laps
+            return times
 
         taken()
         return taken, "within"
 
-    def prepare(self, work: Work) -> Prepared:
+    def prepare(self, work: Workload) -> Prepared:
         """Set up and warm up: what is allocated once and kept is not the call's."""
         call = work.make()
         first = self.sample(call, 1)
@@ -148,7 +148,7 @@ class CudaClock:
         end.synchronize()
         return float(start.elapsed_time(end)), host_ms
 
-    def prepare(self, work: Work) -> Prepared:
+    def prepare(self, work: Workload) -> Prepared:
         """Set up, warm up, and capture what the host may hold up.
 
         The first call compiles: later ones tell how long it takes.
@@ -180,7 +180,7 @@ class CudaClock:
             prepared, call=replay, method="graph", estimate_ms=self.sample(replay, 1), eager=eager
         )
 
-    def laps(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
+    def slot_times(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
         """What takes, at each call, milliseconds of each part of ``run``, a graph if it can be one;
         and the method.
 
@@ -284,7 +284,7 @@ class EagerClock:
         torch.cuda.synchronize()
         return (time.perf_counter_ns() - start) / 1e6 / calls
 
-    def prepare(self, work: Work) -> Prepared:
+    def prepare(self, work: Workload) -> Prepared:
         """Set up and warm up."""
         call = work.make()
         self.sample(call, 3)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from nsa_bench.result import Crossover, Measurement, Problem
+from nsa_bench.result import Crossover, Measurement, Series
 from nsa_bench.timing import Performance
 
 Took = Callable[[Performance], float]
 
 
 def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
-    """One per combination and problem."""
-    curves: dict[tuple[str, Problem], list[Measurement]] = {}
+    """One per combination and series."""
+    curves: dict[tuple[str, Series], list[Measurement]] = {}
     for m in measurements:
         if m.kind == "combo":
-            curves.setdefault((m.subject, m.problem), []).append(m)
+            curves.setdefault((m.subject, m.series), []).append(m)
     by_method, eagerly = (_fastest_dense(measurements, took) for took in (_median, _eager))
     found = []
-    for (subject, problem), points in curves.items():
+    for (subject, series), points in curves.items():
         length, sentence = crossing(_pairs(points, by_method, _median))
         eager_length, eager = crossing(_pairs(points, eagerly, _eager))
         if eager != sentence:
             sentence += f"; without CUDA graphs {eager}"
-        found.append(Crossover(subject, *problem, length, sentence, eager_length))
+        found.append(Crossover(subject, *series, length, sentence, eager_length))
     return found
 
 
@@ -38,24 +38,24 @@ def _eager(performance: Performance) -> float:
 
 def _fastest_dense(
     measurements: Sequence[Measurement], took: Took
-) -> dict[tuple[Problem, int], float]:
-    """Per (problem, length) the time of the fastest dense kernel."""
-    best: dict[tuple[Problem, int], float] = {}
+) -> dict[tuple[Series, int], float]:
+    """Per (series, length) the time of the fastest dense kernel."""
+    best: dict[tuple[Series, int], float] = {}
     for m in measurements:
         if m.kind == "dense" and m.performance is not None:
-            key = (m.problem, m.length)
+            key = (m.series, m.length)
             best[key] = min(took(m.performance), best.get(key, math.inf))
     return best
 
 
 def _pairs(
-    points: Sequence[Measurement], dense: Mapping[tuple[Problem, int], float], took: Took
+    points: Sequence[Measurement], dense: Mapping[tuple[Series, int], float], took: Took
 ) -> list[tuple[int, float]]:
     """(length, own time over the fastest dense one's) of what both have a figure of, ascending."""
     return [
-        (m.length, took(m.performance) / dense[m.problem, m.length])
+        (m.length, took(m.performance) / dense[m.series, m.length])
         for m in sorted(points, key=lambda m: m.length)
-        if m.performance is not None and (m.problem, m.length) in dense
+        if m.performance is not None and (m.series, m.length) in dense
     ]
 
 

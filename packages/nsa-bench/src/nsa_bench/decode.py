@@ -15,7 +15,7 @@ import torch
 from nsa_bench import entries, roofline
 from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
-    Cell,
+    DecodeCell,
     default_cells,
     dense_works,
     fused_step,
@@ -37,7 +37,7 @@ from nsa_bench.timing import (
     LATE,
     METHODS,
     Outcome,
-    Work,
+    Workload,
     measure,
 )
 from nsa_core.config import NSAConfig
@@ -62,7 +62,7 @@ class DecodeSettings:
     device.
     """
 
-    cells: Sequence[Cell] = ()
+    cells: Sequence[DecodeCell] = ()
     dtypes: Sequence[str] = ("float32",)
     combos: Sequence[Combination] = ()
     blocks: Sequence[int] = PAPER_BLOCKS
@@ -117,7 +117,7 @@ class DecodeBench:
         self._skipped: dict[str, str] = {}
         self._combos: dict[str, dict[str, str]] = {}
 
-    def problems(self) -> list[tuple[Cell, str]]:
+    def cells(self) -> list[tuple[DecodeCell, str]]:
         """The cells, each in each dtype."""
         return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
 
@@ -131,17 +131,17 @@ class DecodeBench:
             Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot
                 run here.
         """
-        s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
+        s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
         with stop.cuts_short():
-            plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.problems()}
+            plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.cells()}
             if not stop.came:
                 peaks |= {
                     name: roofline.measure_peaks(s.device, getattr(torch, name))
                     for name in s.dtypes
                 }
                 self._clock = clock_for(s.device)
-            for cell, dtype in self.problems():
+            for cell, dtype in self.cells():
                 if stop.came:
                     break
                 with torch.inference_mode():
@@ -159,10 +159,10 @@ class DecodeBench:
             measurements=self._measurements,
             crossovers=[],
             seconds=round(time.monotonic() - self._started, 2),
-            interrupted=Interrupted.by(stop, left, len(self.problems())),
+            interrupted=Interrupted.by(stop, left, len(self.cells())),
         )
 
-    def _open(self, cell: Cell, dtype_text: str) -> dict[str, Plan]:
+    def _open(self, cell: DecodeCell, dtype_text: str) -> dict[str, Plan]:
         """The plans of a cell by combination, and the gates of its shape class."""
         s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
@@ -188,7 +188,9 @@ class DecodeBench:
             self._judge(combo, config, cell, dtype)
         return plans
 
-    def _judge(self, combo: Combination, config: NSAConfig, cell: Cell, dtype: torch.dtype) -> None:
+    def _judge(
+        self, combo: Combination, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
+    ) -> None:
         """The combination's gate, once for a shape class and page size."""
         key = (combo.name, cell.shape, cell.page_size, dtype)
         if key not in self._judged:
@@ -200,7 +202,9 @@ class DecodeBench:
                 decode_gate(combo.name, combination, config, cell, dtype, self.settings.seed)
             )
 
-    def _cell(self, cell: Cell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks) -> None:
+    def _cell(
+        self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
+    ) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)
         wrong = {
             g.combo
@@ -245,21 +249,23 @@ class DecodeBench:
             outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
         self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
-    def _steps(self, name: str, plan: Plan, x: Any, cell: Cell, dtype: torch.dtype) -> list[Work]:
+    def _steps(
+        self, name: str, plan: Plan, x: Any, cell: DecodeCell, dtype: torch.dtype
+    ) -> list[Workload]:
         """The whole step, by its slots too where it is fused, and a layer's."""
         device = self.settings.device
-        slots = Work(name, lambda: lambda: one_by_one(plan, x), True)
+        slots = Workload(name, lambda: lambda: one_by_one(plan, x), True)
         works = [slots]
         if "step" in plan.fused:
             works = [
-                Work(name, lambda: lambda: fused_step(plan, x), True),
+                Workload(name, lambda: lambda: fused_step(plan, x), True),
                 dataclasses.replace(slots, key=name + UNFUSED),
             ]
-        return [*works, Work(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
+        return [*works, Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
 
     def _record(
         self,
-        cell: Cell,
+        cell: DecodeCell,
         dtype: str,
         plans: dict[str, Plan],
         subjects: dict[str, str],
@@ -308,7 +314,7 @@ def decode_gate(
     combo: str,
     combination: Combination,
     config: NSAConfig,
-    cell: Cell,
+    cell: DecodeCell,
     dtype: torch.dtype,
     seed: int,
 ) -> Gate:

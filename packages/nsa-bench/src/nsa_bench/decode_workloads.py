@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.roofline import Cost
 from nsa_bench.shapes import PAPER_BLOCKS, Shape
-from nsa_bench.timing import MAX_ROUNDS, Performance, Work, summarise
+from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dispatch.plan import Plan
@@ -27,7 +27,7 @@ LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class DecodeCell:
     """Sequences of ``length`` cached tokens, the step's own among them, in pages of ``page_size``
     (None: one piece).
     """
@@ -43,15 +43,18 @@ class Cell:
         return "random" if self.page_size is None else f"random, pages of {self.page_size}"
 
 
-def default_cells(device: str) -> list[Cell]:
+def default_cells(device: str) -> list[DecodeCell]:
     """The cells of docs/bench.md: 4 GiB of keys and values and the reports' step on a GPU, small
     ones on the CPU.
     """
-    reports = [Cell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
+    reports = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
     if not device.startswith("cuda"):
-        return [*reports, Cell(Shape(8, 2, 32, 32), 4, 2048, 128)]
+        return [*reports, DecodeCell(Shape(8, 2, 32, 32), 4, 2048, 128)]
     large = Shape(64, 4, 128, 128)
-    return [*(Cell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))), *reports]
+    return [
+        *(DecodeCell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))),
+        *reports,
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,9 @@ class State:
         return k, v
 
 
-def make_state(cell: Cell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int) -> State:
+def make_state(
+    cell: DecodeCell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int
+) -> State:
     """Random tensors; the pages lie in random order, as in a cache that has served for a while."""
     generator, geometry = torch.Generator(device).manual_seed(seed), config.geometry
     block = geometry.select_block_size
@@ -124,14 +129,14 @@ def within_step(
     graph of its own.
     """
     samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
-    taken, method = clock.laps(lambda ended: one_by_one(plan, x, ended))
+    taken, method = clock.slot_times(lambda ended: one_by_one(plan, x, ended))
     started = time.perf_counter()
     while len(samples["cmp"]) < MAX_ROUNDS and (
         len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s
     ):
         for slot, lap in taken().items():
             samples[slot].append(lap)
-    return {slot: summarise(laps, method, 1) for slot, laps in samples.items()}
+    return {slot: summarise(times, method, 1) for slot, times in samples.items()}
 
 
 def fused_step(plan: Plan, x: State) -> Any:
@@ -141,7 +146,7 @@ def fused_step(plan: Plan, x: State) -> Any:
     return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
 
 
-def layer_step(plan: Plan, cell: Cell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
+def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
     """A step of a whole layer of the cell's heads, with the default options, over a cache as full
     as the cell says.
 
@@ -173,7 +178,7 @@ def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSACon
     return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
 
 
-def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]]:
+def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:
     """Dense attention of the step over the whole cache by SDPA and flash-attn; and why one cannot
     run here.
     """
@@ -185,7 +190,7 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]
         # all keys, no mask
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)
 
-    works, skipped = [Work("dense SDPA", lambda: sdpa, True)], dict[str, str]()
+    works, skipped = [Workload("dense SDPA", lambda: sdpa, True)], dict[str, str]()
     if not x.q.is_cuda:
         return works, skipped
     name = "dense flash-attn with kvcache"
@@ -198,7 +203,7 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Work], dict[str, str]
 
         lengths = x.call.lengths
         works.append(
-            Work(
+            Workload(
                 name,
                 lambda: (
                     lambda: flash_attn_with_kvcache(

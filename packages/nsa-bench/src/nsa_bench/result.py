@@ -21,7 +21,7 @@ from nsa_core.util.interruption import Interruption
 SCHEMA_VERSION = 1
 KIND = "nsa-bench"
 
-Problem = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
+Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Measurement:
     parts: dict[str, Part]
 
     @property
-    def problem(self) -> Problem:
+    def series(self) -> Series:
         """What is measured apart from the length and the subject."""
         return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
 

@@ -18,7 +18,7 @@ import torch
 
 from nsa_bench import cells, entries, roofline
 from nsa_bench.baselines import Dense, dense_baselines
-from nsa_bench.cells import Problem
+from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
@@ -112,11 +112,11 @@ class Bench:
         self._dense: dict[str, list[Dense]] = {}
         self._models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
 
-    def problems(self) -> list[Problem]:
+    def cells(self) -> list[Cell]:
         """The cells, shortest first: a time limit then costs the longest lengths of every shape."""
         s = self.settings
         return [
-            Problem(shape.config(s.blocks), shape.name, dtype, inputs, phase, s.batch, length)
+            Cell(shape.config(s.blocks), shape.name, dtype, inputs, phase, s.batch, length)
             for length in sorted(s.lengths)
             for shape in s.shapes
             for dtype in s.dtypes
@@ -134,7 +134,7 @@ class Bench:
             Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot
                 run here.
         """
-        s, peaks, left = self.settings, dict[str, Peaks](), len(self.problems())
+        s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
         with stop.cuts_short():
             for shape, dtype in itertools.product(s.shapes, s.dtypes):
@@ -146,15 +146,12 @@ class Bench:
                     for name in s.dtypes
                 }
                 self._clock = clock_for(s.device)
-            for problem in self.problems():
+            for cell in self.cells():
                 if stop.came:
                     break
-                self._cell(problem, peaks[problem.dtype])
+                self._cell(cell, peaks[cell.dtype])
                 left -= not stop.came
-                advance(
-                    f"{problem.shape}, {problem.dtype}, {problem.inputs}, {problem.phase},"
-                    f" S={problem.length}"
-                )
+                advance(f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, S={cell.length}")
         return Result(
             settings=s.as_json()
             | {"checkpoints": {name: made.facts for name, made in self._models.items()}},
@@ -166,7 +163,7 @@ class Bench:
             measurements=self._measurements,
             crossovers=crossovers(self._measurements),
             seconds=round(time.monotonic() - self._started, 2),
-            interrupted=Interrupted.by(stop, left, len(self.problems())),
+            interrupted=Interrupted.by(stop, left, len(self.cells())),
         )
 
     def _open(self, shape: Shape, dtype_name: str) -> None:
@@ -211,72 +208,70 @@ class Bench:
         )
         return resolve(config, options, registry=self.registry)
 
-    def _plans_of(self, problem: Problem) -> dict[str, Plan]:
-        return self._plans.get((problem.shape, problem.dtype, is_long(problem.length, False)), {})
+    def _plans_of(self, cell: Cell) -> dict[str, Plan]:
+        return self._plans.get((cell.shape, cell.dtype, is_long(cell.length, False)), {})
 
-    def _rivals(self, problem: Problem) -> list[Dense]:
-        key = f"{problem.shape} {problem.dtype}"
+    def _rivals(self, cell: Cell) -> list[Dense]:
+        key = f"{cell.shape} {cell.dtype}"
         if key not in self._dense:
-            place = (problem.config, self.settings.device, getattr(torch, problem.dtype))
+            place = (cell.config, self.settings.device, getattr(torch, cell.dtype))
             self._dense[key] = dense_baselines(*place) + rivals(self.settings.rivals, *place)
             for rival in self._dense[key]:
                 if rival.reason:
                     self._skipped[f"{rival.name}, {key}"] = rival.reason
         return [rival for rival in self._dense[key] if not rival.reason]
 
-    def _cell(self, problem: Problem, peaks: Peaks) -> None:
+    def _cell(self, cell: Cell, peaks: Peaks) -> None:
         s = self.settings
         gates = [
-            gate
-            for gate in self._gates
-            if (gate.shape, gate.dtype) == (problem.shape, problem.dtype)
+            gate for gate in self._gates if (gate.shape, gate.dtype) == (cell.shape, cell.dtype)
         ]
         correct = {gate.combo for gate in gates} - {gate.combo for gate in gates if not gate.ok}
-        plans = self._plans_of(problem)
-        others = {rival.name: rival for rival in self._rivals(problem)}
+        plans = self._plans_of(cell)
+        others = {rival.name: rival for rival in self._rivals(cell)}
         why: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
         why |= {
             name: text
             for name in [*plans, *others]
-            if name not in why and (text := self._too_long(problem, name))
+            if name not in why and (text := self._too_long(cell, name))
         }
         timed = {name: plan for name, plan in plans.items() if name not in why}
         wanted = [rival for name, rival in others.items() if name not in why]
         outcomes: dict[str, Outcome] = {}
         if time.monotonic() < self._deadline and (timed or wanted):
             try:
-                outcomes = self._measured(problem, timed, wanted)
+                outcomes = self._measured(cell, timed, wanted)
             except torch.OutOfMemoryError:
                 why |= dict.fromkeys([*timed, *others], "out of memory")
             except (
                 RuntimeError
             ) as error:  # a kernel that broke the device takes what follows with it
                 why |= dict.fromkeys([*timed, *others], f"{FAILED}: {describe_error(error)}")
-        self._record(problem, peaks, outcomes, why, [*plans], others)
+        self._record(cell, peaks, outcomes, why, [*plans], others)
         gc.collect()  # retained graphs hold most of the memory
         if s.device.startswith("cuda"):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
     def _measured(
-        self, problem: Problem, timed: dict[str, Plan], wanted: list[Dense]
+        self, cell: Cell, timed: dict[str, Plan], wanted: list[Dense]
     ) -> dict[str, Outcome]:
         s = self.settings
         x = make_inputs(
-            problem.inputs,
-            problem.config,
-            batch=problem.batch,
-            length=problem.length,
-            dtype=getattr(torch, problem.dtype),
+            cell.inputs,
+            cell.config,
+            batch=cell.batch,
+            length=cell.length,
+            dtype=getattr(torch, cell.dtype),
             device=s.device,
             seed=s.seed,
             text=s.text,
-            model=self._models[problem.shape].model if self._models else None,
+            model=self._models[cell.shape].model if self._models else None,
         )
         # What "both" spends where is what forward and backward tell: timed alone only where they
         # are not.
-        parts = problem.phase != "both" or not {"forward", "backward"} <= {*s.phases}
-        works = cells.works_of(x, problem.config, problem.phase, timed, wanted, parts)
+        parts = cell.phase != "both" or not {"forward", "backward"} <= {*s.phases}
+        works = cells.works_of(x, cell.config, cell.phase, timed, wanted, parts)
         return measure(
             works,
             self._clock,
@@ -286,11 +281,11 @@ class Bench:
             stop=self._stop,
         )
 
-    def _too_long(self, problem: Problem, subject: str) -> str:
+    def _too_long(self, cell: Cell, subject: str) -> str:
         """Why a call is not even tried: its time, as it grew over the last two lengths (S^2 after
         one), is too long.
         """
-        known = self._known_ms.get(_curve(problem, subject))
+        known = self._known_ms.get(_curve(cell, subject))
         if known is None:
             return ""
         (length, time_ms), power = known[-1], 2.0
@@ -298,7 +293,7 @@ class Bench:
             before, earlier_ms = known[-2]
             power = min(2.0, max(1.0, math.log(time_ms / earlier_ms) / math.log(length / before)))
         expected, limit = (
-            time_ms * (problem.length / length) ** power / 1e3,
+            time_ms * (cell.length / length) ** power / 1e3,
             self.settings.max_call_s,
         )
         if expected <= limit:
@@ -309,16 +304,16 @@ class Bench:
 
     def _record(
         self,
-        problem: Problem,
+        cell: Cell,
         peaks: Peaks,
         outcomes: dict[str, Outcome],
         why: dict[str, str],
         plans: list[str],
         others: dict[str, Dense],
     ) -> None:
-        element = torch.finfo(getattr(torch, problem.dtype)).bits // 8
-        size = (problem.batch, problem.length, element, problem.phase)
-        costs = roofline.part_costs(problem.config, *size)
+        element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
+        size = (cell.batch, cell.length, element, cell.phase)
+        costs = roofline.part_costs(cell.config, *size)
         late = Outcome(reason=INTERRUPTED if self._stop.came else LATE)
         made = []
         for name in [*plans, *others]:
@@ -329,9 +324,7 @@ class Bench:
                 else outcomes.get(cells.TOTAL * combo + name, late)
             )
             parts = (
-                self._parts(problem, name, outcomes, costs, peaks)
-                if combo and name not in why
-                else {}
+                self._parts(cell, name, outcomes, costs, peaks) if combo and name not in why else {}
             )
             kind, own = ("combo", None) if combo else (others[name].kind, others[name].config)
             cost = (
@@ -341,9 +334,7 @@ class Bench:
             )
             time_ms = outcome.performance.median_ms if outcome.performance else None
             if time_ms is not None:
-                self._known_ms.setdefault(_curve(problem, name), []).append(
-                    (problem.length, time_ms)
-                )
+                self._known_ms.setdefault(_curve(cell, name), []).append((cell.length, time_ms))
             made.append(
                 entries.measurement(
                     kind,
@@ -351,12 +342,12 @@ class Bench:
                     cost,
                     peaks,
                     subject=name,
-                    shape=problem.shape,
-                    dtype=problem.dtype,
-                    inputs=problem.inputs,
-                    phase=problem.phase,
-                    batch=problem.batch,
-                    length=problem.length,
+                    shape=cell.shape,
+                    dtype=cell.dtype,
+                    inputs=cell.inputs,
+                    phase=cell.phase,
+                    batch=cell.batch,
+                    length=cell.length,
                     parts=parts,
                 )
             )
@@ -364,13 +355,13 @@ class Bench:
 
     def _parts(
         self,
-        problem: Problem,
+        cell: Cell,
         combo: str,
         outcomes: dict[str, Outcome],
         costs: dict[str, Cost],
         peaks: Peaks,
     ) -> dict[str, Part]:
-        plan = self._plans_of(problem)[combo]
+        plan = self._plans_of(cell)[combo]
         keys = {"compress": ("nsa_core", "compress")}
         keys |= {slot: (plan.choices[slot].backend, cells.part_key(slot, plan)) for slot in SLOTS}
         parts = {}
@@ -381,5 +372,5 @@ class Bench:
         return parts
 
 
-def _curve(problem: Problem, subject: str) -> tuple[str, ...]:
-    return (subject, problem.shape, problem.dtype, problem.inputs, problem.phase)
+def _curve(cell: Cell, subject: str) -> tuple[str, ...]:
+    return (subject, cell.shape, cell.dtype, cell.inputs, cell.phase)

@@ -64,7 +64,7 @@ class Performance:
 
 
 @dataclasses.dataclass
-class Work:
+class Workload:
     """Something to time. ``make`` sets it up (a forward whose backward is timed, say) and returns
     the call.
     """
@@ -110,7 +110,7 @@ class Prepared:
 class Clock(Protocol):
     """Prepares works and takes their samples."""
 
-    def prepare(self, work: Work) -> Prepared:
+    def prepare(self, work: Workload) -> Prepared:
         """Set up and warm up."""
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
@@ -118,7 +118,7 @@ class Clock(Protocol):
 
 
 def measure(
-    works: Sequence[Work],
+    works: Sequence[Workload],
     clock: Clock,
     *,
     budget_s: float,

@@ -268,7 +268,7 @@ def _run(settings: Settings, stop: Interruption) -> Result:
     from nsa_bench.run import Bench
 
     run = Bench(settings, output.find_backends(), output.environment())
-    total = len(run.problems()) + len(settings.shapes) * len(settings.dtypes)
+    total = len(run.cells()) + len(settings.shapes) * len(settings.dtypes)
     with output.progress(total) as advance:
         return run.run(advance, stop)
 

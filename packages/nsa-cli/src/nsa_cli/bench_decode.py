@@ -10,28 +10,30 @@ from nsa_cli.choices import dtype_names, pick_device
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
-    from nsa_bench.decode_workloads import Cell
+    from nsa_bench.decode_workloads import DecodeCell
     from nsa_bench.result import Result
 
 
-def cells(shape: str | None, length: str | None, batch: int, page_size: int | None) -> list[Cell]:
+def cells(
+    shape: str | None, length: str | None, batch: int, page_size: int | None
+) -> list[DecodeCell]:
     """Every shape at every length; none where neither is named, for the device's own."""
     from nsa_bench.decode import shape_named
-    from nsa_bench.decode_workloads import Cell
+    from nsa_bench.decode_workloads import DecodeCell
     from nsa_bench.shapes import parse_lengths
 
     if shape is None and length is None:
         return []
     shapes = [shape_named(word) for word in (shape or "reports").split(",")]
     return [
-        Cell(one, batch, n, page_size)
+        DecodeCell(one, batch, n, page_size)
         for one in shapes
         for n in parse_lengths(length or "512,1024,2048")
     ]
 
 
 def run(
-    chosen: Sequence[Cell],
+    chosen: Sequence[DecodeCell],
     combos: Sequence[str],
     dtype: str | None,
     blocks: tuple[int, ...],
@@ -65,5 +67,5 @@ def run(
         **numbers,
     )
     bench = DecodeBench(settings, output.find_backends(), output.environment())
-    with output.progress(len(bench.problems())) as advance:
+    with output.progress(len(bench.cells())) as advance:
         return bench.run(advance, stop)

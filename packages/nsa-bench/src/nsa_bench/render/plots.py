@@ -105,7 +105,7 @@ def _over_length(
     measured = sorted({m.length for m in timed})
     for c in result.crossovers:
         if (
-            (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].problem
+            (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].series
             and c.length
             and c.length > measured[0]
         ):

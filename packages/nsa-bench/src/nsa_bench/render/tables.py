@@ -30,14 +30,14 @@ def rows_of(result: Result) -> Iterator[Rows]:
     if any(m.phase == "decode" for m in result.measurements):
         yield from decode_rows(result)
         return
-    problems = list(dict.fromkeys(m.problem for m in result.measurements))
-    for problem in sorted(problems, key=lambda p: (p[0], p[1], p[2])):
-        shape, dtype, inputs, phase, batch = problem
+    all_series = list(dict.fromkeys(m.series for m in result.measurements))
+    for series in sorted(all_series, key=lambda p: (p[0], p[1], p[2])):
+        shape, dtype, inputs, phase, batch = series
         title = (
             f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all"
             " samples)"
         )
-        found = [m for m in result.measurements if m.problem == problem]
+        found = [m for m in result.measurements if m.series == series]
         graphs = any(m.performance and m.performance.eager for m in found)
         eager = ["eager"] * graphs
         columns = [

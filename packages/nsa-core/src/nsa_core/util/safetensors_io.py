@@ -118,4 +118,4 @@ def need_safetensors() -> None:
 
 
 def _library(name: str) -> Any:
-    return needed(name, "checkpoints need", "nsa-models[train]")
+    return needed(name, "checkpoints need", "safetensors")

@@ -27,15 +27,15 @@ def test_laps_on_a_device_are_what_each_part_adds_to_the_step(monkeypatch, refus
 
     monkeypatch.setattr(clock, "_captured", captured)
     monkeypatch.setattr(clock, "_timed", timed)
-    laps, method = clock.laps(run)
-    assert laps() == {"first": 2.0, "second": 3.0, "third": 0.5}
+    times, method = clock.slot_times(run)
+    assert times() == {"first": 2.0, "second": 3.0, "third": 0.5}
     scale[0] = 10.0  # each call is taken anew
-    assert laps() == {"first": 20.0, "second": 30.0, "third": 5.0}
+    assert times() == {"first": 20.0, "second": 30.0, "third": 5.0}
     assert (len(replayed), method) == ((0, "within events") if refusal else (6, "within graph"))
 
 
 def test_laps_on_the_cpu_sum_to_the_call(monkeypatch):
     ticks = iter(range(0, 10**9, 10**6))  # a millisecond at every look at the clock
     monkeypatch.setattr("time.perf_counter_ns", lambda: next(ticks))
-    laps, method = CpuClock().laps(lambda ended: [ended(part) for part in "abc"])
-    assert (laps(), method) == ({"a": 1.0, "b": 1.0, "c": 1.0}, "within")
+    times, method = CpuClock().slot_times(lambda ended: [ended(part) for part in "abc"])
+    assert (times(), method) == ({"a": 1.0, "b": 1.0, "c": 1.0}, "within")
