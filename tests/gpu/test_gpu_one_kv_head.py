@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 TRITON = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
-ROWS = (0, 1, 31, 63, 64, 511, 512, 8191, 8192, 12345, 16383, 20000, 40000, 65472, 65535)
+ROWS = (0, 64, 511, 8192, 16383, 40000, 65535)
 HEADS = ((1, 64), (2, 64), (4, 64), (6, 64), (8, 64), (12, 64), (4, 128), (8, 128))
 
 
