@@ -257,8 +257,8 @@ def check_without_sdpa(session: nox.Session) -> None:
 
 
 # "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker behind it
-PIN = re.compile(r'"(nsa-[a-z-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
-RANGE = re.compile(r'"(nsa-[a-z-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
+PIN = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
+RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
 # Both show a backend of somebody else's: its own version stays, its range of nsa-core moves.
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
