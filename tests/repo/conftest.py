@@ -63,7 +63,7 @@ class Repository:
         }
 
     def modules(self) -> dict[str, ast.Module]:
-        """Import name to syntax tree of every module of the five packages."""
+        """Import name to syntax tree of every module of our packages."""
         found = {}
         for name, tree in self.python("packages").items():
             inside = name.split("/src/")

@@ -1,6 +1,4 @@
-"""What a release and a reader's copy-paste rely on: one version, one licence, commands that are
-what CI runs.
-"""
+"""A release and its README: one version, pins, one licence, and the commands that CI runs."""
 
 from __future__ import annotations
 
@@ -11,6 +9,16 @@ import re
 import stat
 import subprocess
 import sys
+
+import pytest
+from packaging.requirements import Requirement
+
+import nsa_core
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
 
 PACKAGES = (
     "nsa-backend-fa2",
@@ -23,6 +31,34 @@ PACKAGES = (
     "nsa-verify",
 )
 
+TEMPLATES = (
+    "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
+    "docs/write-a-backend.md",
+)
+PUBLIC_NAMES = {
+    "API_VERSION",
+    "BackendSpec",
+    "BackendUnavailable",
+    "BlockGeometry",
+    "InvalidInput",
+    "NSACache",
+    "NSAConfig",
+    "NSAError",
+    "NSAttention",
+    "Plan",
+    "Reason",
+    "Request",
+    "SlotSpec",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+    "hookimpl",
+    "nsa_attention",
+    "pad",
+    "resolve",
+    "unpad",
+}
+
 
 def project(repo, package: str) -> str:
     return repo.text(f"packages/{package}/pyproject.toml")
@@ -33,36 +69,121 @@ def version(repo, package: str) -> str:
     return found
 
 
-def test_one_version_for_all_five(repo):
+def metadata(text: str) -> dict:
+    """The table [project] of a pyproject.toml."""
+    return tomllib.loads(text)["project"]
+
+
+def requirements(table: dict) -> dict[str, list[Requirement]]:
+    """The requirements of [project] by extra; "" has those without one."""
+    groups = {"": table["dependencies"], **table.get("optional-dependencies", {})}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
+
+
+def requirements_on_ours(text: str) -> list[Requirement]:
+    groups = requirements(metadata(text)).values()
+    return [one for group in groups for one in group if one.name.startswith("nsa-")]
+
+
+def test_one_version_for_all_packages(repo):
     assert sorted(
         p.name for p in (repo.root / "packages").iterdir() if (p / "pyproject.toml").exists()
     ) == list(PACKAGES)
     versions = {package: version(repo, package) for package in PACKAGES}
     assert len(set(versions.values())) == 1, versions
-    pins = {
-        pin
-        for package in PACKAGES
-        for pin in re.findall(r'"nsa-[a-z0-9-]+==([^"]+)"', project(repo, package))
-    }
-    assert pins == set(versions.values())
     installed = {package: importlib.metadata.version(package) for package in PACKAGES}
     assert installed == versions, "the environment is stale: install the packages again"
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_requirements_on_our_packages_fit_their_version(package, repo):
+    """Exact pins; a backend takes the releases of nsa-core that are compatible with this one."""
+    current = version(repo, package)
+    for one in requirements_on_ours(project(repo, package)):
+        assert one.name in PACKAGES
+        assert one.specifier.contains(current, prereleases=True), one
+        exact = str(one.specifier) == f"=={current}"
+        assert exact == (not package.startswith("nsa-backend-")), one
+        if not exact:
+            major, minor, patch = map(int, re.findall(r"\d+", current)[:3])
+            assert one.specifier.contains(f"{major}.{minor}.{patch + 1}"), one
+            assert not one.specifier.contains(f"{major + 1}.0.0"), one
+            assert major or not one.specifier.contains(f"0.{minor + 1}.0"), one
+
+
+def test_the_command_brings_what_its_commands_import(repo):
+    groups = requirements(metadata(project(repo, "nsa-cli")))
+    names = {one.name: str(one.marker or "") for one in groups.pop("")}
+    imported = {
+        name.replace("_", "-")
+        for path in (repo.root / "packages/nsa-cli/src").rglob("*.py")
+        for name in re.findall(r"(?m)^ *(?:from|import) (nsa_(?!cli)\w+)", path.read_text())
+    }
+    assert imported == {"nsa-core", "nsa-verify", "nsa-bench", "nsa-models"}
+    assert names == {
+        **dict.fromkeys([*imported, "nsa-backend-sdpa", "typer", "rich"], ""),
+        "nsa-backend-triton": 'sys_platform == "linux"',
+    }
+    assert groups.keys() == {"fa2", "train", "plot", "all"}
+
+
+def wanted(repo, package: str, extra: str) -> set[str]:
+    """Third-party distributions and our packages that ``package[extra]`` leads to."""
+    names: set[str] = set()
+    for one in requirements(metadata(project(repo, package)))[extra]:
+        names.add(one.name)
+        for inner in one.extras:
+            names |= wanted(repo, one.name, inner)
+    return names
+
+
+def test_the_extra_all_has_every_extra_of_the_command_and_pytest(repo):
+    everything = wanted(repo, "nsa-cli", "all")
+    for extra in ("fa2", "train", "plot"):
+        assert wanted(repo, "nsa-cli", extra) <= everything, extra
+    assert wanted(repo, "nsa-verify", "test") <= everything
+    assert wanted(repo, "nsa-bench", "checkpoint") <= everything
+    assert everything >= {"pytest", "matplotlib", "safetensors", "tokenizers", "datasets"}
+
+
+def test_the_core_alone_adds_no_pytest_plugin_and_no_extras(repo):
+    core = importlib.metadata.distribution("nsa-core")
+    assert not list(core.entry_points)
+    assert not core.metadata.get_all("Provides-Extra")
+    assert not metadata(project(repo, "nsa-core")).keys() & {
+        "entry-points",
+        "optional-dependencies",
+    }
+    verify = importlib.metadata.distribution("nsa-verify")
+    assert [point.group for point in verify.entry_points] == ["pytest11"]
+
+
 def test_version_stands_nowhere_else(repo):
+    """In no module: importlib.metadata has it, and nsa_core.__version__ asks there."""
     wrong = [
         name
         for name in repo.python("packages")
         if re.search(r"(?m)^__version__\b", repo.text(name))
+        or re.search(rf'"{re.escape(version(repo, "nsa-core"))}"', repo.text(name))
     ]
-    assert not wrong, f"__version__ in {wrong}: importlib.metadata knows it"
+    assert not wrong, f"a version in {wrong}: importlib.metadata knows it"
+    assert nsa_core.__version__ == importlib.metadata.version("nsa-core")
 
 
-def test_bump_writes_all_five_and_the_pins_between_them(repo, tmp_path):
-    for package in PACKAGES:
-        (tmp_path / "packages" / package).mkdir(parents=True)
-        (tmp_path / "packages" / package / "pyproject.toml").write_text(project(repo, package))
-    (tmp_path / "noxfile.py").write_text(repo.text("noxfile.py"))
+def test_public_names_of_the_core():
+    """Today's exports stay; a new one is added here."""
+    assert set(nsa_core.__all__) == set(dir(nsa_core)) == PUBLIC_NAMES
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        _ = nsa_core.missing
+
+
+def bumped(repo, folder, to: str) -> dict[str, str]:
+    """The files that bump writes, after `nox -s bump -- TO` on a copy in ``folder``."""
+    names = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
+    names += TEMPLATES
+    for name in (*names, "noxfile.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(repo.text(name))
     stub = (
         "import types, sys; nox = types.ModuleType('nox'); nox.session = lambda *a, **k: (a[0] if a"
         " else lambda f: f)\n"
@@ -71,18 +192,35 @@ def test_bump_writes_all_five_and_the_pins_between_them(repo, tmp_path):
     stub += (
         "nox.options = types.SimpleNamespace(); nox.Session = object; sys.modules['nox'] = nox\n"
     )
-    stub += "import noxfile; noxfile.bump(types.SimpleNamespace(posargs=['9.8.7'], log=print))"
+    stub += f"import noxfile; noxfile.bump(types.SimpleNamespace(posargs=['{to}'], log=print))"
     done = subprocess.run(
-        [sys.executable, "-c", stub], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", stub], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    return {name: (folder / name).read_text() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("to", "compatible"),
+    [("9.8.7", ">=9.8.7,<10"), ("0.3.0", ">=0.3.0,<0.4"), ("0.4.0rc1", ">=0.4.0rc1,<0.5")],
+)
+def test_bump_writes_every_version_pin_and_range(to, compatible, repo, tmp_path):
+    found = bumped(repo, tmp_path, to)
+    old = version(repo, "nsa-core")
     for package in PACKAGES:
-        text = (tmp_path / "packages" / package / "pyproject.toml").read_text()
-        old = version(repo, package)
-        assert text == project(repo, package).replace(f'"{old}"', '"9.8.7"').replace(
-            f"=={old}", "==9.8.7"
-        )
-        assert 'version = "9.8.7"' in text
+        name = f"packages/{package}/pyproject.toml"
+        expected = repo.text(name).replace(f'"{old}"', f'"{to}"').replace(f"=={old}", f"=={to}")
+        expected = re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, expected)
+        assert found[name] == expected
+        assert metadata(found[name])["version"] == to
+        for one in requirements_on_ours(found[name]):
+            assert one.specifier.contains(to, prereleases=True), one
+    for name in TEMPLATES:
+        assert found[name] == re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, repo.text(name))
+        assert f'version = "{old}"' in found[name], "the version of the package of its reader"
+    pins = "".join(found[name] for name in found)
+    assert f'"nsa-bench[plot]=={to}"' in pins
+    assert f"\"nsa-backend-triton=={to}; sys_platform == 'linux'\"" in pins
 
 
 def test_every_package_carries_the_licence(repo):

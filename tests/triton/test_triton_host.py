@@ -119,7 +119,7 @@ def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
         varlen=bool(packed),
     )
     do, given, call = requests.inputs(request)
-    module = importlib.import_module(f"nsa_backend_triton.{slot}")
+    module = requests.slot_module(slot)
     seen, out = counted(module.forward, *given, call=call)
     assert seen == forward
     if backward:
@@ -257,7 +257,8 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
 def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
     """As the benchmarks give them."""
     decode, configs = (
-        importlib.import_module(f"nsa_backend_triton.{name}") for name in ("decode", "configs")
+        importlib.import_module(f"nsa_backend_triton.{name}")
+        for name in ("decode.forms", "host.configs")
     )
     request = Request(
         slot="cmp",

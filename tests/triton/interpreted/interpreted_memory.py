@@ -5,14 +5,13 @@ makes.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
 
 from kernel_cases import CASES, SLOTS, point, under_test
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_backend_triton.tools import workspace
+from nsa_backend_triton.tools import meta_inputs, workspace
 from nsa_core.contract import SlotCall
 from nsa_core.dryrun import PeakBytes
 from nsa_verify.cases import Case
@@ -26,7 +25,7 @@ def test_the_dry_run_counts_what_a_run_makes(slot: str, case: Case) -> None:
     request = asked.request(slot, "cpu", None, subject.differentiable)
     if case.packed:
         request = dataclasses.replace(request, batch=len(case.lengths))
-    module = importlib.import_module(f"nsa_backend_triton.{slot}")
+    module = meta_inputs.slot_module(slot)
     kernel = subject.kernel(asked)
     call = SlotCall(case.config.geometry, kernel.scale, data.cu_seqlens, data.max_seqlen)
     given = [data.do, *inputs.values(), *([] if data.cu_seqlens is None else [data.cu_seqlens])]

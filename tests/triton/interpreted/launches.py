@@ -23,13 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.strict.interpreter import strict
 
+PREFIX = "nsa_backend_triton."
 SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """One launch of the jit function ``name`` ("module.function") in the case ``label``; ``args``
-    are never written.
+    """One launch of the jit function ``name`` ("folder.module.function") in the case ``label``;
+    ``args`` are never written.
     """
 
     label: str
@@ -52,8 +53,8 @@ class Launch:
         """Run the functions that are now there on the memory of then: "result", "work", or "" where
         all is the same.
         """
-        module, _, name = self.name.partition(".")
-        kernel = vars(sys.modules[f"nsa_backend_triton.{module}"])[name]
+        module, _, name = self.name.rpartition(".")
+        kernel = vars(sys.modules[f"{PREFIX}{module}"])[name]
         args, kwargs = _copied((self.args, self.kwargs))
         with strict() as seen:
             kernel.run(*args, warmup=False, **kwargs)
@@ -104,7 +105,7 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
     stock_run, stock_call = InterpretedFunction.run, InterpretedFunction.__call__
 
     def named(function: Any) -> str:
-        return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
+        return f"{function.fn.__module__.removeprefix(PREFIX)}.{function.fn.__name__}"
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         found.append(

@@ -26,7 +26,7 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa_backend_triton
-from launches import Launch
+from launches import PREFIX, Launch
 
 # of processor time: more than this many times a launch's own is a loop without end
 PATIENCE_S, PATIENCE = (
@@ -91,24 +91,24 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """ "module.function"."""
+        """ "folder.module.function"."""
         return self.key.partition(":")[0]
 
 
 def modules() -> list[ModuleType]:
-    """The package's modules that import without a GPU's own compiler."""
-    skipped = {"offline", "plugin"}
+    """The package's modules, without the tools, which need the compiler, and the interpreter."""
+    skipped = ("tools", "strict", "plugin")
     names = [
         info.name
-        for info in pkgutil.iter_modules(nsa_backend_triton.__path__)
-        if info.name not in skipped
+        for info in pkgutil.walk_packages(nsa_backend_triton.__path__, PREFIX)
+        if not info.name.removeprefix(PREFIX).startswith(skipped)
     ]
-    return [importlib.import_module(f"nsa_backend_triton.{name}") for name in names]
+    return [importlib.import_module(name) for name in names]
 
 
 @functools.cache
 def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
-    """ "module.function" -> where it is and its syntax tree, for every jit function of the
+    """ "folder.module.function" -> where it is and its syntax tree, for every jit function of the
     package.
     """
     found = {}
@@ -117,7 +117,7 @@ def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
             if isinstance(node, ast.FunctionDef) and isinstance(
                 vars(module).get(node.name), InterpretedFunction
             ):
-                found[f"{module.__name__.rpartition('.')[2]}.{node.name}"] = (module, node)
+                found[f"{module.__name__.removeprefix(PREFIX)}.{node.name}"] = (module, node)
     return found
 
 
@@ -211,7 +211,7 @@ def reached(ran: set[str]) -> set[str]:
             used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             values = [vars(module).get(n) for n in used]
             kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
-            found |= {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in kernels}
+            found |= {f"{fn.__module__.removeprefix(PREFIX)}.{fn.__name__}" for fn in kernels}
     return {name for name in found if name in functions()}
 
 

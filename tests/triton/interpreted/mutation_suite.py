@@ -19,12 +19,9 @@ from mutation_cases import Tiny, launches_of
 
 FUNCTIONS = sorted(mutation.functions())
 # how the functions of a group begin; a group is a file, and runs beside the others
-OF_SEL = (
-    "sel_",
-    "delta.",
-)
-OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
-OF_DECODE = ("decode_",)
+OF_SEL = ("sel.",)
+OF_THE_REST = ("span.", "select.", "combine.", "shared.", "host.")
+OF_DECODE = ("decode.",)
 ONE_IN = 10
 TWICE = 24  # launches, the smallest, are run again in the ordinary suite
 
@@ -39,7 +36,7 @@ def _launches(group: type[Mutants]) -> list[Launch]:
 
 
 class Mutants:
-    """Tests of the ``names`` ("module.function"), on the launches of ``cases``."""
+    """Tests of the ``names`` ("folder.module.function"), on the launches of ``cases``."""
 
     names: tuple[str, ...] = ()
     cases: Mapping[str, Tiny] = {}

@@ -1,5 +1,5 @@
-"""Which source a figure was measured with: the commit, where one can be found, and what the
-installed files hash to.
+"""The source of a measurement: its commit, where one can be found, and the tree ids of the files
+that ran.
 """
 
 from __future__ import annotations
@@ -9,92 +9,131 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from nsa_core.contract import ENTRY_POINT_GROUP
 
-PACKAGE = Path(__file__).parents[1]  # nsa_core, as it was imported
-IN_CHECKOUT = Path("packages/nsa-core/src/nsa_core")
+PACKAGES = (
+    "nsa_core",
+    "nsa_verify",
+    "nsa_bench",
+    "nsa_models",
+    "nsa_cli",
+    "nsa_backend_sdpa",
+    "nsa_backend_triton",
+    "nsa_backend_fa2",
+)
 _LIMIT_S = 10
-# Whoever owns the repository: no lock is taken in it, and no program that it names is started.
+# The repository may belong to someone else: git takes no lock in it and starts no program that it
+# names.
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def source() -> dict[str, Any]:
-    """For a result file: ``git_commit`` (None: ``git_commit_reason`` says why), and
-    ``source_trees``.
+    """The source that runs, for a result file.
 
-    ``source_trees`` has for each package of ours and each backend's what git calls the tree of its
-    files: a commit has the same files where ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core``
-    prints the same.
+    Returns:
+        ``git_commit`` and ``git_commit_reason`` as :func:`git_commit`, and ``source_trees`` as
+        :func:`source_trees`: git's tree id for the files of each package. A commit has the same
+        files where ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core`` prints the same id.
     """
     commit, reason = git_commit()
     return {"git_commit": commit, "git_commit_reason": reason, "source_trees": source_trees()}
 
 
 def git_commit() -> tuple[str | None, str]:
-    """(commit, "") of the source that runs, "+" behind it where tracked files of its checkout
-    differ; or (None, why).
+    """The commit of the source that runs.
 
-    Looked for in this order: the checkout that the files lie in; the commit that pip noted when it
-    installed from a repository; the checkout that pip noted when it installed from one; the
-    checkout around the working directory. The last two count only where they hold the very files
-    that are installed.
+    The search visits the checkout around the installed files, the commits and folders that pip
+    noted when it installed them, and the checkout around the working directory. A checkout counts
+    only if it holds the very files of every installed package of :data:`PACKAGES`.
+
+    Returns:
+        (commit, ""), with "+" behind the commit where tracked files of its checkout differ from it;
+        or (None, reason).
     """
-    why = []
-    for where, root, exact in _places():
-        if isinstance(root, str):
-            return root, ""
-        if root is None:
-            why.append(f"{where} is in no git checkout")
-        elif exact and not _tracks(root):
-            why.append(f"{where} is in a checkout of something else")
-        elif not exact and tree_id(root / IN_CHECKOUT) != tree_id(PACKAGE):
-            why.append(f"{where} does not hold the files that are installed")
-        elif commit := _commit(root):
+    installed = {name: folder for name in PACKAGES if (folder := _folder(name))}
+    reasons = []
+    for label, place in _places(installed):
+        if isinstance(place, str):
+            return place, ""
+        if place is None:
+            reasons.append(f"{label} is in no git checkout")
+        elif different := _differences(place, installed):
+            names = ", ".join(different)
+            reasons.append(f"{label} does not hold the installed files of {names}")
+        elif commit := _commit(place):
             return commit, ""
         else:
-            why.append(f"git told no commit of {where}")
-    return None, "; ".join(why)
+            reasons.append(f"git told no commit of {label}")
+    return None, "; ".join(reasons)
 
 
-def _places() -> Iterator[tuple[str, Path | str | None, bool]]:
-    """(what to call it, its checkout's root or a commit, whether the installed files lie in it)."""
-    yield "the package", _root(PACKAGE), True
-    noted = _direct_url()
-    versioned = noted.get("vcs_info")
-    commit = versioned.get("commit_id") if isinstance(versioned, dict) else None
-    if isinstance(commit, str):
-        yield "what pip noted", commit, False
-    address = urlsplit(str(noted.get("url", "")))
-    if "dir_info" in noted and address.scheme == "file":
-        yield "the folder that pip installed from", _root(Path(unquote(address.path))), False
-    yield "the working directory", _root(Path.cwd()), False
+def in_checkout(package: str) -> Path:
+    """The folder of a package of :data:`PACKAGES`, relative to the root of a checkout."""
+    return Path("packages", package.replace("_", "-"), "src", package)
 
 
-def _direct_url() -> dict[str, Any]:
-    """Where pip installed nsa-core from; empty where it did not say."""
+def _folder(package: str) -> Path | None:
+    """The folder from which ``import package`` would load; nothing is imported."""
     try:
-        text = importlib.metadata.distribution("nsa-core").read_text("direct_url.json")
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def _differences(root: Path, installed: Mapping[str, Path]) -> list[str]:
+    """The packages whose installed files are not those of the checkout."""
+    return [
+        name
+        for name, folder in installed.items()
+        if tree_id(root / in_checkout(name)) != tree_id(folder)
+    ]
+
+
+def _places(installed: Iterable[str]) -> Iterator[tuple[str, Path | str | None]]:
+    """(label, root of a checkout or a commit) of each place to look, the most certain first."""
+    yield "the package", _root(Path(__file__).parent)
+    notes = [_direct_url(name.replace("_", "-")) for name in installed]
+    commits = {_noted_commit(note) for note in notes}
+    if len(commits) == 1 and (commit := commits.pop()):
+        yield "the repository that pip installed from", commit
+    for root in dict.fromkeys(_root(folder) for note in notes for folder in _noted_folder(note)):
+        yield "the folder that pip installed from", root
+    yield "the working directory", _root(Path.cwd())
+
+
+def _direct_url(distribution: str) -> dict[str, Any]:
+    """pip's note of the source of a distribution; empty where there is none."""
+    try:
+        text = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         noted = json.loads(text or "{}")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return {}
     return noted if isinstance(noted, dict) else {}
 
 
+def _noted_commit(note: Mapping[str, Any]) -> str | None:
+    versioned = note.get("vcs_info")
+    commit = versioned.get("commit_id") if isinstance(versioned, dict) else None
+    return commit if isinstance(commit, str) else None
+
+
+def _noted_folder(note: Mapping[str, Any]) -> list[Path]:
+    """The local folder that pip installed from, or nothing."""
+    address = urlsplit(str(note.get("url", "")))
+    return [Path(unquote(address.path))] * ("dir_info" in note and address.scheme == "file")
+
+
 def _root(folder: Path) -> Path | None:
     """The checkout around ``folder``."""
     folder = folder.resolve()
     return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
-
-
-def _tracks(root: Path) -> bool:
-    """Whether the checkout is of the package itself, and not of something it is installed into."""
-    name = Path(__file__).resolve().relative_to(root).as_posix()
-    return _said(root, "ls-files", "--error-unmatch", "--", name) is not None
 
 
 def _commit(root: Path) -> str | None:
@@ -131,22 +170,14 @@ def printed(*command: str) -> str | None:
 
 
 def source_trees() -> dict[str, str]:
-    """Import name -> :func:`tree_id` of nsa_core, nsa_cli and every backend's package; nothing is
-    imported.
+    """Import name -> :func:`tree_id` of every installed package of ours and of every backend's
+    package; nothing is imported.
     """
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    names = {"nsa_core", "nsa_cli", *(point.value.split(":")[0].split(".")[0] for point in points)}
-    found = {}
-    for name in sorted(names):
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):  # an entry point that names nothing
-            continue
-        places = list(spec.submodule_search_locations or ()) if spec else []
-        tree = tree_id(Path(places[0])) if places else None
-        if tree is not None:
-            found[name] = tree
-    return found
+    names = {*PACKAGES, *(point.value.split(":")[0].split(".")[0] for point in points)}
+    folders = {name: _folder(name) for name in sorted(names)}
+    trees = {name: tree_id(folder) for name, folder in folders.items() if folder}
+    return {name: tree for name, tree in trees.items() if tree is not None}
 
 
 def tree_id(folder: Path) -> str | None:

@@ -22,7 +22,16 @@ from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import Registry
 
 SCHEMA_VERSION = 1
-_OURS = ("nsa-core", "nsa-cli", "nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")
+_OURS = (
+    "nsa-core",
+    "nsa-verify",
+    "nsa-bench",
+    "nsa-models",
+    "nsa-cli",
+    "nsa-backend-sdpa",
+    "nsa-backend-triton",
+    "nsa-backend-fa2",
+)
 
 
 def examine(limit_s: float) -> dict[str, Any]:
@@ -212,11 +221,7 @@ def _optional_troubles(triton: Tried, flash: Tried, gpu: bool) -> list[dict[str,
             )
             troubles.append(_trouble(name, found["error"], hint))
     if gpu and "missing" in triton.facts and not _installed("triton"):
-        troubles.append(
-            _trouble(
-                "triton", "there is a GPU and no triton", 'pip install triton "nsa-cli[triton]"'
-            )
-        )
+        troubles.append(_trouble("triton", "there is a GPU and no triton", "pip install triton"))
     return troubles
 
 

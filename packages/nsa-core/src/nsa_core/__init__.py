@@ -1,5 +1,5 @@
-"""Native Sparse Attention (arXiv 2502.11089): the module, the functional entry and the truth they
-are judged by.
+"""Native Sparse Attention (arXiv 2502.11089): the layer, the functional entry, and the contract
+with backends.
 
 Importing this package imports no torch; the names below load on first use.
 """
@@ -30,10 +30,12 @@ _HOME = {
     "unpad": "packing",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("nsa-core")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""The commit in a result file, for every way in which the package can have come here."""
+"""The commit in a result file, for every way in which the packages can be installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 from nsa_bench import provenance
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-INSTALLED = provenance.PACKAGE
+CORE = provenance.in_checkout("nsa_core")
 
 
 def git(folder: pathlib.Path, *words: str) -> str:
@@ -34,8 +35,11 @@ def git(folder: pathlib.Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def copy(folder: pathlib.Path) -> None:
-    shutil.copytree(INSTALLED, folder, ignore=shutil.ignore_patterns("__pycache__"))
+def copy(package: str, folder: pathlib.Path) -> None:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    (source,) = spec.submodule_search_locations or ()
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def committed(root: pathlib.Path) -> str:
@@ -49,7 +53,8 @@ def committed(root: pathlib.Path) -> str:
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
     """A repository like this one, with one commit."""
     root = tmp_path / "checkout"
-    copy(root / provenance.IN_CHECKOUT)
+    for package in provenance.PACKAGES:
+        copy(package, root / provenance.in_checkout(package))
     (root / "README.md").write_text("a")
     committed(root)
     return root
@@ -59,15 +64,19 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 def target(tmp_path: pathlib.Path) -> pathlib.Path:
     """A folder as pip --target leaves it."""
     folder = tmp_path / "target"
-    copy(folder / "nsa_core")
-    info = folder / "nsa_core-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-core\nVersion: 9.9\n")
+    for package in provenance.PACKAGES:
+        copy(package, folder / package)
+        info = folder / f"{package}-9.9.dist-info"
+        info.mkdir()
+        name = package.replace("_", "-")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
     return folder
 
 
-def note(target: pathlib.Path, noted: object) -> None:
-    (target / "nsa_core-9.9.dist-info" / "direct_url.json").write_text(json.dumps(noted))
+def note(target: pathlib.Path, noted: object, packages=provenance.PACKAGES) -> None:
+    for package in packages:
+        file = target / f"{package}-9.9.dist-info" / "direct_url.json"
+        file.write_text(json.dumps(noted))
 
 
 def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[str | None, str]:
@@ -85,31 +94,51 @@ def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[
 
 
 def test_installed_from_a_checkout_with_target(target, checkout, tmp_path):
-    note(target, {"url": (checkout / "packages" / "nsa-core").as_uri(), "dir_info": {}})
+    for package in provenance.PACKAGES:
+        folder = checkout / provenance.in_checkout(package).parents[1]
+        note(target, {"url": folder.as_uri(), "dir_info": {}}, [package])
     head = git(checkout, "rev-parse", "HEAD")
     assert asked(target, tmp_path) == (head, "")
     (checkout / "README.md").write_text("b")
     assert asked(target, tmp_path) == (head + "+", "")
-    (checkout / provenance.IN_CHECKOUT / "ops.py").write_text("# went on after the installation\n")
+    (checkout / CORE / "ops.py").write_text("# went on after the installation\n")
     commit, reason = asked(target, tmp_path)
     assert commit is None
-    assert "the folder that pip installed from does not hold the files that are installed" in reason
+    assert (
+        "the folder that pip installed from does not hold the installed files of nsa_core;"
+        in reason
+    )
 
 
 def test_installed_from_a_repository(target, tmp_path):
-    note(
-        target,
-        {"url": "https://example.org/nsa", "vcs_info": {"vcs": "git", "commit_id": "abc123"}},
-    )
+    pinned = {"vcs": "git", "commit_id": "abc123"}
+    note(target, {"url": "https://example.org/nsa", "vcs_info": pinned})
     assert asked(target, tmp_path) == ("abc123", "")
+    note(target, {"vcs_info": {**pinned, "commit_id": "def456"}}, ["nsa_cli"])
+    assert asked(target, tmp_path)[0] is None, "two commits are no commit"
 
 
-def test_the_working_directory_counts_when_it_holds_the_same_files(target, checkout, tmp_path):
+def test_the_working_directory_counts_when_it_holds_the_same_files(target, checkout):
     head = git(checkout, "rev-parse", "HEAD")
     assert asked(target, checkout / "packages") == (head, "")
-    (checkout / provenance.IN_CHECKOUT / "ops.py").write_text("# another version\n")
-    commit, reason = asked(target, checkout)
-    assert (commit, "the working directory does not hold the files" in reason) == (None, True)
+
+
+def test_every_installed_package_is_compared_with_the_checkout(target, checkout, monkeypatch):
+    """One file of one package differs."""
+    monkeypatch.syspath_prepend(str(target))
+    monkeypatch.setattr(provenance, "__file__", str(target / "nsa_bench" / "provenance.py"))
+    monkeypatch.setattr(provenance, "_folder", lambda name: target / name)
+    monkeypatch.chdir(checkout)
+    head = git(checkout, "rev-parse", "HEAD")
+    for package in provenance.PACKAGES:
+        assert provenance.git_commit() == (head, "")
+        file = target / package / "__init__.py"
+        text = file.read_text()
+        file.write_text("another version")
+        commit, reason = provenance.git_commit()
+        assert commit is None
+        assert f"working directory does not hold the installed files of {package}" in reason
+        file.write_text(text)
 
 
 def test_a_project_around_the_installation_is_not_its_source(target, tmp_path):
@@ -118,8 +147,9 @@ def test_a_project_around_the_installation_is_not_its_source(target, tmp_path):
     committed(tmp_path)
     commit, reason = asked(target, tmp_path, GIT_DIR=str(tmp_path / ".git"))
     assert commit is None
-    assert "the package is in a checkout of something else" in reason
-    assert "the working directory does not hold the files that are installed" in reason
+    names = ", ".join(provenance.PACKAGES)
+    for label in ("the package", "the working directory"):
+        assert f"{label} does not hold the installed files of {names}" in reason
 
 
 def test_nowhere_says_where_was_looked(target, tmp_path):
@@ -142,27 +172,23 @@ def test_without_git_there_is_a_reason(target, checkout, tmp_path):
 
 
 def test_tree_is_what_git_calls_it(checkout):
-    folder = checkout / provenance.IN_CHECKOUT
+    folder = checkout / CORE
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(b"x")
     (folder / "empty").mkdir()
-    assert provenance.tree_id(folder) == git(
-        checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}"
-    )
+    assert provenance.tree_id(folder) == git(checkout, "rev-parse", f"HEAD:{CORE.as_posix()}")
     (folder / "ops.py").write_text("")
-    assert provenance.tree_id(folder) != git(
-        checkout, "rev-parse", f"HEAD:{provenance.IN_CHECKOUT.as_posix()}"
-    )
+    assert provenance.tree_id(folder) != git(checkout, "rev-parse", f"HEAD:{CORE.as_posix()}")
     assert provenance.tree_id(folder / "absent") is None
+
+
+def test_the_packages_are_those_of_the_repository():
+    packages = pathlib.Path(__file__).resolve().parents[2] / "packages"
+    modules = packages.glob("*/src/*/__init__.py")
+    assert {path.parent.name for path in modules} == set(provenance.PACKAGES)
 
 
 def test_every_package_of_ours_has_its_tree():
     found = provenance.source()
-    assert found["source_trees"].keys() >= {
-        "nsa_core",
-        "nsa_cli",
-        "nsa_backend_sdpa",
-        "nsa_backend_triton",
-        "nsa_backend_fa2",
-    }
+    assert found["source_trees"].keys() >= set(provenance.PACKAGES)
     assert (found["git_commit"] is None) == bool(found["git_commit_reason"])
