@@ -10,7 +10,7 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan
-from nsa_core.layer import module
+from nsa_core.layer import projection
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
@@ -73,7 +73,7 @@ def test_nothing_leaks(length):
 @pytest.mark.parametrize("leak", LEAKS)
 def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
     monkeypatch.setattr(
-        module,
+        projection,
         "default_plan",
         lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak])),
     )

@@ -148,11 +148,11 @@ def test_counts_that_only_the_device_knows(attn, monkeypatch):
     cache = poisoned_cache(attn, 2, ROOM, page_size=16, max_rollback=3)
     golden = whole(attn, x)
 
-    def arrival_of(cache, rows, new, capturing):
-        return step.Arrival(rows, [rows] * 2, new, exact=False)
+    def ragged_new_tokens(cache, rows, new, capturing):
+        return step.NewTokens(rows, [rows] * 2, new, exact=False)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "arrival_of", arrival_of)
+        patched.setattr(step, "new_tokens", ragged_new_tokens)
         assert_equal(attn(x[:, :12], cache=cache, new=torch.tensor([12, 4]))[:1], golden[:1, :12])
         for t in range(12, 30):
             rows = torch.stack([x[0, t : t + 2], x[1, t - 8 : t - 6]])

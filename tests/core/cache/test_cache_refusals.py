@@ -155,7 +155,7 @@ def test_wrong_indices(attn):
             call()
     with pytest.raises(InvalidInput, match="2 indices are needed, got 1"):
         cache.reorder([1])
-    with pytest.raises(InvalidInput, match=r"one sequence is meant, got \[0, 1\]"):
+    with pytest.raises(InvalidInput, match=r"expected one sequence index, got \[0, 1\]"):
         cache.snapshot([0, 1])
     with pytest.raises(InvalidInput, match="load: snapshot must be what snapshot"):
         cache.load(0, 1)

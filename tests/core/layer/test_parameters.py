@@ -75,7 +75,7 @@ def test_every_gradient_is_held_to_its_rounding(name, monkeypatch):
 
 
 def _unrotated(attn, monkeypatch):
-    monkeypatch.setattr("nsa_core.layer.module.rotate", lambda x, table: x)
+    monkeypatch.setattr("nsa_core.layer.projection.rotate", lambda x, table: x)
 
 
 def _late_blocks(attn, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from nsa_core import NSAConfig, NSAttention
 from nsa_core.layer import rope
 from nsa_core.layer.fused_heads import rotated_heads
-from nsa_core.layer.rope import apart, rope_table, rotate, table_for
+from nsa_core.layer.rope import rope_table, rotate, table_for, unbind_branches
 
 
 def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_the_table_stays_one_operator_of_a_compiled_graph():
 def test_parts_are_what_each_would_be_alone_forward_and_backward(with_table):
     joint = torch.randn(2, 7, 3, 2, 6, dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), 6, 1e4, joint.dtype) if with_table else None
-    parts, do = apart(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
+    parts, do = unbind_branches(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
     alone = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
     assert all(
         torch.equal(one, other) and one.is_contiguous()
@@ -116,8 +116,10 @@ def test_parts_are_what_each_would_be_alone_forward_and_backward(with_table):
         torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, alone)
     )
     assert torch.equal(found, expected)
-    assert torch.autograd.gradgradcheck(lambda x: apart(x, table), joint[:1, :, :2, :1])
-    by_ops = torch.func.vmap(lambda x: torch.stack(apart(x, table)), out_dims=1)(joint.detach())
+    assert torch.autograd.gradgradcheck(lambda x: unbind_branches(x, table), joint[:1, :, :2, :1])
+    by_ops = torch.func.vmap(lambda x: torch.stack(unbind_branches(x, table)), out_dims=1)(
+        joint.detach()
+    )
     assert torch.equal(by_ops, torch.stack(alone))
 
 
@@ -153,8 +155,8 @@ def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch
         golden = attn(x)
         del made[:]
         monkeypatch.setattr(rope, "eager", lambda: by == "eager")
-        monkeypatch.setattr("nsa_core.layer.module.eager", lambda: by == "eager")
-        rope._kept.cache_clear()
+        monkeypatch.setattr("nsa_core.layer.projection.eager", lambda: by == "eager")
+        rope._cached_table.cache_clear()
         assert torch.equal(attn(x), golden)
     assert sorted(made) == ([9, 41] if by == "eager" else [41])
 

@@ -198,13 +198,13 @@ MUTANTS = (
     ),
     Mutant(
         "layer swaps the keys of sel and win",
-        "nsa_core.layer.module",
+        "nsa_core.layer.projection",
         "(None, ks[0], ks[-1])",
         "(None, ks[-1], ks[0])",
     ),
     Mutant(
         "compressed keys rotated at i*l",
-        "nsa_core.layer.module",
+        "nsa_core.layer.projection",
         "step, dim, base = self.config.compress_stride,",
         "step, dim, base = self.config.compress_block_size,",
     ),

@@ -1,8 +1,8 @@
-"""A step of more rows than the cache's rings have room for: a chunk of a long prompt over what came
-before.
+"""Steps of more rows than the cache's rings hold: chunks of a long prompt.
 
-The rings hold w and l tokens and a few more. A long step has rings of its own, which begin with the
-tokens that its first row may see; the cache's take the newest back when it is done.
+The rings of a cache hold the newest w and l tokens and a few more. A chunk runs on longer rings of
+its own, which begin with the tokens that its first row may see. Afterwards the newest tokens are
+written back to the rings of the cache.
 """
 
 from __future__ import annotations
@@ -10,42 +10,38 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from nsa_core.cache.kv_store import Pair, Stores
+from nsa_core.cache.kv_store import KVBuffer, KVStore
 
 if TYPE_CHECKING:
-    from nsa_core.cache.cache import NSACache
-
-MOST_ROWS = 8192  # of one step; more are cut, so that what it takes beside the cache has a bound
+    from nsa_core.cache.state import CacheState
 
 
-def lengthened(cache: NSACache, rows: int) -> Stores:
-    """The cache's stores, with rings for ``rows`` tokens from ``cache.starts`` on."""
-    stores, geometry = cache.stores, cache.config.geometry
-    longer = copy.copy(stores)
-    longer.win = _begun(cache, stores.win, geometry.window_size - 1, rows)
-    longer.raw = _begun(cache, stores.raw, geometry.compress_block_size - 1, rows)
+def chunk_store(cache: CacheState, rows: int) -> KVStore:
+    """The cache's store, with rings that hold ``rows`` more tokens from ``cache.starts`` on."""
+    geometry, store = cache.config.geometry, copy.copy(cache.stores)
+    store.win = _chunk_ring(cache, cache.stores.win, geometry.window_size - 1, rows)
+    store.raw = _chunk_ring(cache, cache.stores.raw, geometry.compress_block_size - 1, rows)
+    return store
+
+
+def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KVBuffer:
+    """A ring for ``before`` + ``rows`` tokens; the first ``before`` are copied from ``ring``."""
+    heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
+    longer = KVBuffer(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
+    for buffer in longer.flat:
+        # Rows that no token is written to are masked, not skipped, so they must be finite.
+        buffer.zero_()
+    tokens = cache.starts[:, None] - before + cache.stores.count[:before]
+    longer.write(longer.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
     return longer
 
 
-def _begun(cache: NSACache, ring: Pair, before: int, rows: int) -> Pair:
-    """A ring of ``before`` + ``rows`` tokens that holds the first of them, from ``ring``."""
-    heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
-    own = Pair(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
-    for store in own.flat:
-        # of a sequence with fewer new tokens than rows it has room for older ones, which have no
-        # value
-        store.zero_()
-    tokens = cache.starts[:, None] - before + cache.stores.count[:before]
-    own.write(own.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
-    return own
-
-
-def keep_newest(cache: NSACache, longer: Stores, rows: int) -> None:
-    """Put the newest tokens of a step of ``rows`` rows into the cache's rings; older ones are
-    there.
+def write_back_newest(cache: CacheState, chunk: KVStore, rows: int) -> None:
+    """Copy the newest tokens of a chunk of ``rows`` rows into the cache's rings; older tokens are
+    there already.
     """
-    for ring, own in ((cache.stores.win, longer.win), (cache.stores.raw, longer.raw)):
+    for ring, longer in ((cache.stores.win, chunk.win), (cache.stores.raw, chunk.raw)):
         count = min(ring.rows, rows)
         tokens = cache.lengths[:, None] - count + cache.stores.count[:count]
         index = ring.in_ring(tokens, tokens < cache.starts[:, None])
-        ring.write(index, *own.read(own.in_ring(tokens, None)))
+        ring.write(index, *longer.read(longer.in_ring(tokens, None)))

@@ -1,6 +1,4 @@
-"""The tensors of a cache: pages and rings of keys and values, and how rows are put into them and
-taken out.
-"""
+"""The tensors of a cache: pages and rings of keys and values, and how rows are written and read."""
 
 from __future__ import annotations
 
@@ -10,17 +8,24 @@ from typing import Any
 
 import torch
 
-from nsa_core.cache.compress_step import block_places
+from nsa_core.cache.block_places import block_places
 from nsa_core.config import NSAConfig
 from nsa_core.layer.rope import RopeTable, rope_table
 from nsa_core.torch_ops.slot_op import stats_dtype
 
 
-class Pair:
-    """Keys [outer, rows, G, Dk] and values [outer, rows, G, Dv], ``outer`` pages or sequences.
+class KVBuffer:
+    """Keys [outer, rows, G, Dk] and values [outer, rows, G, Dv] of one branch.
 
-    Behind the last row lies one more that nobody reads: what a step must not write goes there, so
-    that a write has the same shape whatever the lengths on the device are.
+    ``outer`` counts pages, or for a ring the sequences of the batch. Both tensors end with one more
+    row, which is never read. Rows that must not be written are directed there, so a write has the
+    same shape whatever the lengths on the device are.
+
+    Attributes:
+        k, v: the keys and the values, without the unread row.
+        flat: keys and values as [outer * rows + 1, G, D].
+        rows: tokens of a page or of a ring.
+        unread: index of the unread row in ``flat``.
     """
 
     def __init__(
@@ -32,7 +37,7 @@ class Pair:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.rows, self.nowhere = rows, outer * rows
+        self.rows, self.unread = rows, outer * rows
         self.flat = tuple(
             torch.empty((outer * rows + 1, heads, width), dtype=dtype, device=device)
             for width in widths
@@ -41,25 +46,27 @@ class Pair:
         self.k, self.v = (x[:-1].view(outer, rows, heads, -1) for x in self.flat)
 
     def write(self, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows k, v [..., G, D] at ``index`` int64 [...] of the flat rows."""
+        """Write k and v [..., G, D] to the flat rows ``index`` int64 [...]."""
         index = index.flatten()
-        for store, rows in zip(self.flat, (k, v)):
-            store.index_copy_(0, index, rows.reshape(-1, *rows.shape[-2:]))
+        for buffer, rows in zip(self.flat, (k, v)):
+            buffer.index_copy_(0, index, rows.reshape(-1, *rows.shape[-2:]))
 
     def in_pages(
         self, rows: torch.Tensor, table: torch.Tensor, absent: torch.Tensor | None
     ) -> torch.Tensor:
-        """Flat index of rows int64 [b, m] of sequences with block table ``table`` int32 [b, pages];
-        of pages.
+        """Flat indices of a sequence's rows, for a buffer of pages.
 
-        Nowhere for those that are ``absent``, bool [b, m]; None: none is.
+        Args:
+            rows: int64 [b, m], counted from each sequence's first.
+            table: int32 [b, pages], the block table of these sequences.
+            absent: bool [b, m], rows that get the index of the unread row; None: none.
         """
         if table.shape[1] == 1:
             index = rows + table * self.rows
         else:
             place = (rows // self.rows).clamp(max=table.shape[1] - 1)
             index = rows % self.rows + table.gather(1, place) * self.rows
-        return index if absent is None else index.masked_fill(absent, self.nowhere)
+        return index if absent is None else index.masked_fill(absent, self.unread)
 
     def in_ring(
         self,
@@ -67,15 +74,19 @@ class Pair:
         absent: torch.Tensor | None,
         sequences: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Flat index of tokens int64 [b, m] of ``sequences`` int64 [b] (None: all); of a ring.
-        Nowhere likewise.
+        """Flat indices of tokens int64 [b, m], for a ring.
+
+        Args:
+            tokens: positions in the sequence.
+            absent: bool [b, m], tokens that get the index of the unread row; None: none.
+            sequences: int64 [b]; None: all sequences of the batch.
         """
         first = self._first if sequences is None else self._first[sequences]
         index = tokens % self.rows + first
-        return index if absent is None else index.masked_fill(absent, self.nowhere)
+        return index if absent is None else index.masked_fill(absent, self.unread)
 
     def read(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [..., G, D] of keys and values at ``index`` int64 [...]."""
+        """Keys and values [..., G, D] of the flat rows ``index`` int64 [...]."""
         return self.flat[0][index], self.flat[1][index]
 
     def taken(self, outer: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,18 +94,18 @@ class Pair:
         return self.k[outer, :rows].clone(), self.v[outer, :rows].clone()
 
     def put(self, outer: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """What :meth:`taken` gave, at ``outer``."""
-        for store, rows in zip((self.k, self.v), saved):
-            store[outer, : len(rows)] = rows
+        """Write the rows of :meth:`taken` to the first rows of sequence or page ``outer``."""
+        for buffer, rows in zip((self.k, self.v), saved):
+            buffer[outer, : len(rows)] = rows
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy pages or sequences ``source`` onto ``target``, both int64 [N]."""
-        for store in (self.k, self.v):
-            store[target] = store[source]
+        """Copy the pages or sequences ``source`` onto ``target``, both int64 [N]."""
+        for buffer in (self.k, self.v):
+            buffer[target] = buffer[source]
 
 
 class _Positions:
-    """See :class:`Stores`; the same tensors for the caches of all layers of a model."""
+    """Tensors by position: see ``count``, ``compressed`` and ``rope`` of :class:`KVStore`."""
 
     def __init__(
         self,
@@ -112,39 +123,42 @@ class _Positions:
             self.rope = rope_table(self.count, config.qk_dim, config.rope_base, dtype)
 
 
-_known: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
 
 
 def _positions(
     config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device
 ) -> _Positions:
+    """The caches of all layers of a model share these tensors."""
     rotary = (config.qk_dim, config.rope_base, stats_dtype(dtype)) if config.rope else None
     key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _Positions(config, max_len, longest, dtype, device)
-    return found
+    positions = _shared.get(key)
+    if positions is None:
+        positions = _shared[key] = _Positions(config, max_len, longest, dtype, device)
+    return positions
 
 
-class Stores:
-    """Every store of a cache, all with one block table.
+class KVStore:
+    """All buffers of a cache; those of pages go by one block table.
 
     Attributes:
-        sel, cmp: pages of ``page`` tokens, and of ``page`` / d compressed tokens.
-        win, raw: rings, token t at row t % rows; ``raw`` holds what phi takes.
-        rope: angles of every position that a step can name, padding's too; None without rotary.
-        count: int64 [0, 1, 2, ...] as long as any row of positions.
-        places: where the next block of each sequence lies.
-        compressed: int64 [max_len + 1], num_compressed() of every length; ``most_compressed`` that
-            of max_len.
+        sel: pages of ``page`` tokens, all tokens of a sequence.
+        cmp: pages of ``page`` / d compressed tokens.
+        win: a ring of the newest tokens; token t lies in row t % rows.
+        raw: a ring of the newest inputs of phi.
+        rope: angles of every position a step can have, padding included; None without rotary.
+        count: int64 [0, 1, 2, ...], at least as long as any list of positions.
+        places: where the next compression block of each sequence lies.
+        compressed: int64 [max_len + 1], num_compressed() of every length.
+        most_compressed: num_compressed(max_len).
     """
 
     def __init__(
         self,
         config: NSAConfig,
         batch: int,
-        pages: tuple[int, int],  # how many, of how many tokens
-        rings: tuple[int, int],  # tokens of win's and of raw's
+        pages: tuple[int, int],  # number of pages, tokens of a page
+        rings: tuple[int, int],  # tokens of the rings win and raw
         max_len: int,
         max_step: int,
         dtype: torch.dtype,
@@ -152,29 +166,25 @@ class Stores:
     ) -> None:
         number, page = pages
         heads, widths = config.n_kv_heads, (config.qk_dim, config.v_dim)
-        self.sel = Pair(number, page, heads, widths, dtype, device)
-        self.cmp = Pair(number, page // config.compress_stride, heads, widths, dtype, device)
-        self.win = Pair(batch, rings[0], heads, widths, dtype, device)
-        self.raw = Pair(batch, rings[1], heads, widths, dtype, device)
+        self.sel = KVBuffer(number, page, heads, widths, dtype, device)
+        self.cmp = KVBuffer(number, page // config.compress_stride, heads, widths, dtype, device)
+        self.win = KVBuffer(batch, rings[0], heads, widths, dtype, device)
+        self.raw = KVBuffer(batch, rings[1], heads, widths, dtype, device)
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
-        shared = _positions(config, max_len, longest, dtype, device)
         self.places = block_places(config, batch, max_len, self.cmp.rows, rings[1], dtype, device)
         self.most_compressed = config.geometry.num_compressed(max_len)
-        self._shared, self.count, self.compressed, self.rope = (
-            shared,
-            shared.count,
-            shared.compressed,
-            shared.rope,
-        )
+        self._positions = _positions(config, max_len, longest, dtype, device)
+        self.count, self.compressed = self._positions.count, self._positions.compressed
+        self.rope = self._positions.rope
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of keys and values, with its unread row."""
-        return [x for pair in (self.sel, self.cmp, self.win, self.raw) for x in pair.flat]
+        return [x for buffer in (self.sel, self.cmp, self.win, self.raw) for x in buffer.flat]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Keys, values and compressed tokens of each (from, to)."""
+        """Copy the keys, values and compressed tokens of pages, given as pairs (from, to)."""
         if not copies:
             return
         source, target = torch.tensor(copies).T.to(self.count.device, non_blocking=True)
-        for pair in (self.sel, self.cmp):
-            pair.move(source, target)
+        for buffer in (self.sel, self.cmp):
+            buffer.move(source, target)

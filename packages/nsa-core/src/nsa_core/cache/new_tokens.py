@@ -1,83 +1,63 @@
-"""Which rows of a step are tokens, as the host and the device know it."""
+"""The number of tokens that each sequence gets in a step, as the host and the device know it."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nsa_core.cache.sizes import integers
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from nsa_core.cache.cache import NSACache
+    from nsa_core.cache.state import CacheState
 
-New = Sequence[int] | torch.Tensor | None
+New = Sequence[int] | torch.Tensor | None  # the argument ``new`` of NSAttention.forward
 
 
-def integers(given: object, times: int = 1) -> list[int] | None:
-    """``given``, integers or one of them ``times`` over, as a list; None where it is something
-    else.
+class NewTokens(NamedTuple):
+    """How many of a step's rows are tokens; the rows past them are padding.
+
+    Attributes:
+        rows: rows of the step, padding included.
+        counts: tokens of each sequence as the host knows them; None in a captured graph.
+        on_device: tokens of each sequence, int32 [B]; None: every row is a token.
+        exact: ``counts`` are the numbers of tokens, not only upper bounds.
     """
-    values: Any = given.tolist() if isinstance(given, torch.Tensor) else given
-    try:
-        found = list(values) if isinstance(values, Iterable) else [values] * times
-        return (
-            None if any(isinstance(n, bool) for n in found) else [operator.index(n) for n in found]
-        )
-    except TypeError:
-        return None
-
-
-class Arrival(NamedTuple):
-    """How many of a step's rows are tokens."""
 
     rows: int
-    # of each sequence, as the host knows it; None: not asked, a graph is captured
     counts: list[int] | None
-    new: torch.Tensor | None  # int32 [B] on the device; None: all rows
-    exact: bool  # counts are right, and not only bounds
+    on_device: torch.Tensor | None
+    exact: bool
 
-    def piece(self, first: int, size: int) -> Arrival:
-        """Rows ``first`` .. ``first + size - 1``."""
+    def part(self, first: int, size: int) -> NewTokens:
+        """Those of the rows ``first`` .. ``first + size - 1``."""
         if size >= self.rows:
             return self
-        rows = min(size, self.rows - first)
-        counts = (
-            None if self.counts is None else [min(max(n - first, 0), rows) for n in self.counts]
-        )
-        return Arrival(
-            rows,
-            counts,
-            None if self.new is None else (self.new - first).clamp(0, rows),
-            self.exact,
-        )
+        rows, counts, on_device = min(size, self.rows - first), self.counts, self.on_device
+        if counts is not None:
+            counts = [min(max(n - first, 0), rows) for n in counts]
+        if on_device is not None:
+            on_device = (on_device - first).clamp(0, rows)
+        return NewTokens(rows, counts, on_device, self.exact)
 
 
-def arrival_of(cache: NSACache, rows: int, new: New, capturing: bool) -> Arrival:
-    """``new`` of a step of ``rows`` rows.
+def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTokens:
+    """The argument ``new`` of a step of ``rows`` rows.
 
     Raises:
-        InvalidInput: it is not one number from 0 to ``rows`` for each sequence; or not on the
-            device, in a graph.
+        InvalidInput: ``new`` is not one number from 0 to ``rows`` per sequence; or a graph is
+            captured and it is not on the device.
     """
     if new is None:
-        return Arrival(rows, None if capturing else [rows] * cache.batch, None, True)
+        return NewTokens(rows, None if in_graph else [rows] * cache.batch, None, True)
     on_device = (
         isinstance(new, torch.Tensor) and new.device == cache.device and cache.device.type != "cpu"
     )
-    if isinstance(new, torch.Tensor) and (on_device or capturing):
-        if (
-            new.shape != (cache.batch,)
-            or new.dtype not in (torch.int32, torch.int64)
-            or new.device != cache.device
-        ):
-            said = f"{list(new.shape)} {new.dtype} on {new.device}"
-            raise InvalidInput(f"new must be int32 [{cache.batch}] on {cache.device}, got {said}")
-        counts = None if capturing else [rows] * cache.batch
-        return Arrival(rows, counts, new.clamp(0, rows).to(torch.int32), False)
-    if capturing:
+    if isinstance(new, torch.Tensor) and (on_device or in_graph):
+        return _of_device(cache, rows, new, in_graph)
+    if in_graph:
         raise InvalidInput(
             "new must be a tensor on the device while a graph is captured: a list would be its"
             " constant"
@@ -88,10 +68,16 @@ def arrival_of(cache: NSACache, rows: int, new: New, capturing: bool) -> Arrival
     if not all(0 <= n <= rows for n in counts):
         raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {counts}")
     if min(counts) == rows:
-        return Arrival(rows, counts, None, True)
-    return Arrival(
-        rows,
-        counts,
-        torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True),
-        True,
-    )
+        return NewTokens(rows, counts, None, True)
+    copied = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)
+    return NewTokens(rows, counts, copied, True)
+
+
+def _of_device(cache: CacheState, rows: int, new: torch.Tensor, in_graph: bool) -> NewTokens:
+    """The host does not read ``new``: it counts every row as a token, which is an upper bound."""
+    fits = new.shape == (cache.batch,) and new.dtype in (torch.int32, torch.int64)
+    if not fits or new.device != cache.device:
+        received = f"{list(new.shape)} {new.dtype} on {new.device}"
+        raise InvalidInput(f"new must be int32 [{cache.batch}] on {cache.device}, got {received}")
+    counts = None if in_graph else [rows] * cache.batch
+    return NewTokens(rows, counts, new.clamp(0, rows).to(torch.int32), False)

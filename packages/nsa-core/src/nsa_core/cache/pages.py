@@ -1,5 +1,5 @@
-"""Pages of a cache: which are free, who holds which, and who may write to them. Host integers only,
-no tensors.
+"""The pages of a cache: which are free, which sequences hold the others, and which of those may be
+written. Host integers only, no tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from nsa_core.errors import InvalidInput
 
 
 class Changes(NamedTuple):
-    """What the stores and the block table must follow."""
+    """Changes to carry out in the store and the block table."""
 
     entries: list[tuple[int, int, int]]  # (sequence, place in its row of the block table, page)
     copies: list[tuple[int, int]]  # (from page, to page)
@@ -20,8 +20,8 @@ class Changes(NamedTuple):
 class Pages:
     """``total`` pages of ``size`` tokens, shared by sequences and snapshots by reference count.
 
-    A page that several hold is read by all and written by none: :meth:`own` gives a writer a copy
-    of its own.
+    A page with several holders is read by all of them and written by none: :meth:`own` gives a
+    writer a copy of its own.
     """
 
     def __init__(self, batch: int, size: int, total: int) -> None:
@@ -40,20 +40,17 @@ class Pages:
         return -(-tokens // self.size)
 
     def own(self, wanted: Iterable[tuple[int, int, int]]) -> Changes:
-        """For each (sequence, first, tokens): its pages from ``first`` to the one of token
-        ``tokens`` - 1 are its own.
+        """Make pages writable for each (sequence, first, tokens): those from place ``first`` to the
+        page of token ``tokens`` - 1 are held by that sequence alone.
 
-        Pages that it lacks come from the free ones, and those it shares are exchanged for copies.
+        Missing pages are taken from the free ones, shared pages are replaced by copies.
 
         Raises:
             InvalidInput: too few pages are free; nothing has changed.
         """
         wanted = list(wanted)
-        # missing: sequence -> places that need a page
-        refs, missing = (
-            dict[int, int](),
-            dict[int, list[int]](),
-        )
+        refs: dict[int, int] = {}
+        missing: dict[int, list[int]] = {}  # sequence -> places that need a page
         for b, first, tokens in wanted:
             row, places = self.rows[b], []
             for place in range(first, max(len(row), self.pages_of(tokens))):
@@ -66,9 +63,9 @@ class Pages:
                 missing[b] = places
         needed = sum(map(len, missing.values()))
         if needed > self.free:
-            who = ", ".join(map(str, missing))
+            sequences = ", ".join(map(str, missing))
             raise InvalidInput(
-                f"out of pages: sequences {who} need {needed} more of {self.size} tokens,"
+                f"out of pages: sequences {sequences} need {needed} more of {self.size} tokens,"
                 f" {self.free} of {self.total} are free (reset sequences that are done, or take"
                 " more num_pages)"
             )
@@ -90,26 +87,26 @@ class Pages:
         changes.entries.append((b, place, page))
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder of each page."""
+        """Add a holder to each page."""
         for page in pages:
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder fewer of each page; those without any are free."""
+        """Remove a holder from each page; a page without holders is free."""
         for page in pages:
             self._refs[page] -= 1
             if not self._refs[page]:
                 self._free.append(page)
 
     def trim(self, b: int, tokens: int) -> None:
-        """Sequence ``b`` gives back what ``tokens`` tokens do not need."""
+        """Release the pages of sequence ``b`` that ``tokens`` tokens do not need."""
         keep, row = self.pages_of(tokens), self.rows[b]
         self.release(row[keep:])
         del row[keep:]
 
     def replace(self, rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-        """Each sequence b of ``rows`` holds those pages, shared, in place of its own; the entries
-        of the table.
+        """Let each sequence b share the pages ``rows[b]`` instead of its own; return the changed
+        entries (sequence, place, page) of the block table.
         """
         for pages in rows.values():
             self.share(pages)

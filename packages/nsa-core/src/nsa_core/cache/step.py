@@ -1,14 +1,12 @@
-"""A layer's step over a cache: what is new is projected, put into the cache, and attends to what
-lies there.
+"""A layer's step over a cache: project the new tokens, write them to the cache, attend to it.
 
-    stores[starts .. lengths)  <-  rotary(k), v                     the step's own tokens
-    k_cmp[i]  <-  rotary(phi(raw[i*d .. i*d + l)))
-    of every block whose last token has come
-    o         =   sum over c of g^c Attn(q, stores^c)               the decode forms of a plan
+    store[starts .. lengths)  <-  rotary(k), v                        the step's own tokens
+    k_cmp[i]                  <-  rotary(phi(raw[i*d .. i*d + l)))    blocks that are now complete
+    o                         =   sum over c of g^c Attn(q, store^c)  the plan's decode forms
 
-Steps run without gradient. Nothing here asks the device anything: lengths stay there, and what does
-not exist is masked. Only what the host knows anyway (a block completes, no page is missing) is left
-out.
+Steps run without gradient and never synchronise: lengths stay on the device, and tokens that do not
+exist are masked. Work is left out only where the host knows that there is none, because no block
+completes or no page is missing.
 """
 
 from __future__ import annotations
@@ -20,87 +18,70 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from nsa_core.cache.cache import NSACache
-from nsa_core.cache.chunk import MOST_ROWS, keep_newest, lengthened
+from nsa_core.cache.chunk import chunk_store, write_back_newest
 from nsa_core.cache.compress_step import compress
-from nsa_core.cache.new_cache import check_plan
-from nsa_core.cache.new_tokens import Arrival, New, arrival_of
+from nsa_core.cache.new_tokens import New, NewTokens, new_tokens
 from nsa_core.cache.prefill import prefill
+from nsa_core.cache.state import CacheState, check_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.gating import as_it_was_made, gates_of
+from nsa_core.layer.gating import gates_of, plain_linear_gate
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.torch_ops.torch_state import capturing
 
 if TYPE_CHECKING:
-    from nsa_core.cache.kv_store import Stores
+    from nsa_core.cache.kv_store import KVStore
     from nsa_core.config import NSAConfig
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.layer.module import NSAttention
+    from nsa_core.layer.projection import NSAProjections
 
-FEW_TOKENS = 32  # whose gates are few enough that launches are what they cost
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FEW_TOKENS = 32  # up to this many tokens the gates are launch-bound
+MOST_ROWS = 8192  # longer chunks are split, which bounds the memory they take beside the cache
+Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
 @torch.compiler.disable(
     reason="a step changes its cache, and the host decides on pages; capture it in a CUDA graph"
 )
 def step(
-    attn: NSAttention,
+    layer: NSAProjections,
     x: torch.Tensor,  # [B, m, dim]
-    cache: NSACache | None,
+    cache: CacheState | None,
     new: New = None,
     plan: Plan | None = None,
     packed: bool = False,
 ) -> torch.Tensor:
     """Append the tokens of x and return the layer's output for them; see NSAttention.forward."""
-    if cache is not None and not isinstance(cache, NSACache):
+    if cache is not None and not isinstance(cache, CacheState):
         raise InvalidInput(
             f"cache must be what new_cache() of this layer gave, got {type(cache).__name__}"
         )
-    if cache is None or packed:
-        why = (
-            "new goes with cache="
-            if cache is None
-            else "a cache takes x [B, m, dim] and new=, not cu_seqlens"
-        )
-        raise InvalidInput(why)
+    if cache is None:
+        raise InvalidInput("new goes with cache=")
+    if packed:
+        raise InvalidInput("a cache takes x [B, m, dim] and new=, not cu_seqlens")
     in_graph = capturing(cache.device)
-    _refuse(attn, x, cache, in_graph)
-    arrival = arrival_of(cache, x.shape[1], new, in_graph)
+    _check_fit(layer, x, cache, in_graph)
+    tokens = new_tokens(cache, x.shape[1], new, in_graph)
     with torch.no_grad():
-        # Padding behind the longest costs nothing, where the host knows it.
-        rows = arrival.rows if arrival.counts is None else max(arrival.counts)
+        # Padding behind the longest sequence costs nothing if the host knows the lengths.
+        rows = tokens.rows if tokens.counts is None else max(tokens.counts)
         if rows == 0:
             return x.new_zeros(x.shape, dtype=cache.dtype)
-        if arrival.counts is None:
+        if tokens.counts is None:
             cache.captured = True
-            return _piece(attn, x, cache, arrival, plan)
-        cache.admit(arrival.counts)
-        y = _run(attn, x[:, :rows], cache, arrival.piece(0, rows), plan)
-        return y if rows == arrival.rows else F.pad(y, (0, 0, 0, arrival.rows - rows))
+            return _decode(layer, x, cache, tokens, plan)
+        cache.admit(tokens.counts)
+        y = _run(layer, x[:, :rows], cache, tokens.part(0, rows), plan)
+        return y if rows == tokens.rows else F.pad(y, (0, 0, 0, tokens.rows - rows))
 
 
-def _run(
-    attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None
-) -> torch.Tensor:
-    """A step that was admitted."""
-    assert arrival.counts is not None
-    if arrival.rows > 1 and not any(n and c for n, c in zip(cache.bounds, arrival.counts)):
-        return prefill(attn, x, cache, arrival, plan)
-    most = max(cache.max_step, MOST_ROWS)
-    pieces = [
-        _piece(attn, x[:, i : i + most], cache, arrival.piece(i, most), plan)
-        for i in range(0, arrival.rows, most)
-    ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, in_graph: bool) -> None:
-    wrong, dtype = [], attn.out_dtype
-    if cache.attn is not attn:
+def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_graph: bool) -> None:
+    """Refuse x and a cache that do not fit each other or the layer."""
+    wrong, dtype = [], layer.out_dtype
+    if cache.attn is not layer:
         wrong.append("the cache is another layer's")
     if x.shape[0] != cache.batch:
         wrong.append(f"x has {x.shape[0]} sequences, the cache {cache.batch}")
@@ -122,90 +103,106 @@ def _refuse(attn: NSAttention, x: torch.Tensor, cache: NSACache, in_graph: bool)
         raise InvalidInput("; ".join(wrong))
 
 
-def rehearse(cache: NSACache, rows: int) -> None:
-    """A step of ``rows`` rows with every sequence full: all is run, nothing written; see
-    reserve_workspace.
+def _run(
+    layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
+) -> torch.Tensor:
+    """Run an admitted step: a prefill of empty sequences, or one decode step or several."""
+    assert tokens.counts is not None
+    if tokens.rows > 1 and not any(n and c for n, c in zip(cache.bounds, tokens.counts)):
+        return prefill(layer, x, cache, tokens, plan)
+    most = max(cache.max_step, MOST_ROWS)
+    outputs = [
+        _decode(layer, x[:, i : i + most], cache, tokens.part(i, most), plan)
+        for i in range(0, tokens.rows, most)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+def rehearse(cache: CacheState, rows: int) -> None:
+    """Run a step of ``rows`` rows with every sequence full, so that it writes nothing; see
+    NSACache.reserve_workspace.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= cache.max_step:
         longer = "a longer step, which is never captured, takes more memory while it runs"
         allowed = f"an integer from 1 to max_step = {cache.max_step}"
         raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
-    weight, kept = (
-        dtype_and_device_from(cache.attn.qkv),
-        (cache.lengths.clone(), cache.overflowed.clone()),
-    )
-    x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=weight.dtype, device=cache.device)
+    dtype = dtype_and_device_from(cache.attn.qkv).dtype
+    lengths, overflowed = cache.lengths.clone(), cache.overflowed.clone()
+    x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=dtype, device=cache.device)
     cache.lengths.fill_(cache.max_len)
     try:
         with torch.no_grad():
-            _piece(cache.attn, x, cache, Arrival(rows, None, None, True), None)
+            _decode(cache.attn, x, cache, NewTokens(rows, None, None, True), None)
     finally:
-        cache.lengths.copy_(kept[0])
-        cache.overflowed.copy_(kept[1])
+        cache.lengths.copy_(lengths)
+        cache.overflowed.copy_(overflowed)
 
 
-def _piece(
-    attn: NSAttention, x: torch.Tensor, cache: NSACache, arrival: Arrival, plan: Plan | None
+def _decode(
+    layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
-    """At most MOST_ROWS rows over what the cache holds."""
-    plan = _plan_of(attn, cache, plan, arrival.counts is None)
-    known, is_long = cache.bounds, arrival.rows > cache.max_step
+    """Append at most MOST_ROWS rows to the cache, and attend to all it holds."""
+    plan = _decode_plan(layer, cache, plan, tokens.counts is None)
+    bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
     with cache.unless_done() as undo:
-        call = cache.advance(arrival.rows, arrival.counts, arrival.new, arrival.exact)
-        positions, absent = _places(cache, arrival, "append" not in plan.fused)
-        stores = lengthened(cache, arrival.rows) if is_long else cache.stores
-        if arrival.new is not None:
+        call = cache.advance(*tokens)
+        positions, absent = _positions(cache, tokens, "append" not in plan.fused)
+        store = chunk_store(cache, tokens.rows) if is_chunk else cache.stores
+        if tokens.on_device is not None:
             assert absent is not None
             x = x.masked_fill(absent[..., None], 0)
-        q, k, v = attn.heads(x)
-        gates, pairs = _gates(attn, plan, x, call), (_three(k), _three(v))
+        q, k, v = layer.heads(x)
+        gates, pairs = _gates(layer, plan, x, call), (_per_branch(k), _per_branch(v))
         if "append" in plan.fused:
-            q = _fused_append(plan, stores, q, pairs, call)
+            q = _fused_append(plan, store, q, pairs, call)
         else:
-            q = _append(attn.config, stores, q, pairs, call, positions, absent)
-        if arrival.counts is None or not cache.exact or _completes(cache, known):
-            compress(attn, stores, call, arrival.rows)
-        o = _attend(plan, stores, q, gates, call)
-        if is_long:
-            keep_newest(cache, stores, arrival.rows)
+            q = _append(layer.config, store, q, pairs, call, positions, absent)
+        if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
+            compress(layer, store, call, tokens.rows)
+        o = _attend(plan, store, q, gates, call)
+        if is_chunk:
+            write_back_newest(cache, store, tokens.rows)
         undo.pop_all()
-    result: torch.Tensor = attn.out(o.flatten(-2))
-    return result
+    y: torch.Tensor = layer.out(o.flatten(-2))
+    return y
 
 
-def _plan_of(attn: NSAttention, cache: NSACache, plan: Plan | None, in_graph: bool) -> Plan:
-    """Who runs this step; ``check`` needs every branch's output on its own, and the host, so not a
-    graph.
+def _decode_plan(
+    layer: NSAProjections, cache: CacheState, plan: Plan | None, in_graph: bool
+) -> Plan:
+    """The decode plan for this step. A layer's ``check`` reads the output of every branch on the
+    host, so it takes neither fused forms nor a captured graph.
     """
     if plan is None:
         plan = cache.plan
     else:
         check_plan(cache, plan)
-    if attn.check and not in_graph:
-        # a fused form shows no branch
-        return dataclasses.replace(checked_plan(plan, attn.layer), fused={})
+    if layer.check and not in_graph:
+        return dataclasses.replace(checked_plan(plan, layer.layer), fused={})
     return plan
 
 
-def _places(
-    cache: NSACache, arrival: Arrival, wanted: bool
+def _positions(
+    cache: CacheState, tokens: NewTokens, needed: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Positions int64 [B, m] of the step's rows, and which are no tokens; None: nobody asks, and
-    all are.
+    """Positions int64 [B, m] of the step's rows, and bool [B, m], which rows are no tokens.
+
+    The former is None if it is not ``needed`` and every row is a token, the latter if the host
+    knows that every row is one.
     """
-    some = arrival.new is not None
-    if not (some or wanted):
+    ragged = tokens.on_device is not None
+    if not (ragged or needed):
         return None, None
-    positions = cache.starts[:, None] + cache.stores.count[: arrival.rows]
-    if arrival.rows > cache.max_step:
-        # what is absent, in a table of angles that ends soon after
+    positions = cache.starts[:, None] + cache.stores.count[: tokens.rows]
+    if tokens.rows > cache.max_step:
+        # The table of angles ends soon after max_len; rows past it are no tokens.
         positions.clamp_(max=cache.max_len)
-    return positions, (
-        positions >= cache.lengths[:, None] if some or arrival.counts is None else None
-    )
+    masked = ragged or tokens.counts is None
+    return positions, positions >= cache.lengths[:, None] if masked else None
 
 
-def _completes(cache: NSACache, before: Sequence[int]) -> bool:
+def _completes_a_block(cache: CacheState, before: Sequence[int]) -> bool:
+    """Whether a sequence has more compression blocks than when its length was ``before``."""
     size, stride = cache.config.compress_block_size, cache.config.compress_stride
     return any(
         n >= size and (n - size) // stride > (old - size) // stride
@@ -213,71 +210,66 @@ def _completes(cache: NSACache, before: Sequence[int]) -> bool:
     )
 
 
-def _three(parts: list[torch.Tensor]) -> Three:
-    """Of cmp, sel and win, which may be one."""
+def _per_branch(parts: list[torch.Tensor]) -> Branches:
+    """The tensors of cmp, sel and win, out of three or of one that they share."""
     return parts[0], parts[len(parts) // 3], parts[-1]
 
 
-def _gates(attn: NSAttention, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
-    """[B, m, Hq, 3]; by the plan's own form where it has one and the host binds, that is, for few
-    tokens.
-    """
-    plain = (
-        as_it_was_made(attn.gate)
-        if "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
-        else None
-    )
-    if plain is None:
-        return gates_of(attn.gate, x)
-    gates: torch.Tensor = plan.fused["gates"](x, plain.weight, plain.bias, call=call)
+def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
+    """The gates [B, m, Hq, 3]; by the plan's fused form where they are launch-bound."""
+    few = "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
+    linear = plain_linear_gate(layer.gate) if few else None
+    if linear is None:
+        return gates_of(layer.gate, x)
+    gates: torch.Tensor = plan.fused["gates"](x, linear.weight, linear.bias, call=call)
     return gates
 
 
 def _fused_append(
-    plan: Plan, stores: Stores, q: torch.Tensor, pairs: tuple[Three, Three], call: DecodeCall
+    plan: Plan, store: KVStore, q: torch.Tensor, pairs: tuple[Branches, Branches], call: DecodeCall
 ) -> torch.Tensor:
-    """:func:`_append` by the plan's own form."""
-    rope = stores.rope
-    targets = [(pair.k, pair.v) for pair in (stores.raw, stores.sel, stores.win)]
+    """:func:`_append` by the plan's fused form."""
+    rope = store.rope
+    targets = [(buffer.k, buffer.v) for buffer in (store.raw, store.sel, store.win)]
     tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
-    before = plan.config.rope_before_compress
+    rotate_raw = plan.config.rope_before_compress
     rotated: torch.Tensor = plan.fused["append"](
-        q, *pairs, *targets, rope=tables, rotate_raw=before, call=call
+        q, *pairs, *targets, rope=tables, rotate_raw=rotate_raw, call=call
     )
     return rotated
 
 
 def _append(
     config: NSAConfig,
-    stores: Stores,
+    store: KVStore,
     q: torch.Tensor,  # [B, m, Hq, Dk]
-    pairs: tuple[Three, Three],  # keys and values of (cmp, sel, win), [B, m, G, D]
+    pairs: tuple[Branches, Branches],  # keys and values, [B, m, G, D]
     call: DecodeCall,
     positions: torch.Tensor | None,  # int64 [B, m]
-    absent: torch.Tensor | None,  # bool [B, m], which rows are no tokens; None: none
+    absent: torch.Tensor | None,  # bool [B, m], rows that are no tokens; None: every row is one
 ) -> torch.Tensor:
-    """q, rotated; keys, rotated, and values are in the stores."""
+    """Write the rotated keys and the values to the store, and return the rotated q."""
     (k_raw, k_sel, k_win), values = pairs
-    assert positions is not None  # _places makes them where no fused form does it all
-    rope = stores.rope
+    assert positions is not None  # _positions makes them where no fused form does this
+    rope = store.rope
     if rope is not None:
         table = RopeTable(rope.cos[positions], rope.sin[positions])
         rows = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
-        q, k_sel, k_win, *rest = rotate(torch.cat(rows, -2), table).split(
+        q, k_sel, k_win, *raw = rotate(torch.cat(rows, -2), table).split(
             [x.shape[-2] for x in rows], -2
         )
-        k_raw = rest[0] if rest else k_raw
-    stores.sel.write(stores.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
-    stores.raw.write(stores.raw.in_ring(positions, absent), k_raw, values[0])
-    stores.win.write(stores.win.in_ring(positions, absent), k_win, values[2])
+        k_raw = raw[0] if raw else k_raw
+    store.sel.write(store.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
+    store.raw.write(store.raw.in_ring(positions, absent), k_raw, values[0])
+    store.win.write(store.win.in_ring(positions, absent), k_win, values[2])
     return q
 
 
 def _attend(
-    plan: Plan, stores: Stores, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall
+    plan: Plan, store: KVStore, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall
 ) -> torch.Tensor:
-    """Eq. 5 over the stores, [B, m, Hq, Dv]."""
-    cmp, sel, win = stores.cmp, stores.sel, stores.win
+    """Eq. 5 over the store, [B, m, Hq, Dv]."""
+    cmp, sel, win = store.cmp, store.sel, store.win
     if "step" in plan.fused:
         o: torch.Tensor = plan.fused["step"](
             q, gates, cmp.k, cmp.v, sel.k, sel.v, win.k, win.v, call=call

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nsa_core.layer.rope import Table, turn, widened
+from nsa_core.layer.rope import Table, rotate_pairs, widened
 
 
 class RotatedHeads(torch.autograd.Function):
@@ -51,7 +51,7 @@ class RotatedHeads(torch.autograd.Function):
         grad = dq.new_empty(ctx.shape)
         joint, v = _cut(grad, heads, groups, dk)
         cos, sin = ctx.saved_tensors
-        turn(torch.cat((dq, *grads[:3]), -2), cos, sin, joint, back=True)
+        rotate_pairs(torch.cat((dq, *grads[:3]), -2), cos, sin, joint, back=True)
         joint[..., heads : heads + groups, :].copy_(dk_raw)
         torch.stack(grads[3:], -3, out=v)
         return grad, None, None, None, None, None

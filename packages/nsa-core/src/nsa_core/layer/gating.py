@@ -97,7 +97,7 @@ class MLPGate(nn.Sequential):
             return _gates(_linear(activation(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
 
 
-def as_it_was_made(gate: nn.Module) -> LinearGate | None:
+def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
     """``gate`` if it is a plain LinearGate, which a fused form may compute from its weight and
     bias; else None.
     """

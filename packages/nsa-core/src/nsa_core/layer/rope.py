@@ -1,8 +1,9 @@
-"""Rotary position embedding on half-split pairs (x_i, x_{i + D/2}), for queries, keys and
-compressed keys.
+"""Rotary position embedding of queries, keys and compressed keys, on half-split pairs (x_i,
+x_{i + D/2}).
 
-Eagerly each pass is one node and four kernels over tables as wide as a head; for torch.compile,
-which fuses, and torch.func it is written op by op. The bits are the same.
+Eagerly a rotation is one autograd node of four kernels, over tables as wide as a head. For
+torch.compile, which fuses operators, and for torch.func it is written operator by operator. Both
+give the same bits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from nsa_core.layer.rope_op import cos_sin
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import capturing, eager
 
-# Of a table that is kept, 8 MiB at D = 128: eight of them hold little for good, and the host binds
-# no longer sequence.
+# Longer tables are not cached. One of this length takes 8 MiB at D = 128, and eight are cached;
+# longer sequences are not bound by the host.
 MOST_ROWS = 1 << 13
 
 
@@ -54,32 +55,44 @@ def rope_table(
     return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
 
 
-def as_used(table: RopeTable) -> Table:
-    """``table`` in the form that :func:`rotate` need not make again for every tensor."""
+def wide_if_eager(table: RopeTable) -> Table:
+    """``table`` in the form that :func:`rotate` takes without converting it for every tensor."""
     return table.wide() if eager() else table
 
 
 def table_for(
-    x: torch.Tensor, rows: int, step: int, dim: int, base: float, every: Table | None = None
+    x: torch.Tensor,
+    rows: int,
+    step: int,
+    dim: int,
+    base: float,
+    token_table: Table | None = None,
 ) -> Table:
-    """Angles of ``rows`` positions 0, step, 2 * step, ... for tensors like x and heads of width
-    ``dim``.
+    """Angles of the ``rows`` positions 0, step, 2 * step, ...
 
-    Eagerly a table is kept for the next layer and the next step of the same length. Compiled, it is
-    rows of ``every``, a table of all positions up to the last: another would be ten more kernels in
-    every layer.
+    Eagerly a table is cached for the next layer and the next call of the same length.
+
+    Args:
+        x: a tensor of the dtype and the device of those to be rotated.
+        rows: number of positions.
+        step: distance between two positions.
+        dim: head width.
+        base: base of the angles' frequencies.
+        token_table: the table of all positions up to the last, if there is one. Compiled code takes
+            its rows, because a second table would add ten kernels to every layer.
     """
-    if every is not None and not eager():
-        return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in every))
-    asked = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
+    if token_table is not None and not eager():
+        return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
+    arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
     if rows > MOST_ROWS or not eager():
-        return _made(*asked)
+        return _new_table(*arguments)
     if type(x) is not torch.Tensor or capturing(x.device):  # a graph's memory is its own
-        return _made(*asked).wide()
-    return _kept(*asked, torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+        return _new_table(*arguments).wide()
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return _cached_table(*arguments, stream)
 
 
-def _made(
+def _new_table(
     rows: int, step: int, dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> RopeTable:
     positions = torch.arange(rows, device=device)
@@ -87,7 +100,7 @@ def _made(
 
 
 @functools.lru_cache(maxsize=8)
-def _kept(
+def _cached_table(
     rows: int,
     step: int,
     dim: int,
@@ -96,13 +109,13 @@ def _kept(
     device: torch.device,
     stream: int,
 ) -> WideTable:
-    """``stream``: another one would not wait for the kernels that fill the table."""
-    with torch.inference_mode(False):  # or no later backward could keep it
-        return _made(rows, step, dim, base, dtype, device).wide()
+    """One table per CUDA ``stream``: another stream would not wait for the kernels that fill it."""
+    with torch.inference_mode(False):  # backward cannot save an inference tensor
+        return _new_table(rows, step, dim, base, dtype, device).wide()
 
 
-def _by_ops(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """One upcast before the split, so that forward and backward each round to x's dtype once."""
+def _rotate_by_operators(x: torch.Tensor, table: Table) -> torch.Tensor:
+    """Upcast once, before the split, so that forward and backward each round to x's dtype once."""
     half = x.shape[-1] // 2
     cos, sin = table.cos[..., :half], table.sin[..., -half:]
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
@@ -110,21 +123,28 @@ def _by_ops(x: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 def widened(cos: torch.Tensor, sin: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table of either kind as a :class:`WideTable`'s."""
+    """The tensors of a table of either kind as those of a :class:`WideTable`."""
     return (cos, sin) if cos.shape[-1] == dim else RopeTable(cos, sin).wide()
 
 
-def turn(
+def rotate_pairs(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, back: bool = False
 ) -> torch.Tensor:
-    """``out``, of x's shape and dtype: x turned by the angles of either table; no gradient."""
+    """Write x, rotated, to ``out``, without autograd.
+
+    Args:
+        x: [..., R, heads, D].
+        cos, sin: the tensors of a table of either kind.
+        out: a tensor of x's shape and dtype.
+        back: rotate by the negative angles.
+    """
     cos, sin = widened(cos, sin, x.shape[-1])
     add = torch.sub if back else torch.add
     return add(x * cos, x.roll(x.shape[-1] // 2, -1) * sin, out=out)
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is turned back by the same angles."""
+    """Its gradient is rotated back by the same angles."""
 
     @staticmethod
     def forward(
@@ -132,48 +152,46 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
-        return turn(x, cos, sin, x.new_empty(x.shape), back)
+        return rotate_pairs(x, cos, sin, x.new_empty(x.shape), back)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, not ctx.back), None, None, None
+        return _rotated(grad, cos, sin, not ctx.back), None, None, None
 
 
-def _turned(
+def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False
 ) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        turned: torch.Tensor = _Rotate.apply(x, cos, sin, back)  # type: ignore[no-untyped-call]
-        return turned
-    return turn(x, cos, sin, x.new_empty(x.shape), back)
+        rotated: torch.Tensor = _Rotate.apply(x, cos, sin, back)  # type: ignore[no-untyped-call]
+        return rotated
+    return rotate_pairs(x, cos, sin, x.new_empty(x.shape), back)
 
 
 def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
     table: Table,
 ) -> torch.Tensor:
-    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; multiplied in the
-    table's dtype.
+    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; computed in the
+    table's dtype, returned in x's.
     """
-    return _turned(x, *table) if eager() else _by_ops(x, table)
+    return _rotated(x, *table) if eager() else _rotate_by_operators(x, table)
 
 
-class _Apart(torch.autograd.Function):
-    """x [..., R, n, heads, D] to n tensors [..., R, heads, D], each in memory of its own order;
-    rotated, by angles.
-    """
+class _Unbind(torch.autograd.Function):
+    """See :func:`unbind_branches`; ``angles`` are the tensors of a table, or none."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*angles)
         out = x.new_empty((x.shape[-3], *x.shape[:-3], *x.shape[-2:]))
-        into = out.movedim(0, -3)
+        in_order_of_x = out.movedim(0, -3)
         if angles:
             cos, sin = angles
-            turn(x, cos.unsqueeze(-2), sin.unsqueeze(-2), into)
+            rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), in_order_of_x)
         else:
-            into.copy_(x)
+            in_order_of_x.copy_(x)
         return tuple(out.unbind(0))
 
     @staticmethod
@@ -182,16 +200,18 @@ class _Apart(torch.autograd.Function):
         if not angles:
             return (grad,)
         cos, sin = angles
-        return _turned(grad, cos.unsqueeze(-2), sin.unsqueeze(-2), back=True), None, None
+        return _rotated(grad, cos.unsqueeze(-2), sin.unsqueeze(-2), back=True), None, None
 
 
-def apart(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
-    """x [..., R, n, heads, D] as n tensors [..., R, heads, D] that keep nothing of x; rotated by
-    ``table``.
+def unbind_branches(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
+    """Copy x [..., R, n, heads, D] to n contiguous tensors [..., R, heads, D], rotated by ``table``
+    if there is one.
+
+    Keeping one of them for backward does not keep x.
     """
     if eager():
-        return list(_Apart.apply(x, *(table or ())))  # type: ignore[no-untyped-call]
-    parts = x.unbind(-3)
-    return (
-        [rotate(part, table) for part in parts] if table else [part.contiguous() for part in parts]
-    )
+        return list(_Unbind.apply(x, *(table or ())))  # type: ignore[no-untyped-call]
+    branches = x.unbind(-3)
+    if table:
+        return [rotate(branch, table) for branch in branches]
+    return [branch.contiguous() for branch in branches]

@@ -1,4 +1,4 @@
-"""cos and sin of rotary angles, which torch.compile sees as one operator."""
+"""cos and sin of the rotary angles, as one operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _table_fake(
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-# An operator of its own under torch.compile, which would fuse the table into every product with it
-# and so compute powers, sines and cosines once per element of q: 2 x 220 us a layer for 16k tokens
-# of 12 heads on an H200, not 12.
+# torch.compile would fuse the table into every product with it, and so compute powers, sines and
+# cosines once per element of q: twice 220 us a layer for 16k tokens of 12 heads on an H200, instead
+# of 12 us.
 _lib = torch.library.Library("nsa_core", "DEF")
 _lib.define(
     "rope_table(Tensor positions, int dim, float base, ScalarType dtype) -> (Tensor, Tensor)",
@@ -39,5 +39,5 @@ def cos_sin(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [R, 1, dim / 2] of position * base^(-2i/dim), in ``dtype``."""
-    make = torch.ops.nsa_core.rope_table.default if torch.compiler.is_compiling() else _table
-    return make(positions, dim, base, dtype)
+    table = torch.ops.nsa_core.rope_table.default if torch.compiler.is_compiling() else _table
+    return table(positions, dim, base, dtype)

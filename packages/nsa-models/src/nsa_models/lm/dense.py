@@ -13,8 +13,8 @@ from torch import nn
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.module import HeadNorm
-from nsa_core.layer.rope import as_used, rope_table, rotate, table_for
+from nsa_core.layer.projection import HeadNorm
+from nsa_core.layer.rope import rope_table, rotate, table_for, wide_if_eager
 from nsa_core.packing import token_places
 
 
@@ -88,7 +88,7 @@ class DenseAttention(nn.Module):
                 places = torch.arange(first, first + rows, device=x.device)
                 if cu_seqlens is not None:
                     places = token_places(cu_seqlens, rows).position
-                table = as_used(rope_table(places, config.qk_dim, config.rope_base, q.dtype))
+                table = wide_if_eager(rope_table(places, config.qk_dim, config.rope_base, q.dtype))
             q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             k, v = cache.append(k, v)

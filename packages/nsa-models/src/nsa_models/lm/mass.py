@@ -12,7 +12,8 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.module import NSAttention, Projected
+from nsa_core.layer.module import NSAttention
+from nsa_core.layer.projection import Projected
 from nsa_core.packing import TokenPlaces, token_places
 from nsa_models.lm.model import Block, LanguageModel
 

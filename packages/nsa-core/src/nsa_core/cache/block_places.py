@@ -1,0 +1,72 @@
+"""Lookup tables for the compression block that a decode step may complete."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.layer.rope import rope_table
+
+
+class BlockPlaces:
+    """Where the block that a step completes lies in the cache. Looking it up takes fewer operators
+    than computing it.
+
+    Attributes:
+        blocks: int64 [C + 1, 4], one row per compressed token of a full sequence and one past the
+            last: its column in the block table, its row in the page, the sequence length that
+            completes it, the ring row of its first token.
+        ring: int64 [R, G * l], for each ring row the rows (ring row, kv head) of the l tokens that
+            begin there, heads outermost.
+        firsts: int64 [B, 1], the first row of each sequence in the flat ring.
+        angles: [C + 1, 2 * Dk], (cos, cos, -sin, sin) of each compressed token; None if keys are
+            not rotated after phi.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch: int,
+        max_len: int,
+        page: int,  # compressed tokens of a page
+        ring: int,  # tokens of phi's ring
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size, stride, heads = config.compress_block_size, config.compress_stride, config.n_kv_heads
+        block = torch.arange(config.geometry.num_compressed(max_len) + 1, device=device)
+        pages = -(-max_len // (page * stride))
+        column = (block // page).clamp(max=pages - 1)
+        self.blocks = torch.stack(
+            [column, block % page, block * stride + size, block * stride % ring], 1
+        )
+        token = torch.arange(ring, device=device)[:, None, None] + torch.arange(size, device=device)
+        self.ring = (token % ring * heads + torch.arange(heads, device=device)[:, None]).flatten(1)
+        self.firsts = torch.arange(batch, device=device)[:, None] * (ring * heads)
+        self.angles: torch.Tensor | None = None
+        if config.rope and not config.rope_before_compress:
+            table = rope_table(block * stride, config.qk_dim, config.rope_base, dtype)
+            self.angles = torch.cat(table.wide(), -1).squeeze(1)
+
+
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], BlockPlaces] = weakref.WeakValueDictionary()
+
+
+def block_places(
+    config: NSAConfig,
+    batch: int,
+    max_len: int,
+    page: int,
+    ring: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BlockPlaces:
+    """The :class:`BlockPlaces` of these arguments; the caches of all layers of a model share it."""
+    key = (config, batch, max_len, page, ring, dtype, device)
+    places = _shared.get(key)
+    if places is None:
+        places = _shared[key] = BlockPlaces(*key)
+    return places

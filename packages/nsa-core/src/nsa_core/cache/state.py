@@ -1,0 +1,167 @@
+"""CacheState: the tensors and the lengths of a cache, as decode steps read and move them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from nsa_core.cache.block_table import BlockTable
+from nsa_core.cache.kv_store import KVStore
+from nsa_core.cache.pages import Pages
+from nsa_core.contract import DecodeCall
+from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.errors import InvalidInput
+from nsa_core.util.text import dtype_name
+
+if TYPE_CHECKING:
+    from nsa_core.cache.sizes import CacheSizes
+    from nsa_core.dispatch.plan import Plan
+    from nsa_core.layer.projection import NSAProjections
+
+
+class CacheState:
+    """Keys, values and lengths of ``batch`` sequences; the base of :class:`nsa_core.NSACache`.
+
+    Attributes:
+        attn: the layer that the cache belongs to.
+        plan: the decode plan that steps run.
+        stores: the keys and values.
+        table: the block table, and the pages where there are any.
+        lengths: int32 [B] on the device, tokens of each sequence.
+        starts: int32 [B] on the device, their lengths before the last step.
+        overflowed: bool [B] on the device, sequences for which a replayed step had no room.
+        bounds: upper bounds of the lengths that the host knows; the lengths themselves if
+            ``exact``.
+        captured: a CUDA graph was captured, whose replays move the lengths without the host.
+    """
+
+    def __init__(
+        self,
+        attn: NSAProjections,
+        plan: Plan,
+        sizes: CacheSizes,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.attn, self.config, self.plan = attn, attn.config, plan
+        self.dtype, self.device = dtype, device
+        self.batch, self.max_len, self.page_size, num_pages, self.max_rollback, self.max_step = (
+            sizes
+        )
+        batch, max_len = self.batch, self.max_len
+        geometry, further = self.config.geometry, max(self.max_rollback, self.max_step - 1)
+        page = self.page_size or geometry.num_select_blocks(max_len) * geometry.select_block_size
+        if self.page_size is not None and num_pages is None:
+            num_pages = batch * -(-max_len // page)
+        rings = (geometry.window_size + further, geometry.compress_block_size + further)
+        with torch.inference_mode(False):  # a cache may outlive the mode that it is made in
+            self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
+            pages = (batch if num_pages is None else num_pages, page)
+            self.stores = KVStore(
+                self.config, batch, pages, rings, max_len, self.max_step, self.dtype, device
+            )
+            self.lengths, self.starts = (
+                torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2)
+            )
+            self.overflowed = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.bounds = [0] * batch
+        self.exact = True
+        self.captured = False
+        self._peaks = [0] * batch  # most tokens that each sequence has had: its rings end there
+
+    @property
+    def pages(self) -> Pages | None:
+        """The pages and their holders; None if every sequence lies in one piece."""
+        return self.table.pages
+
+    def host_lengths(self) -> list[int]:
+        """Tokens of each sequence; synchronises if only the device knows them."""
+        if self.captured or not self.exact:
+            self.bounds, self.exact = self.lengths.tolist(), True
+            self._peaks = list(map(max, self._peaks, self.bounds))
+        return list(self.bounds)
+
+    def admit(self, counts: Sequence[int]) -> None:
+        """Check that ``counts`` more tokens fit, and reserve pages for them; writes nothing.
+
+        Raises:
+            InvalidInput: a sequence has no room, or too few pages are free; the cache is unchanged.
+        """
+        if self.captured:
+            self.host_lengths()
+        if all(n + c <= room for n, c, room in zip(self.bounds, counts, self.table.room)):
+            return
+        lengths = self.host_lengths()
+        grown = [n + c for n, c in zip(lengths, counts)]
+        too_long = [b for b, n in enumerate(grown) if n > self.max_len]
+        if too_long:
+            text = "; ".join(
+                f"sequence {b} has {lengths[b]} tokens, {counts[b]} more do not fit"
+                for b in too_long
+            )
+            raise InvalidInput(f"{text}: max_len is {self.max_len}")
+        wanted = {b: (lengths[b], n) for b, n in enumerate(grown) if n > self.table.room[b]}
+        self.table.own(wanted, self.stores)
+
+    def advance(
+        self, rows: int, counts: Sequence[int] | None, new: torch.Tensor | None, exact: bool
+    ) -> DecodeCall:
+        """Grow the lengths by the tokens of a step, whose keys and values the caller then writes.
+
+        The arguments are the fields of :class:`nsa_core.cache.new_tokens.NewTokens`.
+        """
+        self.starts.copy_(self.lengths)
+        if counts is None:
+            grown = self.lengths + (rows if new is None else new)
+            self.overflowed.logical_or_(grown > self.table.device_room)
+            torch.maximum(
+                self.lengths, torch.minimum(grown, self.table.device_room), out=self.lengths
+            )
+            longest = self.max_len
+        else:
+            self.lengths.add_(rows if new is None else new)
+            self.bounds = [n + c for n, c in zip(self.bounds, counts)]
+            self.exact = self.exact and exact
+            if self.exact:
+                self._peaks = list(map(max, self._peaks, self.bounds))
+            longest = max(self.bounds)
+        geometry, scale = self.config.geometry, self.config.softmax_scale
+        return DecodeCall(geometry, scale, self.starts, self.lengths, self.table.entries, longest)
+
+    def unless_done(self) -> contextlib.ExitStack:
+        """A block that sets the lengths back if an error leaves it before its ``pop_all()``."""
+        undo = contextlib.ExitStack()
+        undo.callback(self._retreat, self.bounds, self.exact)
+        return undo
+
+    def _retreat(self, bounds: list[int], exact: bool) -> None:
+        self.lengths.copy_(self.starts)
+        self.bounds, self.exact = bounds, exact
+
+
+def check_plan(cache: CacheState, plan: Plan) -> None:
+    """Refuse a plan that is not for steps over ``cache``.
+
+    Raises:
+        InvalidInput: what the plan is for, and what the cache is.
+    """
+    must_be_plan(plan)
+    asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
+    named = {
+        "phase": "decode",
+        "dtype": dtype,
+        "device": cache.device.type,
+        "page_size": cache.page_size,
+    }
+    wrong = [
+        f"{n} is {got!r}, not {due!r}"
+        for n, due in named.items()
+        if (got := getattr(asked, n)) != due
+    ]
+    if plan.config != cache.config:
+        wrong.append(f"it is for {plan.config}, not {cache.config}")
+    if wrong:
+        raise InvalidInput(f"the plan does not fit the cache: {'; '.join(wrong)}")

@@ -1,0 +1,243 @@
+"""The projections of an NSA layer: from x to queries, keys, values and compressed tokens, and from
+the branches' sum to the output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_core.config import NSAConfig, must_be_config
+from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
+from nsa_core.dispatch.finite_checks import checked_plan
+from nsa_core.layer.fused_heads import rotated_heads
+from nsa_core.layer.gating import make_gate
+from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
+from nsa_core.layer.phi.kinds import compress_pair, make_phi
+from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain
+from nsa_core.layer.rope import (
+    Table,
+    rope_table,
+    rotate,
+    table_for,
+    unbind_branches,
+    wide_if_eager,
+)
+from nsa_core.packing import token_places
+from nsa_core.torch_ops.torch_state import autocasts, eager
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
+
+
+class HeadNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-6) * weight over the head width, statistics in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> the same shape and dtype."""
+        weight = self.weight  # read once: a parametrisation computes it
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), 1e-6)
+
+
+class Projected(NamedTuple):
+    """The inputs of :func:`nsa_core.nsa_attention` that a layer computes from x, except the gates.
+
+    Packed tensors have no B.
+    """
+
+    q: torch.Tensor  # [B, S, Hq, Dk], rotated
+    k: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dk], rotated
+    v: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dv]
+    k_cmp: torch.Tensor  # [B, n_c, G, Dk], rotated
+    v_cmp: torch.Tensor  # [B, n_c, G, Dv]
+
+
+class NSAProjections(nn.Module):
+    """The parameters of :class:`nsa_core.NSAttention`, and its parts that are not slots. It has no
+    forward of its own: prefill (NSAttention) and decode (nsa_core.cache) both build on it.
+
+    Attributes:
+        qkv: one linear map from x to q and a key/value pair per branch, or one pair in all.
+        q_norm, k_norm: HeadNorm, or nn.Identity without ``config.qk_norm``.
+        phi_k, phi_v: the compression of keys and values.
+        gate: the gates of the branches.
+        out: the linear map from all heads to the output.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        backends: str | Mapping[str, str] | None = None,
+        *,
+        layer: str | int | None = None,
+        check: bool = False,
+    ) -> None:
+        super().__init__()
+        must_be_config(config)
+        self.config, self.layer, self.check = config, layer, check
+        self.backends = frozen_backends(backends)
+        pairs = 1 if config.shared_kv else 3
+        q_width, k_width = config.n_heads * config.qk_dim, config.n_kv_heads * config.qk_dim
+        v_width = config.n_kv_heads * config.v_dim
+        self._widths = [q_width, *[k_width] * pairs, *[v_width] * pairs]
+        self.qkv = nn.Linear(config.dim, sum(self._widths), bias=False)
+        self.q_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
+        self.phi_k = make_phi(config.compress, config.geometry, config.qk_dim)
+        self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
+        self.gate = make_gate(config.gate, config.dim, config.n_heads)
+        self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
+        self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
+        for linear in (self.qkv, self.out):  # unit variance out for unit variance in
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def extra_repr(self) -> str:
+        """Shown by repr: the fields of the config that differ from their defaults."""
+        fields = [
+            (f.name, getattr(self.config, f.name), f.default)
+            for f in dataclasses.fields(self.config)
+        ]
+        return ", ".join(f"{name}={value!r}" for name, value, default in fields if value != default)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype that projections return now: the parameters' dtype, or that of autocast."""
+        weight = dtype_and_device_from(self.out)
+        return (
+            torch.get_autocast_dtype(weight.device.type)
+            if autocasts(weight.device)
+            else weight.dtype
+        )
+
+    def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
+        """x [B, S, dim], or packed [T, dim], to queries, keys, values and compressed pairs."""
+        return self.project_with_raw(x, cu_seqlens)[0]
+
+    def project_with_raw(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[Projected, tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`project`, and the keys [B, S, G, Dk] and values [B, S, G, Dv] that phi takes."""
+        config, packed = self.config, None
+        if cu_seqlens is not None:
+            packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
+        product = self.qkv(x)
+        table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
+        separately = config.shared_kv or config.rope_before_compress or self._norms()
+        if table is not None and eager() and not separately:
+            q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
+                product, table, config.n_heads, config.n_kv_heads, config.qk_dim
+            )
+            ks, vs = [k_sel, k_win], [v_sel, v_win]
+        else:
+            q, k_raw, k, v_raw, v = self._split(product)
+            # v is copied, so that keeping it for backward does not keep the whole product.
+            ks, vs = unbind_branches(k, table), unbind_branches(v, None)
+            if table is not None:
+                q = rotate(q, table)
+                k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
+        k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
+        if config.rope and not config.rope_before_compress:
+            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed, table))
+        projected = Projected(q, (None, ks[0], ks[-1]), (None, vs[0], vs[-1]), k_cmp, v_cmp)
+        return projected, (k_raw, v_raw)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Queries, and lists of the keys and of the values of cmp, sel and win (or of the one pair
+        that they share); views of one product, not rotated.
+        """
+        config, product = self.config, self.qkv(x)
+        own_pairs = not (config.shared_kv or self._norms())
+        if own_pairs and config.qk_dim == config.v_dim:  # two operators instead of a dozen
+            q, *rows = product.unflatten(-1, (-1, config.qk_dim)).split(
+                [config.n_heads, *[config.n_kv_heads] * 6], -2
+            )
+            return q, rows[:3], rows[3:]
+        q, k_raw, k, v_raw, v = self._split(product)
+        if config.shared_kv:
+            return q, [k_raw], [v_raw]
+        return q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)]
+
+    def _norms(self) -> bool:
+        """Whether q_norm and k_norm must be called."""
+        return self.config.qk_norm or not all(
+            is_plain(norm, nn.Identity) for norm in (self.q_norm, self.k_norm)
+        )
+
+    def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
+        """The product of qkv as q, k_raw, k, v_raw, v, after the norms.
+
+        Shapes:
+            q: [..., Hq, Dk].
+            k_raw, v_raw: [..., G, D], of cmp.
+            k, v: [..., n, G, D], of sel and win (n = 2), or of the pair that all share (n = 1).
+        """
+        config, (q_width, *widths) = self.config, self._widths
+        groups, k_width, v_width = config.n_kv_heads, widths[0], widths[-1]
+        joint = (
+            [k_width, v_width] if config.shared_kv else [k_width, 2 * k_width, v_width, 2 * v_width]
+        )
+        q, *rest = product.split([q_width, *joint], dim=-1)
+        q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
+        if config.shared_kv:
+            k, v = (part.unflatten(-1, (groups, -1)) for part in rest)
+            k = self.k_norm(k)
+            return [q, k, k.unsqueeze(-3), v, v.unsqueeze(-3)]
+        k_raw, v_raw = (part.unflatten(-1, (groups, -1)) for part in rest[::2])
+        k, v = (part.unflatten(-1, (2, groups, -1)) for part in rest[1::2])
+        return [q, self.k_norm(k_raw), self.k_norm(k), v_raw, v]
+
+    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
+        """The angles of every token's position in its sequence or document."""
+        rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
+        if cu_seqlens is None:
+            return table_for(product, rows, 1, dim, base)
+        positions = token_places(cu_seqlens, rows).position
+        return wide_if_eager(rope_table(positions, dim, base, product.dtype))
+
+    def _rope_of_blocks(
+        self, k_cmp: torch.Tensor, packed: PackedBlocks | None, token_table: Table | None
+    ) -> Table:
+        """The angles of the position of every compression block's first token."""
+        step, dim, base = self.config.compress_stride, self.config.qk_dim, self.config.rope_base
+        if packed is None:
+            return table_for(k_cmp, k_cmp.shape[-3], step, dim, base, token_table)
+        return rope_table(packed.starts, dim, base, k_cmp.dtype)
+
+    @property
+    def plan(self) -> Plan:
+        """The prefill plan of the last eager call; before any call, that of the parameters' device
+        and dtype.
+        """
+        weight = dtype_and_device_from(self.qkv)
+        device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
+        return default_plan(
+            self.config, device, dtype, varlen, self._wants_grad(), self.backends, long
+        )
+
+    def _wants_grad(self, *inputs: torch.Tensor) -> bool:
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in chain(inputs, self.parameters())
+        )
+
+    def plan_of(
+        self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None
+    ) -> Plan:
+        """The prefill plan for this call: ``plan``, or without one the plan of ``backends``."""
+        if plan is None:
+            grad, long = self._wants_grad(x), is_long(q.shape[1], varlen)
+            plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
+            if not torch.compiler.is_compiling():
+                self._last = (q.device, q.dtype, varlen, long)
+        else:
+            must_be_plan(plan)
+        return checked_plan(plan, self.layer) if self.check else plan
