@@ -28,7 +28,7 @@ SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 
 
 @dataclasses.dataclass(eq=False)
-class Launch:
+class InterpretedLaunch:
     """One launch of the jit function ``name`` ("folder.module.function") in the case ``label``;
     ``args`` are never written.
     """
@@ -100,7 +100,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(label: str, found: list[Launch]) -> Iterator[None]:
+def recorded(label: str, found: list[InterpretedLaunch]) -> Iterator[None]:
     """Every launch inside the block runs strictly and is added to ``found``."""
     stock_run, stock_call = InterpretedFunction.run, InterpretedFunction.__call__
 
@@ -109,7 +109,7 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         found.append(
-            Launch(
+            InterpretedLaunch(
                 label,
                 named(self),
                 *_copied((args, {k: v for k, v in kwargs.items() if k != "warmup"})),

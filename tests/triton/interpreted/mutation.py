@@ -26,7 +26,7 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa_backend_triton
-from launches import PREFIX, Launch
+from launches import PREFIX, InterpretedLaunch
 
 # of processor time: more than this many times a launch's own is a loop without end
 PATIENCE_S, PATIENCE = (
@@ -224,8 +224,8 @@ def _alarm(*_: object) -> None:
 
 
 def killer(
-    mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection[str] = ANY
-) -> Launch | None:
+    mutant: Mutant, asked: Sequence[InterpretedLaunch], folder: Path, by: Collection[str] = ANY
+) -> InterpretedLaunch | None:
     """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by
     its work.
     """
@@ -245,13 +245,16 @@ def killer(
 
 
 def survivors(
-    mutants: Iterable[Mutant], launches: Sequence[Launch], folder: Path, by: Collection[str] = ANY
+    mutants: Iterable[Mutant],
+    launches: Sequence[InterpretedLaunch],
+    folder: Path,
+    by: Collection[str] = ANY,
 ) -> list[str]:
     """Keys of the mutants that no launch kills; asked first are launches that are quick, and have
     killed others.
     """
     # of a function, and of all
-    kills: collections.Counter[tuple[str, Launch]] = collections.Counter()
+    kills: collections.Counter[tuple[str, InterpretedLaunch]] = collections.Counter()
     alive = []
     for mutant in mutants:
         asked = [launch for launch in launches if mutant.name in launch.ran]
@@ -264,7 +267,7 @@ def survivors(
     return alive
 
 
-def unproved(name: str, launches: Sequence[Launch], folder: Path) -> list[str]:
+def unproved(name: str, launches: Sequence[InterpretedLaunch], folder: Path) -> list[str]:
     """Mutants of ``name`` that live and are not listed as equivalent, or are listed and die."""
     made = mutants(name)
     alive = survivors([m for m in made if m.key not in EQUIVALENT], launches, folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mutation
-from launches import Launch
+from launches import InterpretedLaunch
 from mutation_cases import Tiny, launches_of
 
 FUNCTIONS = sorted(mutation.functions())
@@ -31,7 +31,7 @@ def chosen(mutant: mutation.Mutant) -> bool:
 
 
 @functools.cache
-def _launches(group: type[Mutants]) -> list[Launch]:
+def _launches(group: type[Mutants]) -> list[InterpretedLaunch]:
     return launches_of(group.cases)
 
 
@@ -42,7 +42,7 @@ class Mutants:
     cases: Mapping[str, Tiny] = {}
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[InterpretedLaunch]:
         """Made once."""
         return _launches(type(self))
 

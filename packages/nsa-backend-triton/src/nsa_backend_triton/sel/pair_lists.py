@@ -2,7 +2,7 @@
 walks its tokens.
 
 A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed:
-head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as tile.place cuts
+head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as shared.rows.place cuts
 tiles). A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
 sorted behind the last bucket and never read.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.shared import rows as tile
+from nsa_backend_triton.shared.rows import place as place_tile
 from nsa_core.layout import BlockGeometry
 
 TOKENS_PER_PROGRAM = 32
@@ -161,7 +161,7 @@ def sel_keys_kernel(
     """
     program = tl.program_id(0)
     group = program % groups
-    seq, start, length, row = tile.place(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
+    seq, start, length, row = place_tile(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
     first = start.to(tl.int64)
     base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
     t = row + tl.arange(0, TILE)
