@@ -8,7 +8,7 @@ import pytest
 
 from nsa_bench.result import read_result
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 
 
 def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
@@ -32,9 +32,14 @@ def test_times_within_a_decade_have_labels():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     from nsa_bench.render.plots import _over_length
 
-    result = read_result(RESULTS / "core_64k.json")
-    cells = [m for m in result.measurements if m.performance and 2 < m.performance.median_ms < 8]
+    result = read_result(RESULTS / "core.json")
+    cells = [
+        m
+        for m in result.measurements
+        if m.performance and 12 < m.performance.median_ms < 50 and m.length >= 32768
+    ]
     assert len(cells) > 2
+    assert {m.length for m in cells} == {32768, 65536}
     axes = figure.subplots()
     _over_length(axes, cells, result, {m.subject: "#000000" for m in cells})
     figure.draw_without_rendering()

@@ -336,8 +336,5 @@ def test_explain_of_decode_with_pages(nsa):
 def test_conformance_without_pytest_says_what_to_type(nsa, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     done = nsa("conformance", "sdpa", "--device", "cpu")
-    said = (
-        "nsa: nsa conformance needs pytest, which is not installed; pip install"
-        " 'nsa-verify[test]'\n"
-    )
+    said = "nsa: nsa conformance needs pytest, which is not installed; pip install 'nsa-verify[test]'\n"
     assert (done.code, done.out, done.err) == (3, "", said)

@@ -35,8 +35,8 @@ CHUNK = dataclasses.replace(
 ODD = Step(Case("16/1 192/128", WIDE, ()), (900, 65), (1, 1))
 WIDEST = NSAConfig(dim=1024, n_heads=64, n_kv_heads=1, head_dim=256, rope=False)
 MOST = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
-# Some ten binaries each, of up to 5 s; benchmarks/triton_decode.py judges more steps, in several
-# processes.
+# Some ten binaries each, of up to 5 s; benchmarks/kernels/triton_decode.py judges more steps, in
+# several processes.
 PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MOST)]
 PROBLEMS += [(LONG, torch.float16), (LONG, torch.float32), (FOUR, torch.float32)]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")

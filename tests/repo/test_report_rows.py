@@ -37,7 +37,7 @@ def named_tests(row: Row) -> list[str]:
 
 
 def result_files(row: Row) -> list[str]:
-    return re.findall(r"`(benchmarks/results/[\w.]+)`", row.figure)
+    return re.findall(r"`(benchmarks/results/h200/[\w.]+)`", row.figure)
 
 
 def commands(row: Row) -> list[list[str]]:
@@ -148,6 +148,14 @@ def test_commands_of_a_page_exist(page: str, least: int, repo: Any) -> None:
     assert len(found) >= least
     wrong = {" ".join(words): fault(words, repo) for words in found}
     assert not any(wrong.values()), {command: text for command, text in wrong.items() if text}
+
+
+def test_commands_of_the_figures_exist(repo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repo.root / "benchmarks")
+    from figure_pieces import PIECES
+
+    wrong = {piece.name: fault(shlex.split(piece.command), repo) for piece in PIECES}
+    assert not any(wrong.values()), {name: text for name, text in wrong.items() if text}
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def test_gates_are_what_their_formula_gives(name, dtype):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks")
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels")
     bench = importlib.import_module("triton_decode")
     with strict():
         assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])

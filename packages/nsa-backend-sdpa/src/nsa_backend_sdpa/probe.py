@@ -10,7 +10,7 @@ from nsa_core.contract import LONG_SEQUENCE, Reason, Request
 # reference.
 FP64_CUDA_MAX_SEQ_LEN = 16384
 # Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for
-# it (cmp_routes.txt in benchmarks/results, one H200) but for wide heads over long sequences.
+# it (benchmarks/results/h200/cmp_routes.json) but for wide heads over long sequences.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
 CUDNN_WIDE = 128  # head width
 

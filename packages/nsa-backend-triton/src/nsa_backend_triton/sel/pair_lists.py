@@ -2,8 +2,8 @@
 walks its tokens.
 
 A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed:
-head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as shared.rows.place cuts
-tiles). A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
+head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on, as shared.rows.place
+cuts tiles. A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
 sorted behind the last bucket and never read.
 """
 

@@ -1,8 +1,8 @@
 """Every kernel of the triton backend once, small, for compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python
-    benchmarks/triton_sanitize.py PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool
-    racecheck python benchmarks/triton_sanitize.py
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python benchmarks/kernels/triton_sanitize.py
+    compute-sanitizer --tool racecheck python benchmarks/kernels/triton_sanitize.py
 
 Prints a line per case; the sanitizer's own summary is the result. racecheck takes minutes:
 ``--shape`` and ``--part`` divide the cases among processes that run side by side.

@@ -1,7 +1,7 @@
 """Forward of sel on our kernels: checked on small cases, then timed over tile shapes and kinds of
 blocks.
 
-    python benchmarks/triton_sel.py [--case 0 1 2] [--kind random near real] [--checkpoints
+    python benchmarks/kernels/triton_sel.py [--case 0 1 2] [--kind random near real] [--checkpoints
     DIRECTORY] [--quick]
 
 ``random``: the forced blocks and 13 random past ones. ``near``: a token keeps each of its
@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -251,7 +252,8 @@ def inputs(case: int, kind: str, checkpoints: Path | None) -> tuple[Tensor, Tens
     _, n_heads, groups, width, length = SHAPES[case]
     torch.manual_seed(0)
     if kind == "real":
-        from real_blocks import real_inputs  # beside this file; needs the modules of nsa_bench
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
+        from real_blocks import real_inputs  # in benchmarks/
 
         assert checkpoints is not None, "--kind real needs --checkpoints"
         checkpoint = checkpoints / f"{n_heads}-{groups}-{width}.safetensors"

@@ -1,7 +1,7 @@
 """Times cmp, win and sel on FlashAttention-2: median ms of triton's do_bench, bf16, batch 1,
 forward and backward.
 
-    python benchmarks/fa2_pieces.py out.json [--provider flash-attn|PyTorch] [--sel]
+    python benchmarks/kernels/fa2_pieces.py out.json [--provider flash-attn|PyTorch] [--sel]
 
 cmp is timed as the backend runs it, and with the fold's copies for comparison. Everything the slot
 does is inside the time: views, padding, copies, the library call.
@@ -19,6 +19,7 @@ import torch
 
 from nsa_backend_fa2 import cmp, providers, residues, sel, win
 from nsa_backend_fa2.fold import fold
+from nsa_bench.environment import machine
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
@@ -153,6 +154,7 @@ def main() -> None:
         "provider": title,
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
+        "machine": machine("cuda"),
     }
     options.json.write_text(
         json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8"
