@@ -1,11 +1,19 @@
-"""The boundaries of packed documents on the host: read once a batch, not once a layer."""
+"""The boundaries of packed documents: checked once a call, and read by the host once a batch, not
+once a layer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from nsa_core import NSAConfig, NSAttention, Unsupported, packing
+from cases import inputs
+from nsa_core import InvalidInput, NSAConfig, NSAttention, Unsupported, nsa_attention, packing
+from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, checked_boundaries
 
 CONFIG = NSAConfig(
     dim=16,
@@ -85,3 +93,103 @@ def test_capture_is_refused(reads, monkeypatch):
         Unsupported, match="cannot be captured in a CUDA graph: take a backend that leaves them"
     ):
         attn(torch.randn(60, 16), torch.tensor([0, 25, 60], dtype=torch.int32))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The arguments of every check of the boundaries' values, wherever it is called from."""
+    calls = []
+
+    def counting(cu_seqlens, total, max_seqlen=None):
+        calls.append((cu_seqlens, total, max_seqlen))
+        check_cu_seqlens(cu_seqlens, total, max_seqlen)
+
+    users = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("nsa_") and getattr(module, "check_cu_seqlens", None) is check_cu_seqlens
+    ]
+    assert users
+    for module in users:
+        monkeypatch.setattr(module, "check_cu_seqlens", counting)
+    return calls
+
+
+BOUNDARIES = torch.tensor([0, 25, 60], dtype=torch.int32)
+
+
+def by_layer(checkpointed=False):
+    attn, x = layers()[0], torch.randn(60, 16, requires_grad=True)
+    if checkpointed:
+        return checkpoint(attn, x, BOUNDARIES, use_reentrant=False)
+    return attn(x, BOUNDARIES, 35)
+
+
+def by_function():
+    tensors = inputs(CONFIG, 60, requires_grad=True)
+    return nsa_attention(*tensors, config=CONFIG, cu_seqlens=BOUNDARIES)
+
+
+@pytest.mark.parametrize("run", [by_layer, by_function])
+@pytest.mark.parametrize("profiled", [False, True])
+def test_boundaries_are_checked_once_a_call(run, profiled, checks):
+    """Forward and backward. A profiler sees every slot as an operator, which must not check
+    either.
+    """
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        y = run()
+        assert len(checks) == 1
+        y.sum().backward()
+    assert len(checks) == 1
+    assert checks[0][0] is BOUNDARIES
+
+
+def test_a_checkpoint_checks_once_in_each_forward(checks):
+    y = by_layer(checkpointed=True)
+    assert len(checks) == 1
+    y.sum().backward()
+    assert len(checks) == 2
+
+
+def test_a_slot_called_on_its_own_checks(checks):
+    attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
+    q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
+    plan = attn.plan_of(x, q, True)
+    for wrong, text in (
+        ([1, 25, 60], "must start at 0, got 1"),
+        ([0, 25, 20], "must not decrease, got 25 then 20"),
+        ([0, 25, 59], "must end at the 60 tokens given, got 59"),
+    ):
+        cu_seqlens = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(InvalidInput, match=text):
+            plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
+    with pytest.raises(InvalidInput, match="longest document's 35 tokens, got 34"):
+        plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=34)
+    assert len(checks) == 4
+
+
+def test_only_the_boundaries_that_were_checked_count_as_checked(checks):
+    """Another tensor, or another bound, is checked by the slot; so is everything afterwards."""
+    attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
+    q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
+    plan, other = attn.plan_of(x, q, True), torch.tensor([0, 25, 20], dtype=torch.int32)
+    with checked_boundaries(BOUNDARIES, 60, 40):
+        plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=40)
+        assert not checks
+        with pytest.raises(InvalidInput, match="longest document's 35 tokens, got 34"):
+            plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=34)
+        with pytest.raises(InvalidInput, match="must not decrease"):
+            plan.cmp(q, k_cmp, v_cmp, cu_seqlens=other, max_seqlen=40)
+        assert len(checks) == 2
+    plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=40)
+    assert len(checks) == 3
+
+
+def test_compiled_slots_check_when_they_run(checks):
+    torch._dynamo.reset()
+    attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
+    compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
+    compiled(x, BOUNDARIES)
+    assert checks
+    with pytest.raises(InvalidInput, match="must not decrease"):
+        compiled(x, torch.tensor([0, 61, 60], dtype=torch.int32))

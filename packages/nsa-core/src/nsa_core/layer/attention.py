@@ -4,44 +4,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.autograd import forward_ad
 
-from nsa_core.config import NSAConfig, must_be_config
-from nsa_core.dispatch.default_plan import default_plan, is_long, must_be_plan
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch.default_plan import default_plan, is_long
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.torch_ops.tensor_checks import (
-    Described,
-    Metadata,
-    check_cu_seqlens,
-    describe,
-    dtype_problems,
-    is_tensor,
-    packing_problems,
-    tensor_problems,
-)
-from nsa_core.util.text import dtype_name
+from nsa_core.torch_ops.tensor_checks import checked_boundaries
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
 
 KV = torch.Tensor | Sequence[torch.Tensor | None]
-_INTEGERS = (
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-)
 
 
 @overload
@@ -101,19 +80,29 @@ def nsa_attention(
     """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv]
     in q's dtype.
 
-    Packed documents drop B ([T, ...], compressed tensors [T // d, ...]) and carry ``cu_seqlens`` on
-    the same device; ``max_seqlen`` bounds their lengths (default T; too small: wrong rows, and an
-    error only on the CPU or with NSA_CHECK=1). Of tensors laid out [B, H, S, D] pass
-    ``x.transpose(1, 2)``: any strides, the last axis contiguous.
+    Packed documents drop B: tensors are [T, ...], compressed ones [T // d, ...]. For tensors laid
+    out [B, H, S, D] pass ``x.transpose(1, 2)``: any strides are taken if the last axis is
+    contiguous. No gradient flows through the selection.
 
-    Without ``k_cmp`` and ``v_cmp`` the cmp entries of k and v are averaged over each compression
-    block; with them those entries are not read and may be None. ``blocks`` given (local to the
-    document, any order; -1, duplicates, future and out-of-range entries are harmless) replaces the
-    selection. No gradient flows through the selection.
-
-    The kernels are ``plan``'s, which is for prefill. Without one, the plan is that of
-    :func:`nsa_core.resolve` for these tensors, made once (another from contract.LONG_SEQUENCE
-    tokens on); it can train wherever some backend can.
+    Args:
+        q: queries [B, S, Hq, Dk].
+        k, v: keys [B, S, G, Dk] and values [B, S, G, Dv] of all branches, or three tensors for cmp,
+            sel and win. The cmp entries are not read beside ``k_cmp`` and ``v_cmp``, and may then
+            be None.
+        gates: [B, S, Hq, 3] in the order cmp, sel, win; fp32 (fp64 beside fp64).
+        config: head counts, widths and block geometry.
+        k_cmp, v_cmp: compressed tokens [B, n_c, G, D]. Without them the cmp entries of k and v are
+            averaged over each compression block.
+        cu_seqlens: int32 [documents + 1] on q's device, first row of each packed document and T.
+        max_seqlen: bound of the documents' lengths (default T). A smaller value gives wrong rows,
+            and an error only on the CPU or with NSA_CHECK=1.
+        blocks: replaces the selection: integers [B, S, G, any number], local to the document, in
+            any order. -1, duplicates, future and out-of-range entries do no harm.
+        plan: the kernels, of phase "prefill". Without it, the plan is that of
+            :func:`nsa_core.resolve` for these tensors, resolved once (another from
+            contract.LONG_SEQUENCE tokens on). It can train wherever some backend can.
+        return_lse: also return the LSE of cmp, sel and win.
+        return_blocks: also return the blocks.
 
     Returns:
         o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S],
@@ -126,46 +115,35 @@ def nsa_attention(
         Unsupported: no backend takes the request; a line per backend with its reasons.
     """
     (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
-    given: dict[str, Any] = {
-        "q": q,
-        "k_cmp": k_cmp,
-        "v_cmp": v_cmp,
-        "gates": gates,
-        "blocks": blocks,
-    }
-    given |= {
-        "k[cmp]": k_raw,
-        "k[sel]": k_sel,
-        "k[win]": k_win,
-        "v[cmp]": v_raw,
-        "v[sel]": v_sel,
-        "v[win]": v_win,
-    }
-    wants_grad = _check_inputs(given, config, cu_seqlens, max_seqlen)
-    if plan is None:
-        varlen = cu_seqlens is not None
-        plan = default_plan(
-            config, q.device, q.dtype, varlen, wants_grad, None, is_long(q.shape[1], varlen)
-        )
-    else:
-        _check_plan(plan, config, q, cu_seqlens is not None, wants_grad)
-    if k_cmp is None or v_cmp is None:
-        places = (
-            None if cu_seqlens is None else packed_blocks(cu_seqlens, q.shape[0], config.geometry)
-        )
-        k_cmp, v_cmp = (mean_compress(x, config.geometry, places) for x in (k_raw, v_raw))
-
-    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **where)
-    if blocks is None:
-        blocks = plan.select(q, k_cmp, lse_cmp, **where)
-    o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _wide(blocks), **where)
-    o_win, lse_win = plan.win(q, k_win, v_win, **where)
-    o = plan.combine(gates, o_cmp, o_sel, o_win, **where)
-
-    extras = ([(lse_cmp, lse_sel, lse_win)] if return_lse else []) + (
-        [blocks] if return_blocks else []
+    inputs: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates}
+    inputs |= {"blocks": blocks, "k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win}
+    inputs |= {"v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
+    wants_grad, varlen = (
+        check_inputs(inputs, config, cu_seqlens, max_seqlen),
+        cu_seqlens is not None,
     )
+    if plan is None:
+        long = is_long(q.shape[1], varlen)
+        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, long)
+    else:
+        check_plan(plan, config, q, varlen, wants_grad)
+    if k_cmp is None or v_cmp is None:
+        packed = None
+        if cu_seqlens is not None:
+            packed = packed_blocks(cu_seqlens, q.shape[0], config.geometry)
+        k_cmp, v_cmp = (mean_compress(x, config.geometry, packed) for x in (k_raw, v_raw))
+
+    packing: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
+        o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **packing)
+        if blocks is None:
+            blocks = plan.select(q, k_cmp, lse_cmp, **packing)
+        o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _wide(blocks), **packing)
+        o_win, lse_win = plan.win(q, k_win, v_win, **packing)
+        o = plan.combine(gates, o_cmp, o_sel, o_win, **packing)
+
+    extras: list[Any] = [(lse_cmp, lse_sel, lse_win)] if return_lse else []
+    extras += [blocks] if return_blocks else []
     return (o, *extras) if extras else o
 
 
@@ -191,136 +169,6 @@ def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any,
             f" {name}_cmp)"
         )
     return (None if compressed is not None else x[0]), x[1], x[2]
-
-
-def _check_inputs(
-    given: dict[str, Any],
-    config: NSAConfig,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-) -> bool:
-    """Refuse what no backend could take; True if a gradient will be wanted. All but q and gates may
-    be None.
-    """
-    must_be_config(config)
-    given = {n: t for n, t in given.items() if t is not None or n in ("q", "gates")}
-    _check_kinds(given)
-    packing = _packing_problems(given["q"], cu_seqlens, max_seqlen)
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        wrong = _problems(config, tuple(given), tuple(given.values()), cu_seqlens is not None)
-    else:
-        known = tuple([(t.shape, t.dtype, t.device) for t in given.values()])
-        wrong = _known_problems(config, tuple(given), known, cu_seqlens is not None)
-    if wrong := [*wrong, *packing]:
-        raise InvalidInput("; ".join(wrong) + f" ({describe(list(given), list(given.values()))})")
-    return torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-
-
-def _problems(
-    config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool
-) -> list[str]:
-    """What does not fit among the inputs by their metadata alone."""
-    given = dict(zip(names, tensors))
-    axes: dict[str, tuple[str | int, ...]] = {
-        "q": ("B", "S", "Hq", "Dk"),
-        "gates": ("B", "S", "Hq", 3),
-    }
-    axes |= {
-        "k_cmp": ("B", "C", "G", "Dk"),
-        "v_cmp": ("B", "C", "G", "Dv"),
-        "blocks": ("B", "S", "G", "n"),
-    }
-    shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in given]
-    sizes = {"Hq": config.n_heads, "G": config.n_kv_heads, "Dk": config.qk_dim, "Dv": config.v_dim}
-    if given["q"].dim() == 4 - packed:
-        length = given["q"].shape[-3]
-        sizes["S"] = length
-        sizes["C"] = (
-            config.geometry.max_compressed(length)
-            if packed
-            else config.geometry.num_compressed(length)
-        )
-    wrong = tensor_problems(names, tensors, shapes, packed, sizes)
-    floats = {n: t for n, t in given.items() if n not in ("gates", "blocks")}
-    wrong += dtype_problems(floats, {"gates": given["gates"]})
-    if "blocks" in given and given["blocks"].dtype not in _INTEGERS:
-        wrong.append("blocks must be integers")
-    if ("k_cmp" in given) != ("v_cmp" in given):
-        wrong.append("k_cmp and v_cmp go together: give both or neither")
-    return wrong
-
-
-@functools.lru_cache(maxsize=1024)
-def _known_problems(
-    config: NSAConfig, names: tuple[str, ...], known: tuple[tuple[Any, ...], ...], packed: bool
-) -> list[str]:
-    """:func:`_problems`, remembered; ``known`` are the fields of each tensor's Metadata."""
-    return _problems(config, names, tuple(Metadata(*fields) for fields in known), packed)
-
-
-def _check_kinds(given: dict[str, torch.Tensor]) -> None:
-    """Refuse what is no plain tensor, and what the operators would silently take for one."""
-    strangers = [
-        f"{n} must be a tensor, got {type(t).__name__}"
-        for n, t in given.items()
-        if not is_tensor(t)
-    ]
-    if strangers:
-        raise InvalidInput(
-            "; ".join(strangers) + " (a DTensor: pass its to_local())" * ("DTensor" in strangers[0])
-        )
-    if torch.compiler.is_compiling():
-        return
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in given.values()
-    ):
-        raise Unsupported(
-            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward"
-        )
-
-
-def _packing_problems(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
-) -> list[str]:
-    wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
-    if (
-        wrong or torch.compiler.is_compiling() or type(cu_seqlens) is not torch.Tensor
-    ):  # a fake tensor has no values
-        return wrong
-    try:
-        check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
-    except InvalidInput as error:
-        return [str(error)]
-    return []
-
-
-def _check_plan(
-    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool
-) -> None:
-    must_be_plan(plan)
-    request, wrong = plan.requests["cmp"], []
-    if request.phase != "prefill":
-        wrong.append(
-            f"plan is for {request.phase}, not prefill, as this call and the first tokens of a"
-            " cache are"
-        )
-    if plan.config is not config and plan.config.values != config.values:
-        wrong.append(f"plan is for {plan.config}, not for {config}")
-    if wants_grad and not request.needs_grad:
-        wrong.append(
-            "plan was made without needs_grad=True, but a gradient is wanted: plan again, or use"
-            " no_grad"
-        )
-    if packed and not request.varlen:
-        wrong.append("plan was made without varlen=True, but cu_seqlens is given")
-    dtype, device = dtype_name(q.dtype), q.device.type
-    if dtype != request.dtype or device not in (request.device, "meta"):
-        wrong.append(
-            f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}"
-        )
-    if wrong:
-        raise InvalidInput("; ".join(wrong))
 
 
 def _wide(blocks: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 both sides.
 
 One operator pair per (backend, slot), named ``nsa_<backend>::<slot>`` and ``..._backward``, so that
-torch.compile, CUDA graphs, checkpointing and the profiler see every backend alike. Nothing is
-checked twice: what the operator checks here, a backend need not.
+torch.compile, CUDA graphs, checkpointing and the profiler see every backend alike. A backend need
+not check what the operator checks here. The values of packed boundaries are checked once per call:
+by nsa_attention where it can read them, by each slot where it cannot (in a compiled graph) or where
+a slot is called on its own.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from nsa_core.torch_ops.tensor_checks import (
     SLOT_AXES,
     Described,
     Metadata,
-    check_cu_seqlens,
     check_slot,
+    check_slot_boundaries,
 )
 from nsa_core.torch_ops.torch_state import surroundings
 
@@ -239,7 +241,7 @@ class SlotOp:
         cu, device = call.cu_seqlens, tensors[0].device
         known = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         specs = _outputs(self.slot, known, None if cu is None else Metadata.of(cu), call.geometry)
-        check_cu_seqlens(cu, tensors[0].shape[0], call.max_seqlen)
+        check_slot_boundaries(cu, tensors[0].shape[0], call.max_seqlen)
         if _trivial(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:

@@ -4,9 +4,11 @@ host anyway.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -285,3 +287,49 @@ def check_cu_seqlens(
         raise InvalidInput(
             f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}"
         )
+
+
+# The boundaries, number of rows and max_seqlen that a caller of slots has checked.
+_checked: ContextVar[tuple[torch.Tensor, int, int] | None] = ContextVar("_checked", default=None)
+_UNCHANGED = contextlib.nullcontext()
+
+
+def has_values(cu_seqlens: object) -> bool:
+    """Whether the boundaries can be read: a fake tensor, and one that torch.compile traces, has no
+    values.
+    """
+    return type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def checked_boundaries(
+    cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which slots do not check the values of ``cu_seqlens`` again; the caller has run
+    :func:`check_cu_seqlens` with the same arguments.
+
+    Without effect where the boundaries have no values (:func:`has_values`). A slot that is given
+    another tensor, number of rows or max_seqlen checks them as ever.
+    """
+    if cu_seqlens is None or not has_values(cu_seqlens):
+        return _UNCHANGED
+    return _marked(cu_seqlens, total, total if max_seqlen is None else max_seqlen)
+
+
+@contextlib.contextmanager
+def _marked(cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Iterator[None]:
+    token = _checked.set((cu_seqlens, total, max_seqlen))
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def check_slot_boundaries(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int) -> None:
+    """:func:`check_cu_seqlens` for a slot, unless its caller has run it; see
+    :func:`checked_boundaries`.
+    """
+    if cu_seqlens is None:
+        return
+    checked = _checked.get()
+    if checked is None or checked[0] is not cu_seqlens or checked[1:] != (total, max_seqlen):
+        check_cu_seqlens(cu_seqlens, total, max_seqlen)

@@ -1,0 +1,186 @@
+"""Checks of the inputs of nsa_attention: shapes, dtypes, kinds, packing and plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from nsa_core.config import NSAConfig, must_be_config
+from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.torch_ops.tensor_checks import (
+    Described,
+    Metadata,
+    check_cu_seqlens,
+    describe,
+    dtype_problems,
+    has_values,
+    is_tensor,
+    packing_problems,
+    tensor_problems,
+)
+from nsa_core.util.text import dtype_name
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
+
+_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+
+
+def check_inputs(
+    inputs: dict[str, Any],
+    config: NSAConfig,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> bool:
+    """Refuse inputs that no backend can take.
+
+    Args:
+        inputs: tensors by name; all but q and gates may be None.
+        config: the config that the tensors must fit.
+        cu_seqlens: the boundaries of packed documents. Their values are checked here unless they
+            cannot be read (:func:`nsa_core.torch_ops.tensor_checks.has_values`).
+        max_seqlen: bound of the documents' lengths.
+
+    Returns:
+        Whether a gradient will be wanted.
+
+    Raises:
+        InvalidInput: the message lists every fault and every tensor.
+        Unsupported: forward-mode differentiation.
+    """
+    must_be_config(config)
+    inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
+    _check_kinds(inputs)
+    packing = _boundary_problems(inputs["q"], cu_seqlens, max_seqlen)
+    if torch.compiler.is_compiling():
+        wrong = _problems(config, tuple(inputs), tuple(inputs.values()), cu_seqlens is not None)
+    else:
+        metadata = tuple([(t.shape, t.dtype, t.device) for t in inputs.values()])
+        wrong = _cached_problems(config, tuple(inputs), metadata, cu_seqlens is not None)
+    if wrong := [*wrong, *packing]:
+        raise InvalidInput("; ".join(wrong) + f" ({describe(list(inputs), list(inputs.values()))})")
+    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs.values())
+
+
+def _problems(
+    config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool
+) -> list[str]:
+    """Misfits among the inputs that their metadata shows."""
+    inputs = dict(zip(names, tensors))
+    axes: dict[str, tuple[str | int, ...]] = {
+        "q": ("B", "S", "Hq", "Dk"),
+        "gates": ("B", "S", "Hq", 3),
+    }
+    axes |= {
+        "k_cmp": ("B", "C", "G", "Dk"),
+        "v_cmp": ("B", "C", "G", "Dv"),
+        "blocks": ("B", "S", "G", "n"),
+    }
+    shapes = [axes.get(n) or ("B", "S", "G", "Dk" if n[0] == "k" else "Dv") for n in inputs]
+    sizes = {"Hq": config.n_heads, "G": config.n_kv_heads, "Dk": config.qk_dim, "Dv": config.v_dim}
+    if inputs["q"].dim() == 4 - packed:
+        length = inputs["q"].shape[-3]
+        sizes["S"] = length
+        sizes["C"] = (
+            config.geometry.max_compressed(length)
+            if packed
+            else config.geometry.num_compressed(length)
+        )
+    wrong = tensor_problems(names, tensors, shapes, packed, sizes)
+    floats = {n: t for n, t in inputs.items() if n not in ("gates", "blocks")}
+    wrong += dtype_problems(floats, {"gates": inputs["gates"]})
+    if "blocks" in inputs and inputs["blocks"].dtype not in _INTEGERS:
+        wrong.append("blocks must be integers")
+    if ("k_cmp" in inputs) != ("v_cmp" in inputs):
+        wrong.append("k_cmp and v_cmp go together: give both or neither")
+    return wrong
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_problems(
+    config: NSAConfig, names: tuple[str, ...], metadata: tuple[tuple[Any, ...], ...], packed: bool
+) -> list[str]:
+    """:func:`_problems`, cached; ``metadata`` holds the fields of each tensor's Metadata."""
+    return _problems(config, names, tuple(Metadata(*fields) for fields in metadata), packed)
+
+
+def _check_kinds(inputs: dict[str, torch.Tensor]) -> None:
+    """Refuse objects that are not plain tensors, and dual tensors, whose tangents the operators
+    would silently drop.
+    """
+    wrong = [
+        f"{n} must be a tensor, got {type(t).__name__}"
+        for n, t in inputs.items()
+        if not is_tensor(t)
+    ]
+    if wrong:
+        raise InvalidInput(
+            "; ".join(wrong) + " (a DTensor: pass its to_local())" * ("DTensor" in wrong[0])
+        )
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
+    ):
+        raise Unsupported(
+            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward"
+        )
+
+
+def _boundary_problems(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+) -> list[str]:
+    wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
+    if wrong or not has_values(cu_seqlens):
+        return wrong
+    try:
+        check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
+    except InvalidInput as error:
+        return [str(error)]
+    return []
+
+
+def check_plan(
+    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool
+) -> None:
+    """Refuse a plan that is not for this call.
+
+    Raises:
+        InvalidInput: what the plan is for, and what the call needs.
+    """
+    must_be_plan(plan)
+    request, wrong = plan.requests["cmp"], []
+    if request.phase != "prefill":
+        wrong.append(
+            f"plan is for {request.phase}, not prefill, as this call and the first tokens of a"
+            " cache are"
+        )
+    if plan.config is not config and plan.config.values != config.values:
+        wrong.append(f"plan is for {plan.config}, not for {config}")
+    if wants_grad and not request.needs_grad:
+        wrong.append(
+            "plan was made without needs_grad=True, but a gradient is wanted: plan again, or use"
+            " no_grad"
+        )
+    if packed and not request.varlen:
+        wrong.append("plan was made without varlen=True, but cu_seqlens is given")
+    dtype, device = dtype_name(q.dtype), q.device.type
+    if dtype != request.dtype or device not in (request.device, "meta"):
+        wrong.append(
+            f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}"
+        )
+    if wrong:
+        raise InvalidInput("; ".join(wrong))
