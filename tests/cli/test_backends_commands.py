@@ -336,5 +336,6 @@ def test_explain_of_decode_with_pages(nsa):
 def test_conformance_without_pytest_says_what_to_type(nsa, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     done = nsa("conformance", "sdpa", "--device", "cpu")
-    said = "nsa: nsa conformance needs pytest, which is not installed; pip install 'nsa-verify[test]'\n"
+    reason = "nsa conformance needs pytest, which is not installed"
+    said = f"nsa: {reason}; pip install 'nsa-verify[test]'\n"
     assert (done.code, done.out, done.err) == (3, "", said)

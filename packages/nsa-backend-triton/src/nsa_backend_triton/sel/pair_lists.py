@@ -1,10 +1,10 @@
 """The (token, block) pairs of a call sorted by block: what a kernel reads that holds a block and
 walks its tokens.
 
-A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed:
-head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on, as shared.rows.place
-cuts tiles. A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
-sorted behind the last bucket and never read.
+A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j.
+Packed: head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on, as
+shared.rows.place cuts tiles. A pair counts once, and only if its block is a candidate
+(0 <= j <= t // l'); the rest is sorted behind the last bucket and never read.
 """
 
 from __future__ import annotations
