@@ -64,7 +64,11 @@ DECODE_MUTANTS = (
         "(ends > last[..., None])",
         "(ends > last[..., None] + 4)",
     ),
-    _mutant("sel forgets the last block", 'rounding_mode="floor"))', 'rounding_mode="floor") - 1)'),
+    _mutant(
+        "sel forgets the last block",
+        'here.div(size, rounding_mode="floor")',
+        'here.div(size, rounding_mode="floor") - 1',
+    ),
     _mutant(
         "sel not cut at its token",
         "(here - number * size).clamp_",

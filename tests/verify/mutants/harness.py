@@ -92,8 +92,8 @@ def _subject_of_copy(mutant: Mutant, scratch: Path) -> Combination:
 
 @contextlib.contextmanager
 def _faulty_module(mutant: Mutant) -> Iterator[None]:
-    """Every reference in nsa_core to an object of the module points at the faulty version inside
-    the block.
+    """Inside the block every reference of ours to an object of the module leads to the faulty
+    version: names in modules, and the bases of classes.
     """
     module = importlib.import_module(mutant.module)
     faulty = ModuleType(mutant.module)
@@ -109,16 +109,17 @@ def _faulty_module(mutant: Mutant) -> Iterator[None]:
         for name, old in vars(module).items()
         if getattr(old, "__module__", None) == mutant.module and hasattr(faulty, name)
     }
-    undo: list[tuple[ModuleType, str, object]] = []
-    for other in [
-        m for n, m in list(sys.modules.items()) if n.startswith("nsa_core") and m is not None
-    ]:
+    undo: list[tuple[object, str, object]] = []
+    for other in [m for n, m in list(sys.modules.items()) if n.startswith("nsa_")]:
         for name, value in list(vars(other).items()):
             if id(value) in pairs:
                 undo.append((other, name, value))
                 setattr(other, name, pairs[id(value)])
+            elif isinstance(value, type) and any(id(base) in pairs for base in value.__bases__):
+                undo.append((value, "__bases__", value.__bases__))
+                value.__bases__ = tuple(pairs.get(id(base), base) for base in value.__bases__)
     try:
         yield
     finally:
-        for other, name, value in undo:
-            setattr(other, name, value)
+        for owner, name, value in undo:
+            setattr(owner, name, value)
