@@ -5,6 +5,7 @@ and scores at the end.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)  # other hooks deselect first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
+    if hasattr(config, "workerinput"):  # xdist hands out files in this order: long ones first
+        weights = sharding.seconds_of([item.nodeid for item in items])
+        files: Counter[str] = Counter()
+        for name, seconds in weights.items():
+            files[name.partition("::")[0]] += seconds
+        items.sort(key=lambda item: -files[item.nodeid.partition("::")[0]])
     if text := config.getoption("--shard"):
         shard, shards = sharding.parsed(text)
         places = sharding.shard_of_each([item.nodeid for item in items], shards)

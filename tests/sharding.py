@@ -1,7 +1,7 @@
 """Shards of the suite: `pytest --shard 2/6` runs one of six parts, which together are the whole.
 
-Whole files go to a shard, so that their fixtures are made once; files that take longer than
-``LONGEST`` are divided test by test. ``shard_seconds.json`` has measured seconds and only balances.
+A shard gets whole files, so that their fixtures are made once. ``shard_seconds.json`` has measured
+seconds of files, and of single tests of files to be divided; it only balances the shards.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.json").read_text())
-UNLISTED = 0.5  # seconds of a test in a file that is not listed
-LONGEST = 60.0  # seconds of a file that stays whole
+UNLISTED = 0.5  # seconds of a test that is not listed
 
 
 def parsed(text: str) -> tuple[int, int]:
@@ -28,17 +27,25 @@ def shard_of_each(
     names: Sequence[str], shards: int, seconds: Mapping[str, float] = SECONDS
 ) -> list[int]:
     """The shard, from 1 on, of each test "file::test"; the same for every order of ``names``."""
-    files = [name.partition("::")[0] for name in names]
-    tests = Counter(files)
-    weights: dict[str, float] = {}
-    units = []
-    for name, file in zip(names, files):
-        whole = seconds.get(file, UNLISTED * tests[file])
-        units.append(file if whole <= LONGEST else name)
-        weights[units[-1]] = whole if whole <= LONGEST else whole / tests[file]
+    weights = seconds_of(names, seconds)
     load = [0.0] * shards
-    place = {}
-    for unit in sorted(weights, key=lambda unit: (-weights[unit], unit)):
+    place: dict[str, int] = {}
+    for unit, weight in sorted(weights.items(), key=lambda one: (-one[1], one[0])):
         place[unit] = min(range(shards), key=load.__getitem__)
-        load[place[unit]] += weights[unit]
-    return [1 + place[unit] for unit in units]
+        load[place[unit]] += weight
+    return [1 + place[name if name in place else name.partition("::")[0]] for name in names]
+
+
+def seconds_of(names: Sequence[str], seconds: Mapping[str, float] = SECONDS) -> dict[str, float]:
+    """The expected seconds of each file, and of each test of a file that is divided."""
+    divided = {name.partition("::")[0] for name in seconds if "::" in name}
+    tests = Counter(name.partition("::")[0] for name in names)
+    weights = {
+        file: seconds.get(file, UNLISTED * count)
+        for file, count in tests.items()
+        if file not in divided
+    }
+    for name in names:
+        if name.partition("::")[0] in divided:
+            weights[name] = seconds.get(name, UNLISTED)
+    return weights
