@@ -38,6 +38,8 @@ TEST_TOOLS = (
 FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 INTERPRETING = FOR_TESTS | {"TRITON_INTERPRET": "1"}
 INTERPRETED = "tests/triton/interpreted"
+# A file stays on one worker, which makes its fixtures once; tests/conftest.py orders the files.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 SHARDS = 6  # of `nox -s full`
 NOTHING_COLLECTED = 5  # pytest's exit code
 
@@ -90,8 +92,8 @@ def run_pytest(session: nox.Session, selection: str, shards: tuple[str, ...] = (
     runs = []
     for shard in shards or ("",):
         part = ["--shard", shard] if shard else []
-        runs.append((["-n", "2", "--dist", "worksteal", "--ignore", INTERPRETED, *part], FOR_TESTS))
-        runs.append((["-n", "2", "--dist", "worksteal", INTERPRETED, *part], INTERPRETING))
+        runs.append(([*WORKERS, "--ignore", INTERPRETED, *part], FOR_TESTS))
+        runs.append(([*WORKERS, INTERPRETED, *part], INTERPRETING))
     if session.posargs and not shards:
         runs = [(session.posargs, FOR_TESTS)]
     failed = 0

@@ -220,6 +220,11 @@ def test_a_run_that_was_whole_when_the_signal_came_is_judged(nsa, monkeypatch):
     assert (done.code, "1 checks passed, 0 failed" in done.out) == (0, True)
 
 
+def test_conformance_that_tests_nothing_is_not_a_success(nsa):
+    done = nsa("conformance", "sdpa", "--device", "cpu", "-k", "test_is_installed")
+    assert (done.code, "nothing could be tested" in done.err) == (3, True)
+
+
 def test_conformance_ends_behind_the_test_under_way(nsa, monkeypatch):
     real = _Run.pytest_runtest_logreport
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import signal
@@ -95,11 +96,12 @@ def test_help_and_metadata_answer_in_300_ms(arguments):
     The two are timed in turn: on a processor on which those libraries alone take much of the 300
     ms, the command may take twice that.
     """
-    pairs = [
-        (processor_seconds("-m", "nsa_cli", *arguments), processor_seconds("-c", PLAIN))
-        for _ in range(5)
-    ]
-    command, plain = (min(times) for times in zip(*pairs, strict=True))
+    command = plain = math.inf
+    for _ in range(5):
+        command = min(command, processor_seconds("-m", "nsa_cli", *arguments))
+        if command < 0.3:
+            return
+        plain = min(plain, processor_seconds("-c", PLAIN))
     assert command < max(0.3, 2 * plain), f"{command:.3f} s, plain {plain:.3f} s"
 
 

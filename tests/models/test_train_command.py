@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -313,19 +314,20 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
     assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
 
 
-def test_the_benchmark_runs_every_section_small(tmp_path):
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Run a script of benchmarks/ in this process, which has imported torch."""
+
+    def run(script: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
+
+    return run
+
+
+def test_the_benchmark_runs_every_section_small(benchmark, tmp_path):
     file = tmp_path / "train.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "train.py"),
-        "--quick",
-        "--device",
-        "cpu",
-        "--json",
-        str(file),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     assert not [row for row in rows if "reason" in row], rows
     assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
@@ -333,24 +335,15 @@ def test_the_benchmark_runs_every_section_small(tmp_path):
     assert any("R2" in row for row in rows)
 
 
-def test_the_comparison_with_dense_attention_trains_both(tmp_path):
+def test_the_comparison_with_dense_attention_trains_both(benchmark, tmp_path):
     file = tmp_path / "quality.json"
     small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "train_quality.py"),
-        "--device",
-        "cpu",
-        "--json",
-        str(file),
-    ]
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(100):  # of which a hash holds some out
         (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 12)
-    command += [*small, "--data", str(texts)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    options = ["--device", "cpu", "--json", str(file), *small, "--data", str(texts)]
+    benchmark("train_quality.py", *options)
     found = json.loads(file.read_text())
     assert [len(found[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
     assert (len(found["nsa"]["selected_mass"]), found["dense"]["selected_mass"]) == (3, [])

@@ -5,7 +5,10 @@ the command.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -36,33 +39,60 @@ def plugin(folder: pathlib.Path, name: str, source: str) -> None:
     (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {package}\n")
 
 
+REGISTERS = """
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+@hookimpl
+def nsa_register_backends():
+    return BackendSpec(NAME, (1, 0), {"win": SlotSpec(HOME + ":f")}, HOME + ":probe", -9)
+"""
+
+
 @pytest.fixture(scope="module")
 def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with a segfaulting plugin, two whose probes segfault and raise, and a flash_attn
-    that segfaults.
+    """A directory with a segfaulting plugin, two whose probes segfault and raise, a flash_attn that
+    segfaults, and a backend of ours whose probe raises.
     """
     folder = tmp_path_factory.mktemp("wards")
     plugin(folder, "segfaults", SEGFAULTS)
-    good = (
-        "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef"
-        " nsa_register_backends():\n"
-    )
-    good += (
-        "    return BackendSpec(NAME, (1, 0), {'win': SlotSpec(NAME + ':f')}, NAME + ':probe',"
-        " -9)\n"
-    )
-    plugin(
-        folder,
-        "prober",
-        "NAME = 'prober'\n"
-        + good
-        + f"def probe(request):\n    {SEGFAULTS.replace(chr(10), ';')}\n",
-    )
-    plugin(folder, "raiser", "NAME = 'raiser'\n" + good + "def probe(request):\n    1 // 0\n")
+    for name, does in (("prober", SEGFAULTS.replace("\n", ";")), ("raiser", "1 // 0")):
+        source = f"NAME = HOME = {name!r}\n{REGISTERS}def probe(request):\n    {does}\n"
+        plugin(folder, name, source)
     home = "/" + "home" + "/janedoe"
     plugin(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
     (folder / "flash_attn.py").write_text(SEGFAULTS)
+    # shadows the installed distribution
+    plugin(folder, "nsa-backend-fa2", "raise RuntimeError('not this one')")
+    (folder / "toy_fa2.py").write_text(
+        f"NAME, HOME = 'fa2', 'toy_fa2'\n{REGISTERS}def probe(request):\n    1 // 0\n"
+    )
+    (folder / "nsa_backend_fa2-1.0.dist-info" / "entry_points.txt").write_text(
+        "[nsa.backends]\nfa2 = toy_fa2\n"
+    )
     return folder
+
+
+@pytest.fixture(scope="module")
+def troubles(
+    wards: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict, dict[str, dict[str, str]]]:
+    """What `nsa doctor --json` prints where all of ``wards`` is installed, and its troubles by
+    their subject: one run for several tests, as it starts a process for each library.
+    """
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("NSA_")},
+        "PYTHONPATH": str(wards),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa_cli", "doctor", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    document = json.loads(done.stdout)
+    return document, {trouble["what"]: trouble for trouble in document["troubles"]}
 
 
 def test_a_healthy_machine_works(nsa) -> None:
@@ -87,9 +117,8 @@ def test_a_healthy_machine_works(nsa) -> None:
     }
 
 
-def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
-    document = json.loads(nsa("doctor", "--json", path=wards).stdout)
-    said = {trouble["what"]: trouble for trouble in document["troubles"]}
+def test_what_crashes_is_reported_with_its_signal(troubles) -> None:
+    document, said = troubles
     assert "SIGSEGV" in said["backend segfaults 1.0 (segfaults)"]["message"]
     assert "SIGSEGV" in said["backend prober 1.0 (prober)"]["message"]
     assert "ZeroDivisionError" in said["probe of backend raiser"]["message"]
@@ -98,28 +127,11 @@ def test_what_crashes_is_reported_with_its_signal(nsa, wards) -> None:
     assert all(trouble["hint"] for trouble in document["troubles"])
 
 
-def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, tmp_path) -> None:
-    # shadows the installed distribution
-    plugin(tmp_path, "nsa-backend-fa2", "raise RuntimeError('not this one')")
-    source = (
-        "from nsa_core.contract import BackendSpec, SlotSpec, hookimpl\n@hookimpl\ndef"
-        " nsa_register_backends():\n"
-    )
-    source += (
-        "    return BackendSpec('fa2', (1, 0), {'win': SlotSpec('toy_fa2:f')}, 'toy_fa2:probe',"
-        " -9)\n"
-    )
-    (tmp_path / "toy_fa2.py").write_text(source + "def probe(request):\n    1 // 0\n")
-    (tmp_path / "nsa_backend_fa2-1.0.dist-info" / "entry_points.txt").write_text(
-        "[nsa.backends]\nfa2 = toy_fa2\n"
-    )
-    document = json.loads(nsa("doctor", "--json", path=tmp_path).stdout)
-    (trouble,) = [
-        trouble for trouble in document["troubles"] if trouble["what"] == "probe of backend fa2"
-    ]
+def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, troubles, wards) -> None:
+    trouble = troubles[1]["probe of backend fa2"]
     assert "ZeroDivisionError" in trouble["message"]
     assert "this is a bug in NSA itself" in trouble["message"]
-    listed = nsa("backends", "list", path=tmp_path).stdout
+    listed = nsa("--safe", "backends", "list", path=wards).stdout
     assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in listed
     assert "author" not in listed
 
@@ -135,6 +147,18 @@ def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> N
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_the_block_has_no_path_and_no_user(troubles, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("LOGNAME", "janedoe")
+    health.print_block(troubles[0])
+    out = capsys.readouterr().out
+    assert "cannot read .../libx.so.1, ask USER" in out
+    assert "janedoe" not in out
+    assert "runs on cpu: yes" in out
+    assert out.startswith("```\n")
+    assert out.endswith("```\n")
+
+
+@pytest.mark.slow  # the block itself: above
 def test_the_block_for_a_bug_report_has_no_path_and_no_user(nsa, wards, monkeypatch) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "raiser")  # as the doctor advises

@@ -12,7 +12,8 @@ import pytest
 from nsa_cli import scaffold
 from nsa_core.errors import InvalidInput
 
-FAST = "installed or truth or operator or strided or untouched"
+SHORT = "installed or float32 and truth"
+LONG = "installed or truth or operator or strided or untouched"
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,13 @@ def test_installed_it_is_listed_and_ready(nsa, fresh) -> None:
     ] == ["win"]
 
 
-def test_its_own_three_line_test_passes(nsa, fresh) -> None:
+@pytest.mark.parametrize("tests", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_its_own_three_line_test_passes(tests, nsa, fresh) -> None:
     home, site = fresh
     test = home / "tests" / "test_conformance.py"
     assert len([line for line in test.read_text().splitlines() if line.strip()]) == 3
     done = nsa(
-        "-q", "-p", "no:cacheprovider", "-k", FAST, str(test), path=site, module="pytest", cwd=home
+        "-q", "-p", "no:cacheprovider", "-k", tests, str(test), path=site, module="pytest", cwd=home
     )
     assert done.returncode == 0, done.stdout[-2000:]
     assert "passed" in done.stdout
@@ -70,6 +72,7 @@ def test_the_command_runs_the_same_suite(nsa, fresh) -> None:
     assert "warning" not in done.stdout
 
 
+@pytest.mark.slow  # in the ordinary run test_interrupted.py has it in its own process
 def test_nothing_tested_is_not_a_success(nsa, fresh) -> None:
     done = nsa("conformance", "fresh-one", "-k", "installed", path=fresh[1])
     assert (done.returncode, "nothing could be tested" in done.stderr) == (3, True)

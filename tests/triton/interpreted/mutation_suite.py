@@ -23,6 +23,7 @@ OF_SEL = ("sel.",)
 OF_THE_REST = ("span.", "select.", "combine.", "shared.", "host.")
 OF_DECODE = ("decode.",)
 ONE_IN = 10
+PARTS = 8
 TWICE = 24  # launches, the smallest, are run again in the ordinary suite
 
 
@@ -75,8 +76,14 @@ class Mutants:
         assert not alive, alive
 
     @pytest.mark.slow
-    def test_every_mutant_is_killed_but_the_equivalent_ones(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_every_mutant_is_killed_but_the_equivalent_ones(
+        self, part: int, tmp_path: Path
+    ) -> None:
+        """``PARTS`` tests share the functions, so that shards can share them."""
         wrong = [
-            key for name in self.names for key in mutation.unproved(name, self.launches, tmp_path)
+            key
+            for name in self.names[part::PARTS]
+            for key in mutation.unproved(name, self.launches, tmp_path)
         ]
         assert not wrong, wrong

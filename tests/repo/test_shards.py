@@ -1,0 +1,100 @@
+"""The shards of `nox -s full`: every collected test is in exactly one, and they take alike."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sharding
+
+TESTS = Path(__file__).resolve().parents[1]
+FILES = {
+    "test_one.py": "def test_a(): pass\n\n\ndef test_b(): pass\n",
+    "test_two.py": """
+import pytest
+@pytest.mark.parametrize("x", [1, 2, 3, "a::b"])
+def test_c(x): pass
+@pytest.mark.slow
+class TestMore:
+    def test_d(self): pass
+""",
+    "folder/test_three.py": "def test_e(): pass\n",
+}
+DIVIDED = {"test_two.py::test_c[1]": 9.0, "test_one.py": 4.0}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 6, 50])
+def test_each_test_has_one_shard_whatever_the_order(shards: int, collected_here: list[str]) -> None:
+    places = dict(zip(collected_here, sharding.shard_of_each(collected_here, shards)))
+    assert set(places.values()) <= set(range(1, shards + 1))
+    mixed = random.Random(1).sample(collected_here, len(collected_here))
+    assert dict(zip(mixed, sharding.shard_of_each(mixed, shards))) == places
+
+
+def test_a_file_stays_whole_unless_a_test_of_it_is_listed() -> None:
+    names = [f"{file}::test_{n}" for file in ("a.py", "b.py", "c.py") for n in range(8)]
+    seconds = {"a.py": 30.0, "b.py::test_0": 20.0, "b.py::test_1": 20.0}
+    places = dict(zip(names, sharding.shard_of_each(names, 3, seconds)))
+    assert len({places[name] for name in names if name.startswith("a.py")}) == 1
+    assert len({places[name] for name in names if name.startswith("c.py")}) == 1
+    assert places["b.py::test_0"] != places["b.py::test_1"]
+
+
+def test_shards_take_alike_by_the_measured_seconds() -> None:
+    """The ordinary and the interpreted tests are sharded apart."""
+    for interpreted in (False, True):
+        listed = {
+            name if "::" in name else f"{name}::test": seconds
+            for name, seconds in sharding.SECONDS.items()
+            if ("/interpreted/" in name) == interpreted
+        }
+        load = [0.0] * 6
+        for place, seconds in zip(sharding.shard_of_each(list(listed), 6), listed.values()):
+            load[place - 1] += seconds
+        assert max(load) < 1.25 * sum(load) / 6, load
+
+
+def test_every_listed_name_is_a_file_of_the_tests() -> None:
+    gone = [name for name in sharding.SECONDS if not (TESTS.parent / name.split("::")[0]).exists()]
+    assert not gone, f"tests/shard_seconds.json lists {gone}"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small suite below this repository's conftest.py."""
+    root = tmp_path_factory.mktemp("suite")
+    for name in ("conftest.py", "sharding.py"):
+        shutil.copy(TESTS / name, root / name)
+    (root / "shard_seconds.json").write_text(str(DIVIDED).replace("'", '"'))
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    (root / "pytest.ini").write_text("[pytest]\nmarkers = slow\n    gpu\n")
+    return root
+
+
+def collected(suite: Path, *options: str) -> list[str]:
+    """The tests that pytest would run."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *options], cwd=suite, capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 5), done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+@pytest.mark.parametrize("selection", [[], ["-m", "not slow"]], ids=["all", "selected"])
+def test_the_shards_together_are_the_collected_tests(selection: list[str], suite: Path) -> None:
+    parts = [collected(suite, *selection, "--shard", f"{n}/3") for n in (1, 2, 3)]
+    assert sorted(name for part in parts for name in part) == sorted(collected(suite, *selection))
+    assert all(parts)
+
+
+@pytest.mark.parametrize("text", ["0/6", "7/6", "2", "a/b", "-1/6", "1/0", "1/6/2"])
+def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a shard such as 2/6"):
+        sharding.parsed(text)
