@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.decode.walk import SEL, hand_in, tokens_of, wait, walk
+from nsa_backend_triton.decode.walk import SEL, reduce_splits, tokens_of, wait, walk
 from nsa_backend_triton.shared.rows import finish
 
 
@@ -71,7 +71,7 @@ def sel_program(
         DISTINCT, 1, 1, 1, True,
         False, ACC,
     )  # fmt: skip
-    is_last, m, l, acc = hand_in(
+    is_last, m, l, acc = reduce_splits(
         m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV
     )
     if is_last:

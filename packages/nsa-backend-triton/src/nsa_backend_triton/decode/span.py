@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.decode.choose import choose
-from nsa_backend_triton.decode.walk import CMP, WIN, hand_in, key_range, signal, tokens_of, walk
+from nsa_backend_triton.decode.walk import (
+    CMP,
+    WIN,
+    key_range,
+    reduce_splits,
+    signal,
+    tokens_of,
+    walk,
+)
 from nsa_backend_triton.shared.rows import finish, num_compressed
 
 
@@ -89,7 +97,7 @@ def span_program(
         KEEP, ACC,
     )  # fmt: skip
     if ATTEND:
-        is_last, m, l, acc = hand_in(
+        is_last, m, l, acc = reduce_splits(
             m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV
         )
         if is_last:

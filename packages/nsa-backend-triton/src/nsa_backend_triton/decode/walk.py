@@ -210,7 +210,7 @@ def walk(
 
 
 @triton.jit
-def hand_in(
+def reduce_splits(
     m, l, acc, STATS, PARTS, COUNTERS, program, split, splits,
     STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip

@@ -96,8 +96,8 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def band(width: int) -> int:
-    """Columns of a band of rows ``width`` wide, see tile.py: a power of two that holds them, or a
-    third of them.
+    """Columns of a band of rows ``width`` wide, see shared/rows.py: a power of two that holds them,
+    or a third of them.
     """
     whole = max(16, 1 << (width - 1).bit_length())
     return whole // 4 if whole >= 64 and 4 * width <= 3 * whole else whole
@@ -140,7 +140,7 @@ class Sequences(NamedTuple):
         )
 
     def tiles(self, size: int) -> int:
-        """Programs that cover every sequence with tiles of ``size`` rows (tile.place tells each
+        """Programs that cover every sequence with tiles of ``size`` rows (rows.place tells each
         which).
         """
         if self.packed:

@@ -18,9 +18,7 @@ from torch import Tensor
 from nsa_backend_triton.host import configs, descriptors, sequences
 from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.sel import delta, pair_lists
-from nsa_backend_triton.sel import forward as sel_forward
-from nsa_backend_triton.sel import unions as sel_union
+from nsa_backend_triton.sel import delta, pair_lists, unions
 from nsa_backend_triton.sel.backward_blocks import (
     sel_add_chunks,
     sel_block_backward,
@@ -28,6 +26,7 @@ from nsa_backend_triton.sel.backward_blocks import (
     sel_segments,
 )
 from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
+from nsa_backend_triton.sel.forward import tile_tokens
 from nsa_backend_triton.sel.pair_lists import PairLists
 from nsa_core.contract import SlotCall
 
@@ -226,7 +225,7 @@ def _prepare_tiles(
     """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no
     descriptors).
     """
-    seqs, size = problem.seqs, sel_forward.tile_tokens(settings["ROWS"], problem.heads)
+    seqs, size = problem.seqs, tile_tokens(settings["ROWS"], problem.heads)
     tiles = seqs.tiles(size)
     fitted = {
         "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
@@ -252,11 +251,11 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
     made, size, keys = _prepare_tiles(problem, blocks.shape[-1], settings, aligned(k, v))
-    unions = sel_union.build(blocks, seqs, problem.call.geometry, size, 1)
+    joined = unions.build(blocks, seqs, problem.call.geometry, size, 1)
     dq = q.new_empty(q.shape)
     described = [descriptors.key_descriptor(x, keys) if keys else None for x in (k, v)]
     rows = (problem.do, problem.lse, problem.delta)
-    made(q, k, v, *described, *rows, unions.entries, unions.counts, seqs.cu, dq)
+    made(q, k, v, *described, *rows, joined.entries, joined.counts, seqs.cu, dq)
     return dq
 
 

@@ -41,7 +41,7 @@ from nsa_backend_triton.shared.rows import (
     owner,
     place,
     scale_rows,
-    turn,
+    transpose,
     zero_rows,
 )
 
@@ -236,15 +236,15 @@ def sel_rows_backward(
     lse, delta = sel_row_numbers(LSE, DELTA, at, ok, ROWS)
     seen = None
     if TURN:
-        s = dot_columns(q, turn(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(do, turn(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
+        s = dot_columns(q, transpose(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(do, transpose(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if MASKED:
             seen = key[None, :] <= token[:, None]
         p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
         p, ds = tl.trans(p.to(do[0].dtype)), tl.trans(ds.to(k[0].dtype))
     else:
-        s = dot_columns(k, turn(q, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(v, turn(do, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
+        s = dot_columns(k, transpose(q, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(v, transpose(do, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if MASKED:
             seen = key[:, None] <= token[None, :]
         p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.sel.backward_blocks import sel_load, sel_put, sel_scores_backward
-from nsa_backend_triton.shared.rows import add_dot, dot_columns, place, scale_rows, turn, zero_rows
+from nsa_backend_triton.shared.rows import (
+    add_dot,
+    dot_columns,
+    place,
+    scale_rows,
+    transpose,
+    zero_rows,
+)
 from nsa_backend_triton.span.geometry import fetch_rows
 
 
@@ -63,8 +70,8 @@ def sel_union_backward(
             base = (block * SIZE).to(tl.int64)
             k = sel_load(K + base * k_t, inside * k_t, None, real, DIM_K, WIDTH_K)
             v = sel_load(V + base * v_t, inside * v_t, None, real, DIM_V, WIDTH_V)
-        s = dot_columns(q, turn(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(do, turn(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
+        s = dot_columns(q, transpose(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
+        dp = dot_columns(do, transpose(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
         if TMA and not CUT:
             # A row that did not choose the block costs no operation a key: infinity takes its p to
             # 0.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared import rows as tile
+from nsa_backend_triton.shared.rows import dot_columns, finish, load_at, place, transpose
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
@@ -28,7 +28,7 @@ def sel_bucket_kernel(
     H*DK elements. Registers: scores [M, KEYS], o [M, DV]. A tile moves M*(DK + DV) elements, Q from
     L2 and partial outputs to memory, and costs 2*M*KEYS*(DK + DV) operations: bound by the writes.
     """
-    bucket, first_pair, count, pair = tile.place(
+    bucket, first_pair, count, pair = place(
         tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True
     )
     if pair >= count:
@@ -36,7 +36,7 @@ def sel_bucket_kernel(
     if VARLEN:
         per_head = seq_len // L + n_seqs
         group = bucket // per_head
-        seq, start, length, key_row = tile.place(bucket % per_head, CU, n_seqs, seq_len, L, True)
+        seq, start, length, key_row = place(bucket % per_head, CU, n_seqs, seq_len, L, True)
         flat = start.to(tl.int64) - first_row
     else:
         per_head = tl.cdiv(seq_len, L)
@@ -52,8 +52,8 @@ def sel_bucket_kernel(
     there = (lane < L) & (key < length)
     at_k = K + seq * sk_b + (start + key_row) * sk_t + group * sk_h
     at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
-    k = tile.turn(tile.load_at(at_k, lane * sk_t, there, DK, DKP), DK, DKP)
-    v = tile.load_at(at_v, lane * sv_t, there, DV, DVP)
+    k = transpose(load_at(at_k, lane * sk_t, there, DK, DKP), DK, DKP)
+    v = load_at(at_v, lane * sv_t, there, DV, DVP)
     at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
     tokens = TOKENS + first_pair.to(tl.int64)
     slots = SLOTS + first_pair.to(tl.int64)
@@ -100,8 +100,8 @@ def sel_attend_pairs(
         next_t = tl.load(tokens + at, mask=next_inside, other=0)
         next_slot = tl.load(slots + at, mask=next_inside, other=0)
         # A row that is not there reads token 0's queries, and is not stored: no mask.
-        q = tile.load_at(at_q, t.to(tl.int64) * sq_t + head * sq_h, None, DK, DKP)
-        dots = tile.dot_columns(q, k, DK, DKP, ACC)
+        q = load_at(at_q, t.to(tl.int64) * sq_t + head * sq_h, None, DK, DKP)
+        dots = dot_columns(q, k, DK, DKP, ACC)
         scores = dots * factor
         m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
         if CUT:
@@ -109,7 +109,7 @@ def sel_attend_pairs(
             m = tl.max(scores, 1)
         p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
         l = tl.sum(p, 1)
-        divisor, lse = tile.finish(m, l)
+        divisor, lse = finish(m, l)
         inverse = (1.0 / divisor)[:, None]
         part = ((flat + t) * groups + group) * N + slot
         into = (part * H + head) * DV

@@ -31,11 +31,22 @@ from nsa_backend_triton.host.sequences import (
     new_strides,
     strides,
 )
-from nsa_backend_triton.sel import pair_lists
-from nsa_backend_triton.sel import unions as sel_union
+from nsa_backend_triton.sel import pair_lists, unions
 from nsa_backend_triton.sel.buckets import sel_bucket_kernel
 from nsa_backend_triton.sel.merge import sel_merge_kernel
-from nsa_backend_triton.shared import rows as tile
+from nsa_backend_triton.shared.rows import (
+    LOG2E,
+    add_dot,
+    divide_rows,
+    dot_columns,
+    finish,
+    load_at,
+    place,
+    scale_rows,
+    store_at,
+    transpose,
+    zero_rows,
+)
 from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
@@ -120,7 +131,7 @@ def _prepare(
     )
     launch = Launch(
         sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles,
-        call.scale * tile.LOG2E.value,
+        call.scale * LOG2E.value,
         *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o,
         seqs.packed),
         *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
@@ -147,16 +158,14 @@ def forward(
     """
     seqs = Sequences.of(q, call)
     tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
-    unions = sel_union.build(
-        blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave
-    )
+    joined = unions.build(blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave)
     o = q.new_empty(tiles.o)
     lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     described = (key_descriptor(x, tiles.keys) if tiles.keys else None for x in (k, v))
-    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
+    tiles.launch(q, k, v, *described, joined.entries, joined.counts, o, lse, seqs.cu)
     if tiles.least > 1:
         for rows in _runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
-            _attend_buckets(q, k, v, blocks, unions.left, o, lse, seqs, call, rows, tuned)
+            _attend_buckets(q, k, v, blocks, joined.left, o, lse, seqs, call, rows, tuned)
     return o, lse
 
 
@@ -203,7 +212,7 @@ def _prepare_buckets(
     size = max(1, chosen["ROWS"] // heads)
     attend = Launch(
         sel_bucket_kernel, (pairs // (size * chosen["TILES"]) + buckets,),
-        seqs.n, seqs.seq_len, buckets, pairs, rows[0], groups, call.scale * tile.LOG2E.value,
+        seqs.n, seqs.seq_len, buckets, pairs, rows[0], groups, call.scale * LOG2E.value,
         *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
         **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
         T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
@@ -275,8 +284,8 @@ def _walk(
         if TMA:
             k = fetch_rows(K_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DK, DKP)
         else:
-            k = tile.load_at(K + at_block * stride_k, inner * stride_k, there, DK, DKP)
-        dots = tile.dot_columns(q, tile.turn(k, DK, DKP), DK, DKP, ACC)
+            k = load_at(K + at_block * stride_k, inner * stride_k, there, DK, DKP)
+        dots = dot_columns(q, transpose(k, DK, DKP), DK, DKP, ACC)
         scores = dots * factor
         # Of the products as they are: the multiplication above then joins the subtraction below.
         top = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor
@@ -295,9 +304,9 @@ def _walk(
         if TMA:
             v = fetch_rows(V_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DV, DVP)
         else:
-            v = tile.load_at(V + at_block * stride_v, inner * stride_v, there, DV, DVP)
-        acc = tile.scale_rows(acc, alpha[:, None], DV, DVP)
-        acc = tile.add_dot(acc, p.to(v[0].dtype), v, DV, DVP, ACC)
+            v = load_at(V + at_block * stride_v, inner * stride_v, there, DV, DVP)
+        acc = scale_rows(acc, alpha[:, None], DV, DVP)
+        acc = add_dot(acc, p.to(v[0].dtype), v, DV, DVP, ACC)
         m = m_new
         ever |= members
         block = next_block
@@ -337,7 +346,7 @@ def sel_forward_kernel(
     """
     program = tl.program_id(0)
     group = program // tiles
-    seq, start, length, row = tile.place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
+    seq, start, length, row = place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
     if row >= length:
         return
     rows = tl.arange(0, M)
@@ -347,7 +356,7 @@ def sel_forward_kernel(
     first = start.to(tl.int64)
     head = group * H + rows % H
     at_q = Q + seq * sq_b + (first + row) * sq_t
-    q = tile.load_at(at_q, local * sq_t + head * sq_h, inside, DK, DKP)
+    q = load_at(at_q, local * sq_t + head * sq_h, inside, DK, DKP)
     k = K + seq * sk_b + first * sk_t + group * sk_h
     v = V + seq * sv_b + first * sv_t + group * sv_h
     entries = ENTRIES + program.to(tl.int64) * (2 * T * N)
@@ -356,7 +365,7 @@ def sel_forward_kernel(
     bit = tl.where(inside, tl.full([M], 1, tl.int32) << local, 0)
     m = tl.full([M], float("-inf"), ACC)
     l = tl.zeros([M], ACC)
-    acc = tile.zero_rows(M, DV, DVP, ACC)
+    acc = zero_rows(M, DV, DVP, ACC)
     ever = tl.full([], 0, tl.int32)
     m, l, acc, ever = _walk(
         q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length,
@@ -370,8 +379,8 @@ def sel_forward_kernel(
     )  # fmt: skip
     # A token without blocks got nothing but, from a query that is NaN, NaN.
     chose = (ever & bit) != 0
-    divisor, lse = tile.finish(m, tl.where(chose, l, 0.0))
+    divisor, lse = finish(m, tl.where(chose, l, 0.0))
     at_o = O + seq * so_b + (first + row) * so_t
-    out = tile.divide_rows(_keep(acc, chose, DV, DVP), divisor, DV, DVP)
-    tile.store_at(at_o, local * so_t + head * so_h, out, inside, DV, DVP)
+    out = divide_rows(_keep(acc, chose, DV, DVP), divisor, DV, DVP)
+    store_at(at_o, local * so_t + head * so_h, out, inside, DV, DVP)
     tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)

@@ -2,7 +2,7 @@
 walks its tokens.
 
 A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j. Packed:
-head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as tile.place cuts
+head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on (as rows.place cuts
 tiles). A pair counts once, and only if its block is a candidate (0 <= j <= t // l'); the rest is
 sorted behind the last bucket and never read.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.shared import rows as tile
+from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
 
 TOKENS_PER_PROGRAM = 32
@@ -126,21 +126,21 @@ def candidates(
     TILE: tl.constexpr,
     stride_t,
 ):
-    """Blocks [TILE, NP] of the rows from ``row`` on, -1 where a place holds none, no candidate, or
+    """Blocks [TILE, NP] of the rows from ``row`` on, -1 where a slot holds none, no candidate, or
     one seen before.
 
     BLOCKS points at the sequence's and head's first row. A value is compared before it is narrowed
     to int32.
     """
     t = row + tl.arange(0, TILE)
-    place = tl.arange(0, NP)
+    slot = tl.arange(0, NP)
     at = BLOCKS + t.to(tl.int64)[:, None] * stride_t
     inside = (t < length)[:, None]
-    block = tl.load(at + place[None, :], mask=inside & (place < N)[None, :], other=-1)
+    block = tl.load(at + slot[None, :], mask=inside & (slot < N)[None, :], other=-1)
     seen = (block < 0) | (block > (t // L)[:, None])
     for i in range(N):
         earlier = tl.load(at + i, mask=inside, other=-1)
-        seen |= (block == earlier) & (place > i)[None, :]
+        seen |= (block == earlier) & (slot > i)[None, :]
     return tl.where(seen, -1, block).to(tl.int32)
 
 
@@ -161,11 +161,11 @@ def sel_keys_kernel(
     """
     program = tl.program_id(0)
     group = program % groups
-    seq, start, length, row = tile.place(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
+    seq, start, length, row = place(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
     first = start.to(tl.int64)
     base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
     t = row + tl.arange(0, TILE)
-    place = tl.arange(0, NP)
+    slot = tl.arange(0, NP)
     if VARLEN:
         bucket = group * per_head + start // L + seq
         flat = first + t
@@ -174,23 +174,23 @@ def sel_keys_kernel(
         flat = seq.to(tl.int64) * seq_len + t
     inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
     if KEPT:
-        valid = inside[:, None] & (place < N)[None, :]
+        valid = inside[:, None] & (slot < N)[None, :]
         counts = (
             tl.load(
-                LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0
+                LEFT + (flat[:, None] * groups + group) * N + slot[None, :], mask=valid, other=0
             )
             != 0
         )
         # Only what counts is a candidate: a block out of range would overflow the sum below.
         block = tl.load(
-            base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0
+            base + t.to(tl.int64)[:, None] * stride_t + slot[None, :], mask=counts, other=0
         ).to(tl.int32)
     else:
         block = candidates(base, row, length, N, NP, L, TILE, stride_t)
         counts = inside[:, None] & (block >= 0)
-    into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + place[None, :]
+    into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + slot[None, :]
     tl.store(
-        into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (place < N)[None, :]
+        into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (slot < N)[None, :]
     )
     tl.store(LOCAL + flat - first_row, t, mask=inside & (group == 0))
 

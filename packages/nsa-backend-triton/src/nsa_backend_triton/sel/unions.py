@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel.pair_lists import candidates
-from nsa_backend_triton.shared import rows as tile
+from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
 
 
@@ -102,7 +102,7 @@ def sel_union_kernel(
     """
     program = tl.program_id(0)
     group = program // tiles
-    seq, start, length, row = tile.place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
+    seq, start, length, row = place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
     first = start.to(tl.int64)
     base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
     NONE: tl.constexpr = 2**30 // (TP * NP)  # beyond every block

@@ -43,7 +43,14 @@ from nsa_backend_triton.host.sequences import (
     strides,
 )
 from nsa_backend_triton.select.rank import rank_rows
-from nsa_backend_triton.shared.rows import LOG2E, dot_columns, load_at, num_compressed, place, turn
+from nsa_backend_triton.shared.rows import (
+    LOG2E,
+    dot_columns,
+    load_at,
+    num_compressed,
+    place,
+    transpose,
+)
 from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import SlotCall
 
@@ -58,7 +65,7 @@ def _sum_heads(
     base 2.
     """
     for piece in tl.static_range(PIECES):
-        s = dot_columns(k, turn(q[piece], DK, BLOCK_D), DK, BLOCK_D, ACC)
+        s = dot_columns(k, transpose(q[piece], DK, BLOCK_D), DK, BLOCK_D, ACC)
         x = s * factor - lse[piece][None, :]
         part = tl.sum(tl.exp2(tl.reshape(x, [s.shape[0], HEADS, x.shape[1] // HEADS])), 1)
         total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821

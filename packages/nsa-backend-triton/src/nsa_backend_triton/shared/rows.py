@@ -110,12 +110,12 @@ def zero_rows(ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.
 
 
 @triton.jit
-def turn(x, D: tl.constexpr, BLOCK: tl.constexpr):
+def transpose(x, D: tl.constexpr, BLOCK: tl.constexpr):
     """Rows [R, D] as columns, bands of [BLOCK, R]."""
-    turned = ()
+    transposed = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        turned = turned + (tl.trans(x[i]),)
-    return turned
+        transposed = transposed + (tl.trans(x[i]),)
+    return transposed
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from nsa_backend_triton.shared.rows import (
     place,
     scale_rows,
     store_at,
-    turn,
+    transpose,
     zero_rows,
 )
 from nsa_backend_triton.span.geometry import (
@@ -57,7 +57,7 @@ def _walk_keys(
             v = load_rows(
                 V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED
             )
-        s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
+        s = dot_columns(q, transpose(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         s = s * factor - lse[:, None]
         if MASKED:
             if WINDOW > 0:  # one unsigned comparison for both sides
@@ -68,7 +68,7 @@ def _walk_keys(
             else:
                 s = hide(s, column, left - j, right - j, False, True)
         p = tl.exp2(s)
-        dp = dot_columns(do, turn(v, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
+        dp = dot_columns(do, transpose(v, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
         ds = p * (dp - delta[:, None])
         dq = add_dot(dq, ds.to(k[0].dtype), k, DK, BLOCK_DK, ACC)
     return dq
@@ -221,9 +221,9 @@ def _walk_queries(
             else:
                 lse, delta = tl.load(LSE_H + row), tl.load(DELTA_H + row)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        s = dot_columns(k, turn(q, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
+        s = dot_columns(k, transpose(q, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         if TMA and WITH_DK:  # while the units are busy, before p is made of the first product
-            dp = dot_columns(v, turn(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
+            dp = dot_columns(v, transpose(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
         s = s * factor - lse[None, :]
         if MASKED:
             s = hide(s, row, left - t, right - t, True, WINDOW > 0)
@@ -232,7 +232,7 @@ def _walk_queries(
             dv = add_dot(dv, p.to(do[0].dtype), do, DV, BLOCK_DV, ACC)
         if WITH_DK:
             if not TMA:
-                dp = dot_columns(v, turn(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
+                dp = dot_columns(v, transpose(do, DV, BLOCK_DV), DV, BLOCK_DV, ACC)
             ds = p * (dp - delta[None, :])
             dk = add_dot(dk, ds.to(q[0].dtype), q, DK, BLOCK_DK, ACC)
         if TMA:

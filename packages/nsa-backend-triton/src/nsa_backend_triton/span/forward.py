@@ -41,7 +41,7 @@ from nsa_backend_triton.shared.rows import (
     place,
     scale_rows,
     store_at,
-    turn,
+    transpose,
     zero_rows,
 )
 from nsa_backend_triton.span.geometry import fetch_rows, hide, key_place, key_span, load_rows
@@ -74,7 +74,7 @@ def _walk(
             k = load_rows(
                 K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED
             )
-        s = dot_columns(q, turn(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
+        s = dot_columns(q, transpose(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
         if MASKED:
             s = hide(s, column, left - j, right - j, WINDOW > 0, True)
         m_new = tl.maximum(m, tl.max(s, 1) * factor)

@@ -76,7 +76,7 @@ that of sm_80, sm_100 and sm_103 that of sm_90. Kernels have been measured on sm
 """
 
 
-def launches(request: Request, architecture: int) -> list[offline.Launch]:
+def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
     """What a call of ``request.slot``, backward included where it is asked for, would launch."""
     do, given, call = inputs(request)
     module = slot_module(request.slot)
@@ -87,7 +87,9 @@ def launches(request: Request, architecture: int) -> list[offline.Launch]:
     return made
 
 
-def step_launches(request: Request, architecture: int, rows: int = 1) -> list[offline.Launch]:
+def step_launches(
+    request: Request, architecture: int, rows: int = 1
+) -> list[offline.RecordedLaunch]:
     """What a fused decode step of ``rows`` tokens would launch, its append and gates first."""
     given, call = step_inputs(request, rows)
     q, lead = given["q"], given["q"].shape[:2]
@@ -110,7 +112,7 @@ def step_launches(request: Request, architecture: int, rows: int = 1) -> list[of
 class Row:
     """One kernel, as it is launched for one request."""
 
-    launch: offline.Launch
+    launch: offline.RecordedLaunch
     title: str  # "span_forward | sm_90 | cmp | 128/128 bfloat16"
     dtype: str
 

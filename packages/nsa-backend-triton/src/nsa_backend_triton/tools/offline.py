@@ -44,7 +44,7 @@ _INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.a
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """One launch: a kernel and what decides its binary. Two launches with equal ``binary`` share
     one.
     """
@@ -90,11 +90,11 @@ class Cost:
 
 
 @contextlib.contextmanager
-def recording(architecture: int) -> Iterator[list[Launch]]:
+def recording(architecture: int) -> Iterator[list[RecordedLaunch]]:
     """Launches inside the block are collected, as they would be made on ``architecture``, and not
     run.
     """
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
     target = GPUTarget("cuda", architecture, 32)
     backend = make_backend(target)
 
@@ -106,14 +106,16 @@ def recording(architecture: int) -> Iterator[list[Launch]]:
         options, signature, constexprs, attributes = packed
         size = grid(bound) if callable(grid) else grid
         launches.append(
-            Launch(kernel, architecture, tuple(size), signature, constexprs, attributes, options)
+            RecordedLaunch(
+                kernel, architecture, tuple(size), signature, constexprs, attributes, options
+            )
         )
 
     with mock.patch.object(JITFunction, "run", run), sequences.described(architecture):
         yield launches
 
 
-def specialized_integers(made: Launch) -> tuple[str, ...]:
+def specialized_integers(made: RecordedLaunch) -> tuple[str, ...]:
     """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a
     constant.
     """
@@ -127,7 +129,7 @@ def specialized_integers(made: Launch) -> tuple[str, ...]:
     return tuple(names)
 
 
-def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
+def with_values(made: RecordedLaunch, values: Mapping[str, int]) -> RecordedLaunch:
     """``made`` with other values of its integer arguments, specialized by Triton's own rules.
 
     Args:
@@ -162,11 +164,11 @@ def with_values(made: Launch, values: Mapping[str, int]) -> Launch:
     )
 
 
-def _source(made: Launch) -> ASTSource:
+def _source(made: RecordedLaunch) -> ASTSource:
     return ASTSource(made.kernel, made.signature, made.constexprs, made.attributes)
 
 
-def translate(made: Launch) -> None:
+def translate(made: RecordedLaunch) -> None:
     """Translate ``made`` to Triton's own IR (TTIR), the first stage of a compilation.
 
     Errors in a kernel's Python are found here, such as a method call on an argument that became a
@@ -183,7 +185,7 @@ def translate(made: Launch) -> None:
     _source(made).make_ir(target, made.options, codegen, backend.get_module_map(), context)
 
 
-def cost(made: Launch) -> Cost:
+def cost(made: RecordedLaunch) -> Cost:
     """Compile ``made`` for its architecture and read what it takes."""
     target = GPUTarget("cuda", made.architecture, 32)
     compiled = triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
