@@ -20,14 +20,17 @@ class TestTheRest(Mutants):
         [
             (
                 (
-                    "tile.num_compressed: (length - SIZE) // STRIDE + 1 -> (length - SIZE) //"
-                    " STRIDE - 1"
+                    "shared.rows.num_compressed: (length - SIZE) // STRIDE + 1 -> (length - SIZE)"
+                    " // STRIDE - 1"
                 ),
                 ("result",),
             ),
-            ("tile.owner: high - low > 1 -> high - low >= 1", mutation.ANY),  # a search without end
-            ("span_forward.span_forward: high - low -> high + low", ("work",)),
-            ("tile.finish: 1.0 -> 2.0", ()),
+            (
+                "shared.rows.owner: high - low > 1 -> high - low >= 1",
+                mutation.ANY,
+            ),  # a search without end
+            ("span.forward.span_forward: high - low -> high + low", ("work",)),
+            ("shared.rows.finish: 1.0 -> 2.0", ()),
         ],
         ids=["result", "endless", "work", "equivalent"],
     )

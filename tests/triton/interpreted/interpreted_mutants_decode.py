@@ -9,7 +9,7 @@ import pytest
 import decode_problems
 from mutation_suite import FUNCTIONS, OF_DECODE, Mutants
 
-WALK = "decode_walk."
+WALK = "decode.walk."
 
 
 class TestWalk(Mutants):

@@ -26,10 +26,18 @@ from nsa_backend_triton.strict.interpreter import strict
 SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
 
 
+PACKAGE = "nsa_backend_triton."
+
+
+def name_of(function: InterpretedFunction) -> str:
+    """ "folder.module.function", inside the package."""
+    return f"{function.fn.__module__.removeprefix(PACKAGE)}.{function.fn.__name__}"
+
+
 @dataclasses.dataclass(eq=False)
-class Launch:
-    """One launch of the jit function ``name`` ("module.function") in the case ``label``; ``args``
-    are never written.
+class InterpretedLaunch:
+    """One launch of the jit function ``name`` ("folder.module.function") in the case ``label``;
+    ``args`` are never written.
     """
 
     label: str
@@ -52,8 +60,8 @@ class Launch:
         """Run the functions that are now there on the memory of then: "result", "work", or "" where
         all is the same.
         """
-        module, _, name = self.name.partition(".")
-        kernel = vars(sys.modules[f"nsa_backend_triton.{module}"])[name]
+        module, _, name = self.name.rpartition(".")
+        kernel = vars(sys.modules[PACKAGE + module])[name]
         args, kwargs = _copied((self.args, self.kwargs))
         with strict() as seen:
             kernel.run(*args, warmup=False, **kwargs)
@@ -99,22 +107,19 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(label: str, found: list[Launch]) -> Iterator[None]:
+def recorded(label: str, found: list[InterpretedLaunch]) -> Iterator[None]:
     """Every launch inside the block runs strictly and is added to ``found``."""
     stock_run, stock_call = InterpretedFunction.run, InterpretedFunction.__call__
 
-    def named(function: Any) -> str:
-        return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
-
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         found.append(
-            Launch(
+            InterpretedLaunch(
                 label,
-                named(self),
+                name_of(self),
                 *_copied((args, {k: v for k, v in kwargs.items() if k != "warmup"})),
             )
         )
-        found[-1].ran.add(named(self))
+        found[-1].ran.add(name_of(self))
         before, started = seen.operations, time.process_time()
         stock_run(self, *args, **kwargs)
         found[-1].seconds = time.process_time() - started
@@ -122,7 +127,7 @@ def recorded(label: str, found: list[Launch]) -> Iterator[None]:
         found[-1].expected = _copied(_memory(self.arg_names, args))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found[-1].ran.add(named(self))
+        found[-1].ran.add(name_of(self))
         return stock_call(self, *args, **kwargs)
 
     with (

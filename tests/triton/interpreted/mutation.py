@@ -26,7 +26,7 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 
 import nsa_backend_triton
-from launches import Launch
+from launches import PACKAGE, InterpretedLaunch, name_of
 
 # of processor time: more than this many times a launch's own is a loop without end
 PATIENCE_S, PATIENCE = (
@@ -91,24 +91,20 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """ "module.function"."""
+        """ "folder.module.function"."""
         return self.key.partition(":")[0]
 
 
 def modules() -> list[ModuleType]:
-    """The package's modules that import without a GPU's own compiler."""
-    skipped = {"offline", "plugin"}
-    names = [
-        info.name
-        for info in pkgutil.iter_modules(nsa_backend_triton.__path__)
-        if info.name not in skipped
-    ]
-    return [importlib.import_module(f"nsa_backend_triton.{name}") for name in names]
+    """The package's modules that hold kernels or launch them."""
+    names = [info.name for info in pkgutil.walk_packages(nsa_backend_triton.__path__, PACKAGE)]
+    skipped = tuple(PACKAGE + name for name in ("plugin", "strict", "tools"))
+    return [importlib.import_module(name) for name in names if not name.startswith(skipped)]
 
 
 @functools.cache
 def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
-    """ "module.function" -> where it is and its syntax tree, for every jit function of the
+    """ "folder.module.function" -> where it is and its syntax tree, for every jit function of the
     package.
     """
     found = {}
@@ -117,7 +113,7 @@ def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
             if isinstance(node, ast.FunctionDef) and isinstance(
                 vars(module).get(node.name), InterpretedFunction
             ):
-                found[f"{module.__name__.rpartition('.')[2]}.{node.name}"] = (module, node)
+                found[f"{module.__name__.removeprefix(PACKAGE)}.{node.name}"] = (module, node)
     return found
 
 
@@ -210,8 +206,8 @@ def reached(ran: set[str]) -> set[str]:
         if name in ran:
             used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             values = [vars(module).get(n) for n in used]
-            kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
-            found |= {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in kernels}
+            kernels = [v for v in values if isinstance(v, InterpretedFunction)]
+            found |= {name_of(kernel) for kernel in kernels}
     return {name for name in found if name in functions()}
 
 
@@ -224,8 +220,8 @@ def _alarm(*_: object) -> None:
 
 
 def killer(
-    mutant: Mutant, asked: Sequence[Launch], folder: Path, by: Collection[str] = ANY
-) -> Launch | None:
+    mutant: Mutant, asked: Sequence[InterpretedLaunch], folder: Path, by: Collection[str] = ANY
+) -> InterpretedLaunch | None:
     """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by
     its work.
     """
@@ -245,13 +241,16 @@ def killer(
 
 
 def survivors(
-    mutants: Iterable[Mutant], launches: Sequence[Launch], folder: Path, by: Collection[str] = ANY
+    mutants: Iterable[Mutant],
+    launches: Sequence[InterpretedLaunch],
+    folder: Path,
+    by: Collection[str] = ANY,
 ) -> list[str]:
     """Keys of the mutants that no launch kills; asked first are launches that are quick, and have
     killed others.
     """
     # of a function, and of all
-    kills: collections.Counter[tuple[str, Launch]] = collections.Counter()
+    kills: collections.Counter[tuple[str, InterpretedLaunch]] = collections.Counter()
     alive = []
     for mutant in mutants:
         asked = [launch for launch in launches if mutant.name in launch.ran]
@@ -264,7 +263,7 @@ def survivors(
     return alive
 
 
-def unproved(name: str, launches: Sequence[Launch], folder: Path) -> list[str]:
+def unproved(name: str, launches: Sequence[InterpretedLaunch], folder: Path) -> list[str]:
     """Mutants of ``name`` that live and are not listed as equivalent, or are listed and die."""
     made = mutants(name)
     alive = survivors([m for m in made if m.key not in EQUIVALENT], launches, folder)

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from launches import Launch, apart, recorded
+from launches import InterpretedLaunch, apart, recorded
 from mutation import reached
 from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.host import configs, document_starts
@@ -347,11 +347,11 @@ COMBINE_CASES = {
 }
 
 
-def launches_of(cases: Mapping[str, Tiny]) -> list[Launch]:
+def launches_of(cases: Mapping[str, Tiny]) -> list[InterpretedLaunch]:
     """Every launch of ``cases`` once, those of fewest operations first: an order that no busy
     machine changes.
     """
-    found: list[Launch] = []
+    found: list[InterpretedLaunch] = []
     for label, case in cases.items():
         with (
             mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)),

@@ -14,17 +14,14 @@ from pathlib import Path
 import pytest
 
 import mutation
-from launches import Launch
+from launches import InterpretedLaunch
 from mutation_cases import Tiny, launches_of
 
 FUNCTIONS = sorted(mutation.functions())
 # how the functions of a group begin; a group is a file, and runs beside the others
-OF_SEL = (
-    "sel_",
-    "delta.",
-)
-OF_THE_REST = ("span_", "select.", "select_rank.", "combine.", "tile.", "documents.")
-OF_DECODE = ("decode_",)
+OF_SEL = ("sel.",)
+OF_THE_REST = ("span.", "select.", "combine.", "shared.", "host.")
+OF_DECODE = ("decode.",)
 ONE_IN = 10
 TWICE = 24  # launches, the smallest, are run again in the ordinary suite
 
@@ -34,18 +31,18 @@ def chosen(mutant: mutation.Mutant) -> bool:
 
 
 @functools.cache
-def _launches(group: type[Mutants]) -> list[Launch]:
+def _launches(group: type[Mutants]) -> list[InterpretedLaunch]:
     return launches_of(group.cases)
 
 
 class Mutants:
-    """Tests of the ``names`` ("module.function"), on the launches of ``cases``."""
+    """Tests of the ``names`` ("folder.module.function"), on the launches of ``cases``."""
 
     names: tuple[str, ...] = ()
     cases: Mapping[str, Tiny] = {}
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[InterpretedLaunch]:
         """Made once."""
         return _launches(type(self))
 
