@@ -14,7 +14,13 @@ import grimp
 import pytest
 from importlinter import cli
 
-FOR_BACKENDS = {"nsa_core.contract", "nsa_core.layout", "nsa_core.packing", "nsa_core.dryrun"}
+FOR_BACKENDS = {
+    "nsa_core.contract",
+    "nsa_core.layout",
+    "nsa_core.packing",
+    "nsa_core.fold",
+    "nsa_core.dryrun",
+}
 FOR_ORACLE = {"nsa_core.config", "nsa_core.errors", "nsa_core.layout"}
 PACKAGES = (
     "nsa_core",

@@ -58,8 +58,9 @@ shape inference for torch.compile, autograd, input and output checks, the curren
 calls with nothing to compute (no token, no compressed token, `sel` given n = 0 blocks) are its
 work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out otherwise is
 copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
-autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not. What each slot
-computes: docs/semantics.md.
+autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not. Of nsa_core, a
+backend imports this module, layout, packing, fold (cmp as a causal attention) and dryrun (its
+workspace), and nothing else. What each slot computes: docs/semantics.md.
 """
 
 from __future__ import annotations

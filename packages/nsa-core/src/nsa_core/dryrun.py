@@ -7,9 +7,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from nsa_core.contract import Request, SlotCall
 
 GRANULE = 512  # bytes: what PyTorch's CUDA allocator rounds a size up to
 _SORTED_IN_PLACE = 4096  # rows as long as this are sorted by a kernel that needs no buffer
@@ -75,3 +78,38 @@ def _inside(func: Any, args: Any, kwargs: Any) -> int:
     ):  # sorts: indices and places, both sorted, and a second buffer of each, int64
         return 6 * 8 * int(args[1][0].numel())
     return 0
+
+
+def slot_inputs(request: Request) -> tuple[Tensor, list[Tensor], SlotCall]:
+    """The tensors that ``request`` stands for, on the meta device: for a dry run of a slot.
+
+    A ``batch`` or ``seq_len`` of None counts as 1. Packed: ``batch`` documents of together
+    ``seq_len`` tokens, whose boundaries have no values.
+
+    Returns:
+        do, the tensors of the slot in the contract's order, and the call.
+    """
+    geometry = request.geometry
+    batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
+    dtype = getattr(torch, request.dtype)
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    lead = (length,) if request.varlen else (batch, length)
+    runs = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, groups = request.n_heads, request.n_kv_heads
+    q, do = (tensor(*lead, heads, width) for width in (request.head_dim, request.v_head_dim))
+    keys = (*lead[:-1], runs) if request.slot in ("cmp", "select") else lead
+    k, v = (tensor(*keys, groups, width) for width in (request.head_dim, request.v_head_dim))
+    tensors = {
+        "cmp": [q, k, v],
+        "select": [q, k, tensor(*lead[:-1], heads, length, dtype=stats)],
+        "sel": [q, k, v, tensor(*lead, groups, geometry.num_selected_blocks, dtype=torch.int32)],
+        "win": [q, k, v],
+        "combine": [tensor(*lead, heads, 3, dtype=stats), do, do, do],
+    }[request.slot]
+    cu_seqlens = tensor(batch + 1, dtype=torch.int32) if request.varlen else None
+    scale = request.head_dim**-0.5
+    return do, tensors, SlotCall(geometry, scale, cu_seqlens, length, request.deterministic)

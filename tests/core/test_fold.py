@@ -1,0 +1,112 @@
+"""The fold: plain causal attention over folded queries is compressed attention; every form against
+an explicit mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import BlockGeometry
+from nsa_core.fold import PackedFold, Residues, fold, unfold
+
+GEOMETRIES = {
+    "l=8 d=4": BlockGeometry(8, 4, 16, 4),
+    "d=1": BlockGeometry(4, 1, 8, 4),
+    "l=d": BlockGeometry(4, 4, 8, 4),
+}
+EACH = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+LENGTHS = range(8, 24)
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q [..., S, h, D] over k, v [..., I, D]; ``seen`` bool [S, I]. Rows without a key are 0."""
+    scores = torch.einsum("...shd,...id->...shi", q, k).masked_fill(~seen[:, None], -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v.unsqueeze(-3)
+
+
+def compressed_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry) -> Tensor:
+    """[S, Hq, D] over [I, G, D] by the visibility rule: i * d + l - 1 <= t."""
+    token, block = torch.arange(len(q))[:, None], torch.arange(len(k))
+    seen = block * geometry.compress_stride + geometry.compress_block_size - 1 <= token
+    grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1)
+    return attend(grouped, k.transpose(0, 1), v.transpose(0, 1), seen).transpose(0, 1).flatten(1, 2)
+
+
+def causal(runs: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Folded queries [I, G, d, h, D] over [I, G, D], each run up to its own key."""
+    rows = runs.flatten(2, 3).transpose(0, 1)
+    seen = torch.ones(len(k), len(k), dtype=torch.bool).tril()
+    o = attend(rows, k.transpose(0, 1), v.transpose(0, 1), seen)
+    return o.transpose(0, 1).unflatten(2, runs.shape[2:4])
+
+
+@EACH
+@pytest.mark.parametrize("group_major", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_folded_queries_under_a_causal_mask(
+    length: int, group_major: bool, geometry: BlockGeometry
+) -> None:
+    count = geometry.num_compressed(length)
+    q, k, v = values(2, length, 6, 5), values(2, count, 2, 5), values(2, count, 2, 5)
+    runs = fold(q, 2, geometry, group_major=group_major)
+    assert runs.transpose(1, 2).is_contiguous() == group_major or count == 1
+    o = torch.stack([causal(*sequence) for sequence in zip(runs, k, v)])
+    expected = torch.stack([compressed_attention(*x, geometry) for x in zip(q, k, v)])
+    torch.testing.assert_close(unfold(o, length, geometry), expected)
+    out = q.new_full((2, 6, length, 5), torch.nan).transpose(1, 2)  # any strides
+    assert unfold(o, length, geometry, blank=7.0, out=out) is out
+    assert (out[:, : geometry.compress_block_size - 1] == 7).all()
+    assert torch.equal(
+        out[:, geometry.compress_block_size - 1 :],
+        unfold(o, length, geometry)[:, geometry.compress_block_size - 1 :],
+    )
+
+
+@EACH
+@pytest.mark.parametrize("length", LENGTHS)
+def test_places_without_a_token_are_zero(length: int, geometry: BlockGeometry) -> None:
+    runs = fold(values(1, length, 2, 3), 1, geometry)
+    seen = length - (geometry.compress_block_size - 1)
+    assert not runs.transpose(2, 3).flatten(1, 2)[:, seen:].any()
+
+
+@EACH
+@pytest.mark.parametrize("lengths", [(9, 14, 30), (0, 3, 17, 0), (23,), (3, 8)])
+def test_packed_documents(lengths: tuple[int, ...], geometry: BlockGeometry) -> None:
+    total = sum(lengths)
+    bounds = [0, *itertools.accumulate(lengths)]
+    packed = PackedFold.of(torch.tensor(bounds, dtype=torch.int32), total, geometry)
+    rows = geometry.max_compressed(total)
+    q, k, v = values(total, 6, 5), values(rows, 2, 5), values(rows, 2, 5)
+    runs, expected, o = packed.fold(q, 2), torch.zeros_like(q), values(rows, 2, 1, 1, 5)
+    o = o.expand(*runs.shape).clone()  # of runs of no document: not 0
+    for first, last, key, end in zip(bounds, bounds[1:], packed.cu, packed.cu[1:]):
+        if key < end:
+            expected[first:last] = compressed_attention(
+                q[first:last], k[key:end], v[key:end], geometry
+            )
+            o[key:end] = causal(runs[key:end], k[key:end], v[key:end])
+    torch.testing.assert_close(packed.unfold(o), expected)
+    assert packed.is_tail().tolist() == [row >= packed.cu[-1] for row in range(rows)]
+    assert int((~packed.empty[: packed.cu[-1]]).sum()) == int((~packed.blank).sum())
+
+
+def test_residues_are_views_of_every_run() -> None:
+    geometry, x = GEOMETRIES["l=8 d=4"], values(40, 3, 2)[2:, :, :]
+    part = Residues(first=7 + 1, residues=3, runs=5, keys=4, stride=4)
+    view = part.queries(x)
+    assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    for j, r in itertools.product(range(3), range(5)):
+        assert torch.equal(view[j, r], x[8 + j + r * geometry.compress_stride])
+    keys = part.shared(x)
+    assert keys.shape == (3, 4, 3, 2)
+    assert keys.stride(0) == 0
+    assert torch.equal(keys[2], x[:4])
