@@ -14,8 +14,9 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
+from nsa_core.dtypes import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_places
-from nsa_core.torch_ops.slot_op import Kernel, slot_op, stats_dtype
+from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 
 def _rows(

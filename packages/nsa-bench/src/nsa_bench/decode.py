@@ -45,9 +45,10 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_core.util.text import describe_error, dtype_name
+from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step as judge_fused
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.combination import Combination, ready_combinations

@@ -20,8 +20,8 @@ from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dispatch.plan import Plan
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.module import NSAttention
-from nsa_core.torch_ops.slot_op import stats_dtype
 
 LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
 

@@ -13,8 +13,9 @@ from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
-from nsa_core.util.text import describe_error, dtype_name
+from nsa_core.util.text import describe_error
 from nsa_verify.cases import Case
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot

@@ -17,8 +17,8 @@ import torch
 from nsa_bench.bytemodel import ByteModel, load, tokens_of, untrained
 from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
-from nsa_core.torch_ops.slot_op import stats_dtype
 
 KINDS = ("random", "real")
 REAL_DIM = 256  # width of the untrained model: it sets no shape that is timed

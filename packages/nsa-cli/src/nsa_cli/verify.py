@@ -225,7 +225,7 @@ def _run(
     """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
     import torch
 
-    from nsa_core.util.text import dtype_name
+    from nsa_core.dtypes import dtype_name
     from nsa_verify.combination import Combination
     from nsa_verify.run import suite
     from nsa_verify.run.contexts import emulated

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
-from nsa_core.util.text import dtype_name
 
 
 class TokenPlaces(NamedTuple):

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
-from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.util.text import dtype_name
+from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import Case
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
 

@@ -10,8 +10,8 @@ import torch
 
 from nsa_core.cache.sizes import integers
 from nsa_core.cache.state import CacheState
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.util.text import dtype_name
 
 _Rows = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 
 from nsa_core.cache.block_places import block_places
 from nsa_core.config import NSAConfig
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table
-from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 class KVBuffer:

@@ -13,8 +13,8 @@ from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import Pages
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.util.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.cache.sizes import CacheSizes

@@ -16,8 +16,9 @@ from nsa_core.dispatch.device import known_device
 from nsa_core.dispatch.options import Backends, PlanOptions
 from nsa_core.dispatch.probing import Candidate, rank_of, reasons_against
 from nsa_core.dispatch.registry import Registry
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.util.text import did_you_mean, dtype_name
+from nsa_core.util.text import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from nsa_core.contract import DecodeCall, Request, SlotSpec
+from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel, stats_dtype
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel
 from nsa_core.torch_ops.tensor_checks import SLOT_AXES
 
 

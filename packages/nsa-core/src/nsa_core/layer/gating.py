@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.plain_linear import is_plain_linear
-from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import no_autocast
 
 _SPREAD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from nsa_core.config import NSAConfig, must_be_config
 from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.torch_ops.tensor_checks import (
     Described,
@@ -22,7 +23,6 @@ from nsa_core.torch_ops.tensor_checks import (
     packing_problems,
     tensor_problems,
 )
-from nsa_core.util.text import dtype_name
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan

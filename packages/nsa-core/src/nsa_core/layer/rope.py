@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope_op import cos_sin
-from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import capturing, eager
 
 # Longer tables are not cached. One of this length takes 8 MiB at D = 128, and eight are cached;

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from nsa_core.contract import DecodeCall, import_named
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
-from nsa_core.torch_ops.slot_op import running, stats_dtype
+from nsa_core.torch_ops.slot_op import running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nsa_core.contract import SlotCall, SlotSpec, import_named
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
@@ -43,11 +44,6 @@ _TAIL = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, boo
 
 Shape = tuple[Any, ...]
 TensorSpec = tuple[Shape, torch.dtype]
-
-
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of LSE and gates beside tensors of ``dtype``: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> list[TensorSpec]:

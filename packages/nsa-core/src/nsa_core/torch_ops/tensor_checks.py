@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import autocasts
-from nsa_core.util.text import dtype_name
 
 
 class Metadata(NamedTuple):

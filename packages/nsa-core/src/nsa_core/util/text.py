@@ -40,8 +40,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The words "; did you mean 'triton'?" when a known name is close, else nothing."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def dtype_name(dtype: object) -> str:
-    """ "float32" for torch.float32, and for "float32"."""
-    return str(dtype).removeprefix("torch.")

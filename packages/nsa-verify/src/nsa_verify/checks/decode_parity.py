@@ -16,7 +16,7 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
-from nsa_core.util.text import dtype_name
+from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits

@@ -10,9 +10,9 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
+from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.torch_ops.slot_op import record_dispatch
-from nsa_core.util.text import dtype_name
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits

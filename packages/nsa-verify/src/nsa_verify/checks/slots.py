@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from nsa_core.contract import SLOTS
+from nsa_core.dtypes import dtype_name
 from nsa_core.layout import BlockGeometry
-from nsa_core.util.text import dtype_name
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.combination import Combination

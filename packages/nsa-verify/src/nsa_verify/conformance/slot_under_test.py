@@ -12,8 +12,9 @@ import torch
 from nsa_core.contract import SlotSpec
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.probing import Candidate, ask
+from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.decode_kernel import decode_kernel
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op, stats_dtype
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_parity import (

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_verify import oracle
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge, judge_lse, refused
 from nsa_verify.judge.truth_cache import recall

@@ -7,8 +7,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_core.util.text import dtype_name
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run.suite import Job, run_each

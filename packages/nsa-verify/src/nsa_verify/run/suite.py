@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_core.util.text import dtype_name
 from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer, reads
 from nsa_verify.checks import slots as checks

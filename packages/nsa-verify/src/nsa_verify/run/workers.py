@@ -18,9 +18,9 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from nsa_core.dispatch.trial import fate
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption, kept_from_children
-from nsa_core.util.text import dtype_name
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run.schedule import Schedule

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens, token_places
-from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 class PackedBlocks(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits
 from nsa_core.layer.plain_linear import is_plain, is_plain_linear
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import eager
 
 
