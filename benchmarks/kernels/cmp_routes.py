@@ -67,7 +67,10 @@ def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[st
         cudnn.LEAST_TOKENS = 1 << 30 if name == "fold" else least
         try:
             forward, backward = route_ms(config, backend, batch, length)
-            row["routes"][name] = {"forward_ms": round(forward, 4), "backward_ms": round(backward, 4)}
+            row["routes"][name] = {
+                "forward_ms": round(forward, 4),
+                "backward_ms": round(backward, 4),
+            }
         except (NSAError, RuntimeError) as error:  # the other routes are still worth timing
             row["routes"][name] = {"reason": f"{type(error).__name__}: {str(error)[:200]}"}
         torch.cuda.empty_cache()
@@ -83,9 +86,7 @@ def line(row: dict[str, Any]) -> str:
             cells.append(f"{name} {took['reason'][:80]}")
         else:
             total = took["forward_ms"] + took["backward_ms"]
-            cells.append(
-                f"{name} {took['forward_ms']:.3f}+{took['backward_ms']:.3f}={total:.3f}"
-            )
+            cells.append(f"{name} {took['forward_ms']:.3f}+{took['backward_ms']:.3f}={total:.3f}")
     return "  ".join(cells)
 
 

@@ -1,8 +1,8 @@
 """Decode steps of the triton backend: judged on small shapes, then timed at the anchors; ms, TB/s,
 share of the floor.
 
-    python benchmarks/kernels/triton_decode.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--parts] [--json
-    FILE]
+    python benchmarks/kernels/triton_decode.py [--quick] [--skip-check] [--shapes 0,1,2,3]
+        [--parts] [--json FILE]
 
 A line per shape and configuration: the step in a CUDA graph (L2 flushed by the caches themselves,
 which are larger; the small shape is timed warm) and eager, host included; bytes that the step must

@@ -1,7 +1,8 @@
 """Backward of sel on our kernels: judged on small cases, then timed over tile shapes and kinds of
 blocks.
 
-    python benchmarks/kernels/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick] [--no-check]
+    python benchmarks/kernels/triton_sel_backward.py [--shape 64/4/128] [--kind near] [--quick]
+        [--no-check]
 
 A pool of processes judges bf16 and fp16 and compiles what is timed; then come the times (medians of
 do_bench, bf16, batch 1, lse what random q and k give on average), while fp32, which takes long to

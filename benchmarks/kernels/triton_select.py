@@ -1,8 +1,8 @@
 """select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then
 timed at the anchors.
 
-    python benchmarks/kernels/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3] [--configs 0,1,2]
-    [--parts]
+    python benchmarks/kernels/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3]
+        [--configs 0,1,2] [--parts]
 
 One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed
 tokens. A configuration that fails prints its error and the rest go on. --parts times the first

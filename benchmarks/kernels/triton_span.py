@@ -1,7 +1,8 @@
 """Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms
 of do_bench, bf16.
 
-    python benchmarks/kernels/triton_span.py [--shape 64/4/128] [--slot win] [--piece forward dq dkdv]
+    python benchmarks/kernels/triton_span.py [--shape 64/4/128] [--slot win]
+        [--piece forward dq dkdv]
 
 Every configuration first runs on a short sequence against float64 (in parallel processes: one
 binary serves every length), then on the long one. A configuration that fails is a line with its
