@@ -150,6 +150,14 @@ def test_commands_of_a_page_exist(page: str, least: int, repo: Any) -> None:
     assert not any(wrong.values()), {command: text for command, text in wrong.items() if text}
 
 
+def test_commands_of_the_figures_exist(repo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(repo.root / "benchmarks")
+    from figure_pieces import PIECES
+
+    wrong = {piece.name: fault(shlex.split(piece.command), repo) for piece in PIECES}
+    assert not any(wrong.values()), {name: text for name, text in wrong.items() if text}
+
+
 @pytest.mark.parametrize(
     "command",
     [

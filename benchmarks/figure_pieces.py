@@ -1,0 +1,129 @@
+"""The figures of one GPU, in pieces of at most ten minutes each.
+
+A piece is one command that writes one result file. `figures.py` runs them, and the tables of
+`figure_tables.py` read the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+CHECKPOINTS = "build/figures/checkpoints"
+
+_BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
+_CORE = (
+    _BENCH + " --shape {shape} --length 8k,32k,64k --phase both,forward,backward --combo auto"
+    " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
+    " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds} --json {{file}}"
+)
+_TRAIN = "python benchmarks/train.py --device cuda --only {section} --time-limit {seconds}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One command and the result file that it writes.
+
+    Attributes:
+        name: What ``--only`` takes.
+        topic: What the file is about, for the table in benchmarks/README.md.
+        command: The command, run in the repository's root; ``{file}`` stands for the result file.
+        file: Name of the result file in benchmarks/results/<gpu>.
+        minutes: Expected duration on an H200, compilation included.
+        needs: Name of the piece that makes files which this one reads; "" for none.
+        makes: Files that other pieces read, relative to the repository's root.
+    """
+
+    name: str
+    topic: str
+    command: str
+    file: str
+    minutes: float
+    needs: str = ""
+    makes: tuple[str, ...] = ()
+
+
+def _core(shape: str, minutes: float) -> Piece:
+    heads = shape.replace("/", "-")
+    command = _CORE.format(shape=shape, checkpoint=heads, seconds=round(60 * (minutes - 1)))
+    return Piece(
+        f"core-{heads}",
+        f"NSA, its kernels and dense attention at {shape}, random and real inputs",
+        command,
+        f"core_{heads.replace('-', '_')}.json",
+        minutes,
+        "real-blocks",
+    )
+
+
+def _train(name: str, topic: str, section: str, minutes: float, modes: str = "") -> Piece:
+    command = _TRAIN.format(section=section, seconds=round(60 * (minutes - 1)))
+    command += f" --modes {modes}" * bool(modes) + " --json {file}"
+    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", minutes)
+
+
+def _fa2(provider: str) -> Piece:
+    name = provider.lower().replace("-", "_")
+    return Piece(
+        f"fa2-pieces-{name.replace('_', '-')}",
+        f"cmp and win on FlashAttention-2 from {provider}",
+        f"python benchmarks/kernels/fa2_pieces.py {{file}} --provider {provider}",
+        f"fa2_pieces_{name}.json",
+        2,
+    )
+
+
+SHAPES = ("12/2/64", "32/8/128", "64/4/128", "64/4/192/128")
+
+PIECES = (
+    Piece(
+        "real-blocks",
+        "how many blocks neighbouring tokens share, before and after training on text",
+        "python benchmarks/real_blocks.py --device cuda --json {file}"
+        f" --checkpoints {CHECKPOINTS}",
+        "real_blocks.json",
+        3,
+        makes=tuple(f"{CHECKPOINTS}/{s.replace('/', '-')}.safetensors" for s in SHAPES),
+    ),
+    _core("12/2/64", 3),
+    _core("32/8/128", 5),
+    _core("64/4/128", 7),
+    _core("64/4/192/128", 7),
+    Piece(
+        "backends",
+        "every backend, dense attention and other NSA libraries over the length",
+        f"{_BENCH} --shape 12/2/64,64/4/128,32/8/128 --length 2k..64k"
+        " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
+        " --cell-limit 12 --time-limit 450 --json {file}",
+        "backends.json",
+        8.5,
+    ),
+    Piece(
+        "decode",
+        "decode steps over large caches",
+        f"{_BENCH} --phase decode --budget 0.1 --time-limit 150 --json {{file}}",
+        "decode.json",
+        4,
+    ),
+    Piece(
+        "decode-small",
+        "decode steps of the earlier reports' shape",
+        f"{_BENCH} --phase decode --shape 8/2/32 --length 512,1k,2k --batch 1 --combo auto"
+        " --combo sdpa --budget 0.05 --time-limit 60 --json {file}",
+        "decode_small.json",
+        2,
+    ),
+    _train("train", "training throughput beside dense attention", "throughput", 6, "compile+graph"),
+    _train("train-memory", "training memory beside dense attention", "memory", 4),
+    _train("train-stall", "spread of step times and memory growth", "stall", 3, "compile+graph"),
+    _train("train-layers", "forward and backward over the number of layers", "layers", 2),
+    _train("train-toy", "training throughput of a one-layer model", "toy", 2),
+    Piece(
+        "cmp-routes",
+        "the compressed branch by every implementation over the length",
+        "python benchmarks/kernels/cmp_routes.py --json {file}",
+        "cmp_routes.json",
+        4,
+    ),
+    _fa2("flash-attn"),
+    _fa2("PyTorch"),
+)

@@ -1,0 +1,465 @@
+"""Tables and values that README.md and the docs show, computed from result files.
+
+Each function in ``TABLES`` takes the :class:`Results` of one GPU. It returns a Markdown table, or
+one line of text for a value inside a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from figure_pieces import PIECES, SHAPES
+
+from nsa_bench.crossover import crossing
+from nsa_bench.result import Measurement, Result, read_result
+from nsa_bench.timing import spread_of_repeats
+
+ABSENT = "not measured"
+BRANCHES = ("compress", "cmp", "select", "sel", "win", "combine")
+
+
+class Results:
+    """The result files of one GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @functools.cache  # noqa: B019  an instance lives as long as the program
+    def bench(self, name: str) -> Result:
+        """A result of ``nsa bench``."""
+        return read_result(self.folder / name)
+
+    @functools.cache  # noqa: B019
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a result of ``train.py`` or a kernel benchmark."""
+        rows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["rows"]
+        return rows
+
+    def core_files(self, shape: str) -> list[Result]:
+        """The results with the core at ``shape``, the one that counts first.
+
+        It is the shape's own file. One that `figures.py` did not make may lack cells, which
+        core.json, of all shapes, has.
+        """
+        own = self.folder / f"core_{shape.replace('/', '_')}.json"
+        complete = own.exists() and '"figures": ' in own.read_text(encoding="utf-8")[:100]
+        files = [own] if complete else [own, self.folder / "core.json"]
+        return [self.bench(file.name) for file in files if file.exists()]
+
+    def core(self, shape: str) -> list[Measurement]:
+        """Measurements of the core at ``shape``, in the order of :meth:`core_files`."""
+        found = self.core_files(shape)
+        return [m for result in found for m in result.measurements if m.shape == shape]
+
+    def core_cell(self, shape: str, inputs: str, phase: str, length: int) -> Measurement | None:
+        """NSA by ``auto`` in one cell, from the first file that timed it."""
+        return next(
+            (
+                m
+                for m in self.core(shape)
+                if (m.kind, m.inputs, m.phase, m.length) == ("combo", inputs, phase, length)
+                and m.performance is not None
+            ),
+            None,
+        )
+
+    def train(self, file: str, **facts: Any) -> dict[str, Any]:
+        """The one row of ``file`` whose fields are ``facts``."""
+        (row,) = (r for r in self.rows(file) if all(r.get(k) == v for k, v in facts.items()))
+        return row
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def digits(value: float) -> str:
+    """Three significant digits with trailing zeros: 0.0228, 1.20, 12.0, 441."""
+    places = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:.{places}f}"
+
+
+def tokens(count: int) -> str:
+    """2048 as 2k, 512 as 512."""
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def core(results: Results) -> str:
+    """Forward and backward of NSA and of the fastest dense kernel, a row per shape and inputs."""
+    lengths = _core_lengths(results)
+    columns = ["heads", "inputs", *(f"{tokens(n)} tokens" for n in lengths), "faster from"]
+    rows = []
+    for shape in SHAPES:
+        for inputs in ("random", "real"):
+            cells = [results.core_cell(shape, inputs, "both", n) for n in lengths]
+            ratios = [(c.length, 1 / c.ratio_to_dense) for c in cells if c and c.ratio_to_dense]
+            length, _ = crossing(ratios)
+            rows.append([shape, inputs, *map(_beside_dense, cells), _from(length, ratios)])
+    return table(columns, rows)
+
+
+def _core_lengths(results: Results) -> list[int]:
+    return sorted({m.length for shape in SHAPES for m in results.core(shape)})
+
+
+def _beside_dense(cell: Measurement | None) -> str:
+    if cell is None or cell.performance is None:
+        return ABSENT
+    own, ratio = cell.performance.median_ms, cell.ratio_to_dense
+    if ratio is None:
+        return digits(own)
+    return f"{digits(own)} / {digits(own * ratio)} ({ratio:.1f}x)"
+
+
+def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
+    if length is None:
+        return "-"
+    return f"{length / 1024:.1f}k" if length > ratios[0][0] else f"{tokens(length)} or less"
+
+
+def core_eager(results: Results) -> str:
+    """From which length NSA is faster, as CUDA graphs and called eagerly."""
+    rows = []
+    for shape in SHAPES:
+        for inputs in ("random", "real"):
+            cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
+            measured = [c for c in cells if c is not None]
+            graphs = [(c.length, 1 / c.ratio_to_dense) for c in measured if c.ratio_to_dense]
+            eager = [
+                pair
+                for result in results.core_files(shape)
+                for c in measured
+                if (pair := _eager_ratio(result, c)) is not None
+            ]
+            lengths = [_from(crossing(sorted(p))[0], sorted(p)) for p in (graphs, eager)]
+            rows.append([shape, inputs, *lengths])
+    return table(["heads", "inputs", "faster from, CUDA graphs", "faster from, eager"], rows)
+
+
+def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
+    """(length, NSA's eager time over the fastest dense one's), where ``cell`` is of ``result``."""
+    if cell.performance is None or not any(m is cell for m in result.measurements):
+        return None
+    dense = [
+        m.performance.eager_ms
+        for m in result.measurements
+        if m.kind == "dense"
+        and (m.problem, m.length) == (cell.problem, cell.length)
+        and m.performance is not None
+    ]
+    return (cell.length, cell.performance.eager_ms / min(dense)) if dense else None
+
+
+def core_calls(results: Results) -> str:
+    """How many calls the medians of the core table are of."""
+    counts = [
+        len(m.performance.samples_ms)
+        for m in _core_cells(results, "both")
+        if m.performance is not None
+    ]
+    return f"{min(counts)} to {max(counts)}"
+
+
+def core_few_calls(results: Results) -> str:
+    """The cells of the core table with fewer than three calls of NSA."""
+    few = [
+        f"{m.shape} {m.inputs} at {tokens(m.length)}"
+        for m in _core_cells(results, "both")
+        if m.performance is not None and len(m.performance.samples_ms) < 3
+    ]
+    return ", ".join(few) if few else "none"
+
+
+def _core_cells(results: Results, phase: str) -> list[Measurement]:
+    lengths = _core_lengths(results)
+    cells = (
+        results.core_cell(shape, inputs, phase, n)
+        for shape in SHAPES
+        for inputs in ("random", "real")
+        for n in lengths
+    )
+    return [cell for cell in cells if cell is not None]
+
+
+def core_kernels(results: Results) -> str:
+    """Every kernel of the core alone, forward and backward, at 32k tokens."""
+    rows = []
+    for shape in SHAPES:
+        for inputs in ("random", "real"):
+            passes = [results.core_cell(shape, inputs, p, 32768) for p in ("forward", "backward")]
+            cells = [" / ".join(_part_ms(cell, name) for cell in passes) for name in BRANCHES]
+            rows.append([shape, inputs, *cells])
+    return table(["heads", "inputs", *BRANCHES], rows)
+
+
+def _part_ms(cell: Measurement | None, name: str) -> str:
+    part = cell.parts.get(name) if cell is not None else None
+    return digits(part.performance.median_ms) if part and part.performance else "-"
+
+
+def backends(results: Results) -> str:
+    """Forward and backward of each backend and rival over the length."""
+    found = [m for m in results.bench("backends.json").measurements if m.phase == "both"]
+    lengths = sorted({m.length for m in found})
+    rows = []
+    for shape, subject in dict.fromkeys((m.shape, m.subject) for m in found):
+        cells = {m.length: m for m in found if (m.shape, m.subject) == (shape, subject)}
+        took = [cells[n].performance if n in cells else None for n in lengths]
+        rows.append([shape, subject, *(digits(p.median_ms) if p else "-" for p in took)])
+    rows.sort(key=lambda row: row[0])
+    return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
+
+
+def real_blocks(results: Results) -> str:
+    """Different blocks that tiles of eight neighbouring tokens choose, over n, at 64k tokens."""
+    shapes = json.loads((results.folder / "real_blocks.json").read_text())["shapes"]
+    kinds = ("trained", "untrained", "random")
+    rows = [
+        [shape, *(digits(facts[kind]["65536"]["union_over_n"]["8"]) for kind in kinds)]
+        for shape, facts in shapes.items()
+    ]
+    return table(["heads", "trained layer", "untrained layer", "random blocks"], rows)
+
+
+def decode(results: Results) -> str:
+    """Milliseconds of a decode step and of a layer's step."""
+    found = results.bench("decode.json").measurements
+    small = results.bench("decode_small.json").measurements
+    found = [m for m in found if m.shape != "8/2/32"] + small
+    problems = dict.fromkeys((m.shape, m.batch, m.length) for m in found)
+    rows = []
+    for shape, batch, length in problems:
+        cells = {
+            m.subject: m.performance
+            for m in found
+            if (m.shape, m.batch, m.length) == (shape, batch, length)
+        }
+        names = ("auto", "auto, eager", "auto, layer step", "auto, layer step, eager")
+        dense = [p.median_ms for name, p in cells.items() if name.startswith("dense") and p]
+        took = [cells.get(name) for name in names]
+        rows.append(
+            [
+                shape,
+                f"{batch} x {tokens(length)}",
+                *(digits(p.median_ms) if p else "-" for p in took),
+                digits(min(dense)) if dense else "-",
+            ]
+        )
+    columns = ["heads", "sequences x tokens", "attention, graph", "attention, eager"]
+    return table([*columns, "layer, graph", "layer, eager", "dense attention"], rows)
+
+
+def train(results: Results) -> str:
+    """Thousands of tokens a second, NSA and dense attention, a column per length and batch."""
+    rows = [r for r in results.rows("train.json") if "tokens_per_s" in r]
+    shapes = sorted({(r["S"], r["B"]) for r in rows})
+    speed = {
+        name: [
+            max(
+                r["tokens_per_s"]
+                for r in rows
+                if (r["attention"], r["S"], r["B"]) == (name, length, batch)
+            )
+            for length, batch in shapes
+        ]
+        for name in ("nsa", "dense")
+    }
+    columns = ["tokens x batch", *(f"{tokens(length)} x {batch}" for length, batch in shapes)]
+    return table(
+        columns,
+        [
+            ["NSA", *(f"{n / 1e3:.1f}" for n in speed["nsa"])],
+            ["dense", *(f"{n / 1e3:.1f}" for n in speed["dense"])],
+            ["ratio", *(f"{a / b:.2f}x" for a, b in zip(speed["nsa"], speed["dense"]))],
+        ],
+    )
+
+
+def train_crossover(results: Results) -> str:
+    """The length from which NSA trains faster at batch 1."""
+    (row,) = (r for r in results.rows("train.json") if "crossover" in r)
+    length = row["crossover"]
+    return "no measured length" if length is None else f"about {length / 1024:.1f}k tokens"
+
+
+def train_memory(results: Results) -> str:
+    """Peak GiB of a training step at batch 1, over the length."""
+    found = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
+    lengths = sorted({r["S"] for r in found})
+    peak = {(r["attention"], r["S"]): f"{r['peak_gib']:.1f}" for r in found}
+    rows = [
+        [title, *(peak.get((name, n), "-") for n in lengths)]
+        for name, title in (("nsa", "NSA"), ("dense", "dense"))
+    ]
+    return table(["tokens", *(tokens(n) for n in lengths)], rows)
+
+
+def topics(results: Results) -> str:
+    """The table of topics in benchmarks/README.md."""
+    rows = []
+    for piece in PIECES:
+        path = f"results/{results.folder.name}/{piece.file}"
+        file = (
+            f"[{piece.file}]({path})" if (results.folder / piece.file).exists() else "not run yet"
+        )
+        rows.append([piece.topic, f"`python benchmarks/figures.py run --only {piece.name}`", file])
+    return table(["topic", "command", "file"], rows)
+
+
+def _steps(subject: str, form: Callable[[float], str], *lengths: int) -> Callable[[Results], str]:
+    """Milliseconds of a step of the reports' shape over the length."""
+
+    def made(results: Results) -> str:
+        found = results.bench("decode_small.json").measurements
+        took = {m.length: m.performance for m in found if m.subject == subject}
+        return ", ".join(form(p.median_ms) for n in lengths if (p := took[n]))
+
+    return made
+
+
+def _spread(subject: str) -> Callable[[Results], str]:
+    """Deviation of five repeats over their mean, at 512 tokens."""
+
+    def made(results: Results) -> str:
+        found = results.bench("decode_small.json").measurements
+        (took,) = (m.performance for m in found if (m.subject, m.length) == (subject, 512))
+        spread = None if took is None else spread_of_repeats(took)
+        return ABSENT if spread is None else f"{100 * spread:.1f} %"
+
+    return made
+
+
+def _shares(subject: str) -> Callable[[Results], str]:
+    """Sums of the slots' shares of a step, over the length."""
+
+    def made(results: Results) -> str:
+        found = results.bench("decode_small.json").measurements
+        return ", ".join(
+            f"{100 * sum(m.shares.values()):.1f}" for m in found if m.subject == subject
+        )
+
+    return made
+
+
+def _train_value(
+    file: str, field: str, form: Callable[[float], str], **facts: Any
+) -> Callable[[Results], str]:
+    return lambda results: form(results.train(file, **facts)[field])
+
+
+def _thousand(value: float) -> str:
+    return f"{value / 1e3:.1f}k"
+
+
+def _layers(mode: str, form: Callable[[float], str]) -> Callable[[Results], str]:
+    return lambda results: ", ".join(
+        form(r["ms"])
+        for r in results.rows("train_layers.json")
+        if r.get("mode") == mode and "ms" in r
+    )
+
+
+def _fixed(places: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{places}f}"
+
+
+def _largest_batch(results: Results) -> str:
+    """The largest batch of 2048 tokens within 80 GiB, with its peak."""
+    rows = [r for r in results.rows("train_memory.json") if r.get("attention") == "nsa"]
+    (largest,) = (r["largest_B_in_80_GiB"] for r in rows if "largest_B_in_80_GiB" in r)
+    peaks = [r["peak_gib"] for r in rows if (r.get("S"), r.get("B")) == (2048, largest)]
+    return f"B={largest} ({peaks[0]:.1f} GiB)"
+
+
+def _slope(attention: str) -> Callable[[Results], str]:
+    """Slope of the activations in the length, on log-log axes."""
+
+    def made(results: Results) -> str:
+        rows = results.rows("train_memory.json")
+        (slope,) = (
+            r["slope_in_S"] for r in rows if r.get("attention") == attention and "slope_in_S" in r
+        )
+        return f"{slope:.3f}"
+
+    return made
+
+
+def _most_growth(results: Results) -> str:
+    """The most bytes by which memory grew over the steps."""
+    return str(max(r["grown_bytes"] for r in results.rows("train_stall.json") if "median_ms" in r))
+
+
+def _worst_stall(results: Results) -> str:
+    """The largest p99 over median of a step's time."""
+    found = [r["p99_over_median"] for r in results.rows("train_stall.json") if "median_ms" in r]
+    return f"{max(found):.3f}"
+
+
+_ALL = (512, 1024, 2048)
+_ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "core": core,
+    "core-eager": core_eager,
+    "core-calls": core_calls,
+    "core-few-calls": core_few_calls,
+    "core-kernels": core_kernels,
+    "backends": backends,
+    "real-blocks": real_blocks,
+    "decode": decode,
+    "train": train,
+    "train-crossover": train_crossover,
+    "train-memory": train_memory,
+    "topics": topics,
+    "row-7-step-graph": _steps("auto", _fixed(3), *_ALL),
+    "row-7-step-eager": _steps("auto, eager", _fixed(3), *_ALL),
+    "row-7-layer-graph": _steps("auto, layer step", _fixed(3), *_ALL),
+    "row-7-layer-eager": _steps("auto, layer step, eager", _fixed(2), *_ALL),
+    "row-8-graph": _spread("auto"),
+    "row-8-eager": _spread("auto, eager"),
+    "row-9-sdpa": _shares("sdpa"),
+    "row-9-triton": _shares("auto, slots one by one"),
+    "row-11-step": _train_value("train.json", "step_ms", _fixed(1), attention="nsa", B=1, **_ONE),
+    "row-12-nsa-1": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="nsa", B=1, **_ONE
+    ),
+    "row-12-nsa-8": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="nsa", B=8, **_ONE
+    ),
+    "row-12-dense-1": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="dense", B=1, **_ONE
+    ),
+    "row-12-dense-8": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="dense", B=8, **_ONE
+    ),
+    "row-13-peak-2k": _train_value(
+        "train_memory.json", "peak_gib", _fixed(1), attention="nsa", S=2048, B=1
+    ),
+    "row-13-peak-4k": _train_value(
+        "train_memory.json", "peak_gib", _fixed(1), attention="nsa", S=4096, B=1
+    ),
+    "row-13-peak-16": _train_value(
+        "train_memory.json", "peak_gib", _fixed(1), attention="nsa", S=2048, B=16
+    ),
+    "row-13-largest": _largest_batch,
+    "row-13-slope": _slope("nsa"),
+    "row-13-slope-dense": _slope("dense"),
+    "row-21-eager": _layers("eager", _fixed(1)),
+    "row-21-graph": _layers("graph", _fixed(2)),
+    "row-23-512": _train_value("train_stall.json", "median_ms", _fixed(1), S=512, B=2),
+    "row-23-2k": _train_value("train_stall.json", "median_ms", _fixed(1), S=2048, B=1),
+    "row-23-p99": _worst_stall,
+    "row-23-grown": _most_growth,
+    "row-23-steps": _train_value("train.json", "steps", str, attention="nsa", B=2, **_ONE),
+    "row-23-slowest": _train_value(
+        "train.json", "slowest_ms", _fixed(2), attention="nsa", B=2, **_ONE
+    ),
+    "row-23-median": _train_value("train.json", "step_ms", _fixed(2), attention="nsa", B=2, **_ONE),
+}

@@ -1,0 +1,350 @@
+"""benchmarks/figures.py: pages show what the result files say; pieces run, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "benchmarks/README.md", "docs/bench.md", "docs/decode.md", "docs/train.md")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """benchmarks/figures.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name in ("figures", "figure_pieces", "figure_tables"):
+        sys.modules.pop(name, None)
+    import figures
+
+    return figures
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A copy of the pages and result files."""
+    for page in (*PAGES, "docs/report-rows.md"):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+def git(root, *words):
+    who = ("-c", "user.name=n", "-c", "user.email=n@example.com")
+    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A clean checkout with a package, a benchmark that counts its runs, and results."""
+    package = tmp_path / "packages" / "p" / "src" / "nsa_toy"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    script = tmp_path / "benchmarks" / "toy.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import json, pathlib, sys, time\n"
+        "file, mode = sys.argv[1:3]\n"
+        "with open('runs.txt', 'a') as runs: runs.write(mode + ' ')\n"
+        "if mode == 'slow': time.sleep(30)\n"
+        "if mode == 'made': pathlib.Path('made.bin').write_text('')\n"
+        "stopped = mode == 'stopped' or None\n"
+        "pathlib.Path(file).write_text(json.dumps({'kind': 'toy', 'interrupted': stopped}))\n"
+        "sys.exit(mode == 'broken')\n"
+    )
+    (tmp_path / ".gitignore").write_text("build/\nruns.txt\nmade.bin\n__pycache__/\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "First")
+    return tmp_path
+
+
+@pytest.fixture
+def run(figures, checkout, monkeypatch, capsys):
+    """Run the pieces ("name:mode", minutes) of the toy benchmark; (exit code, output, runs)."""
+    monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
+
+    def piece(text, needs="", makes=()):
+        name, mode, minutes = (*text.split(":"), "1")[:3]
+        command = f"python benchmarks/toy.py {{file}} {mode}"
+        return figures.Piece(
+            name, name, command, f"{name}.json", float(minutes), needs, tuple(makes)
+        )
+
+    def do(*pieces, words=("run",)):
+        (checkout / "runs.txt").write_text("")
+        made = [p if isinstance(p, figures.Piece) else piece(p) for p in pieces]
+        code = figures.main(words, checkout, made)
+        captured = capsys.readouterr()
+        runs = (checkout / "runs.txt").read_text().split()
+        return code, captured.out + captured.err, runs
+
+    do.piece = piece
+    return do
+
+
+def stamp(checkout, name):
+    file = checkout / "build" / "figures" / "h200" / f"{name}.json"
+    return json.loads(file.read_text())["figures"]
+
+
+def test_the_pages_are_what_the_result_files_say(figures, capsys):
+    assert figures.main(["render", "--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_table_is_in_a_page(figures):
+    paths = [path for pattern in figures.PAGES for path in ROOT.glob(pattern)]
+    shown = {m[1] for p in paths for m in figures.MARKED.findall(p.read_text(encoding="utf-8"))}
+    assert shown == set(figures.TABLES)
+
+
+def test_every_opening_marker_has_its_end(figures):
+    for pattern in figures.PAGES:
+        for path in ROOT.glob(pattern):
+            text = path.read_text(encoding="utf-8")
+            complete = len(figures.MARKED.findall(text))
+            assert text.count("<!-- figures:") == text.count("<!-- /figures -->") == complete, path
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern", "page"),
+    [
+        ("core_12_2_64.json", r'"median_ms": 12\.0401', "README.md"),
+        ("train.json", r'"tokens_per_s": 175856', "README.md"),
+        ("train.json", r'"tokens_per_s": 399584', "docs/report-rows.md"),
+        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/report-rows.md"),
+        ("decode.json", r'"median_ms": 0\.138928', "docs/decode.md"),
+        ("train_memory.json", r'"peak_gib": 30\.134', "docs/train.md"),
+        ("backends.json", r'"median_ms": 5\.02331', "docs/bench.md"),
+        ("real_blocks.json", r'"8": 2\.408', "docs/bench.md"),
+    ],
+)
+def test_a_changed_number_in_a_result_file_is_noticed(figures, pages, file, pattern, page, capsys):
+    path = pages / "benchmarks" / "results" / "h200" / file
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(pattern, text)
+    if not found:  # the figures were made anew: any number of the same field will do
+        field = pattern.split(":")[0]
+        found = re.findall(field + r": [\d.]+", text)[:1]
+    assert found
+    key, value = found[0].split(": ")
+    path.write_text(text.replace(found[0], f"{key}: {2 * float(value)}"), encoding="utf-8")
+    assert figures.main(["render", "--check"], pages) == 1
+    assert page in capsys.readouterr().out
+
+
+def test_a_changed_number_in_a_page_is_noticed_and_written_back(figures, pages, capsys):
+    page = pages / "README.md"
+    text = page.read_text(encoding="utf-8")
+    body = figures.MARKED.search(text)[3]
+    page.write_text(text.replace(body, body.replace("64k", "65k"), 1), encoding="utf-8")
+    assert figures.main(["render", "--check"], pages) == 1
+    assert "README.md: core differ" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8") != text
+    assert figures.main(["render"], pages) == 0
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_an_unknown_table_is_refused(figures, pages, capsys):
+    (pages / "docs" / "bench.md").write_text("<!-- figures:frob --><!-- /figures -->")
+    assert figures.main(["render"], pages) == 2
+    assert "figures:frob is no table" in capsys.readouterr().err
+
+
+def test_every_result_file_belongs_to_a_piece(figures):
+    folder = ROOT / "benchmarks" / "results" / "h200"
+    files = {path.name for path in folder.iterdir()}
+    expected = {piece.file for piece in figures.PIECES}
+    core = [piece.file for piece in figures.PIECES if piece.name.startswith("core-")]
+    if any(figures.read_stamp(folder / name) is None for name in core):
+        expected |= {"core.json"}  # holds the cells that older files of single shapes lack
+    assert not files - expected
+
+
+def test_pieces_are_distinct_and_fit_the_limit(figures):
+    pieces = figures.PIECES
+    assert len({piece.name for piece in pieces}) == len({p.file for p in pieces}) == len(pieces)
+    assert all(0 < piece.minutes <= 10 for piece in pieces)
+    assert all("{file}" in piece.command for piece in pieces)
+    assert {p.needs for p in pieces if p.needs} <= {p.name for p in pieces if p.makes}
+
+
+def test_list_shows_every_piece_with_its_state(figures, pages, capsys):
+    assert figures.main(["list"], pages) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(figures.PIECES)
+    assert all(re.search("done|other source|missing", line) for line in lines[1:])
+
+
+def test_a_run_measures_stamps_and_resumes(run, checkout):
+    code, _, runs = run("a:quick", "b:quick")
+    assert (code, runs) == (0, ["quick", "quick"])
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True
+    ).stdout.strip()
+    kept = stamp(checkout, "a")
+    assert (kept["commit"], kept["clean"], kept["piece"]) == (head, True, "a")
+    assert set(kept["trees"]) == {"nsa_toy"}
+    assert set(kept["scripts"]) == {"toy.py"}
+    code, output, runs = run("a:quick", "b:quick")
+    assert (code, runs) == (0, [])
+    assert "a: done before" in output
+
+
+@pytest.mark.parametrize("change", ["package", "script", "command"])
+def test_another_source_or_command_runs_again(run, checkout, change):
+    assert run("a:quick")[0] == 0
+    path = {"package": "packages/p/src/nsa_toy/__init__.py", "script": "benchmarks/toy.py"}
+    if change in path:
+        with (checkout / path[change]).open("a") as file:
+            file.write("# changed\n")
+        git(checkout, "commit", "-qam", "Change")
+    code, _, runs = run("a:other" if change == "command" else "a:quick")
+    assert (code, len(runs)) == (0, 1)
+
+
+def test_a_commit_of_other_files_keeps_the_results(run, checkout):
+    assert run("a:quick")[0] == 0
+    (checkout / "README.md").write_text("text")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "Page")
+    assert run("a:quick")[2] == []
+
+
+@pytest.mark.parametrize("mode", ["stopped", "broken"])
+def test_an_interrupted_or_failed_piece_starts_again(run, checkout, mode):
+    piece = run.piece(f"a:{mode}")
+    code, output, runs = run(piece, "b:quick")
+    assert (code, runs) == (1, [mode, "quick"])
+    assert "1 of 2 pieces are left: a" in output
+    assert not list((checkout / "build" / "figures" / "h200").glob("*a.json"))
+    assert run(piece, "b:quick")[2] == [mode]
+
+
+def test_a_piece_that_outlasts_the_minutes_is_ended(run, checkout):
+    code, output, runs = run("a:slow:0.01", words=("run", "--minutes", "0.02"))
+    assert (code, runs) == (1, ["slow"])
+    assert "the time is over" in output
+    assert run("a:slow:0.01", words=("run", "--minutes", "0.02"))[2] == ["slow"]
+
+
+def test_ctrl_c_ends_the_piece_and_leaves_no_result(figures, checkout, run, monkeypatch):
+    def interrupted(self, timeout=None):
+        monkeypatch.undo()
+        self.send_signal(signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    piece = run.piece("a:slow")
+    monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    whole = figures.Figures("h200", checkout, [piece], allow_dirty=True)
+    with pytest.raises(KeyboardInterrupt):
+        whole.run_piece(piece, 5)
+    assert not list((checkout / "build" / "figures" / "h200").iterdir())
+
+
+def test_a_piece_that_does_not_fit_is_not_started(run):
+    code, output, runs = run("a:quick:1", "b:quick:9", words=("run", "--minutes", "5"))
+    assert (code, runs) == (1, ["quick"])
+    assert "b: not started, it takes about 9 minutes and 5.0 of 5 are left" in output
+
+
+def test_only_runs_the_named_pieces_and_what_they_need(run, checkout):
+    maker = run.piece("maker:made", makes=["made.bin"])
+    user = run.piece("user:quick", needs="maker")
+    code, _, runs = run(maker, "other:quick", user, words=("run", "--only", "user"))
+    assert (code, runs) == (0, ["made", "quick"])
+    (checkout / "made.bin").unlink()  # a fresh machine: the files are gone, the result is not
+    (checkout / "build" / "figures" / "h200" / "user.json").unlink()
+    assert run(maker, user, words=("run", "--only", "user"))[2] == ["made", "quick"]
+    code, output, _ = run(maker, user, words=("run", "--only", "frob"))
+    assert (code, "no piece is named frob" in output) == (2, True)
+
+
+def test_a_piece_that_does_not_make_its_files_fails(run):
+    maker = run.piece("maker:quick", makes=["made.bin"])
+    code, output, runs = run(maker, run.piece("user:quick", needs="maker"))
+    assert (code, runs) == (1, ["quick"])
+    assert "it did not write made.bin" in output
+
+
+@pytest.mark.parametrize("change", ["tracked", "new"])
+def test_a_dirty_checkout_is_refused_and_told(run, checkout, change):
+    name = "toy.py" if change == "tracked" else "more.py"
+    with (checkout / "benchmarks" / name).open("a") as file:
+        file.write("# not committed\n")
+    code, output, runs = run("a:quick")
+    assert (code, runs) == (2, [])
+    assert "commit the changes first" in output
+    assert run("a:quick", words=("run", "--allow-dirty"))[0] == 0
+    assert stamp(checkout, "a")["clean"] is False
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "Clean")
+    assert run("a:quick")[2] == ["quick"]  # a result of a dirty checkout does not count
+
+
+def test_results_do_not_make_the_checkout_dirty(run, checkout):
+    folder = checkout / "benchmarks" / "results" / "h200"
+    folder.mkdir(parents=True)
+    (folder / "z.json").write_text("{}")
+    assert run("a:quick")[0] == 0
+    assert stamp(checkout, "a")["clean"] is True
+
+
+def test_other_packages_than_the_checkouts_are_refused(
+    run, checkout, tmp_path_factory, monkeypatch
+):
+    other = tmp_path_factory.mktemp("site") / "nsa_toy"
+    other.mkdir()
+    (other / "__init__.py").write_text("# another version\n")
+    monkeypatch.syspath_prepend(other.parent)
+    code, output, runs = run("a:quick")
+    assert (code, runs) == (2, [])
+    assert "the installed nsa_toy is not that of the checkout" in output
+
+
+def test_collect_copies_clean_results(run, checkout):
+    assert run("a:quick")[0] == 0
+    assert run("a:quick", words=("collect",))[0] == 0
+    kept = json.loads((checkout / "benchmarks" / "results" / "h200" / "a.json").read_text())
+    assert kept["kind"] == "toy"
+    assert kept["figures"]["clean"] is True
+    shutil.rmtree(checkout / "build")
+    assert run("a:quick")[2] == []  # the repository's own result counts
+
+
+def test_collect_refuses_results_of_a_dirty_checkout(run, checkout):
+    (checkout / "benchmarks" / "more.py").write_text("")
+    assert run("a:quick", words=("run", "--allow-dirty"))[0] == 0
+    code, output, _ = run("a:quick", words=("collect",))
+    assert (code, "measured on a dirty checkout" in output) == (2, True)
+    assert run("a:quick", words=("collect", "--allow-dirty"))[0] == 0
+
+
+def test_a_stamp_keeps_a_result_of_nsa_bench_readable(figures, tmp_path):
+    from nsa_bench.result import read_result
+
+    file = ROOT / "benchmarks" / "results" / "h200" / "core_12_2_64.json"
+    text = file.read_text(encoding="utf-8")
+    copy = tmp_path / "r.json"
+    copy.write_text(figures.stamped(text, {"piece": "a"}), encoding="utf-8")
+    assert read_result(copy) == read_result(file)
+    assert figures.read_stamp(copy) == {"piece": "a"}
+
+
+def test_a_stamped_file_of_a_shape_needs_no_file_of_all_shapes(figures, pages):
+    folder = pages / "benchmarks" / "results" / "h200"
+    before = figures.Results(folder).core("12/2/64")
+    file = folder / "core_12_2_64.json"
+    file.write_text(figures.stamped(file.read_text(), {"piece": "a"}))
+    after = figures.Results(folder).core("12/2/64")
+    assert {m.length for m in before} == {8192, 32768, 65536}
+    assert {m.length for m in after} == {65536}
