@@ -25,48 +25,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
-import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-SLOTS = ("cmp", "select", "sel", "win", "combine")
+from tree_clocks import Case
+
+CHILD = Path(__file__).resolve().with_name("tree_clocks.py")
 THRESHOLD = 1.03  # new / old above which a row may be slower
-ROOM = 4096  # tokens that the timed steps of a case may append
-STEP_KERNELS = {  # row -> how the names of its kernels begin, rows of a step
-    "append": (("decode_append",), 1),
-    "gates": (("decode_gates",), 1),
-    "fused step": (("decode_step",), 1),
-    "attention of 4 tokens": (("decode_step", "decode_span", "decode_choose", "decode_sel"), 4),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem: the core over ``length`` tokens, or steps over caches of ``length`` tokens.
-
-    Attributes:
-        shape: Query heads / kv heads / head dim, or / Dk / Dv.
-        length: Tokens.
-        batch: Sequences of a decode step; 0 for the core.
-        small: Blocks of a test's size instead of the paper's.
-    """
-
-    shape: str
-    length: int
-    batch: int = 0
-    small: bool = False
-
-    def __str__(self) -> str:
-        count = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
-        return f"{self.shape} {f'{self.batch} x ' if self.batch else ''}{count}"
 
 
 CASES = (
@@ -192,7 +164,7 @@ class Child:
 
     def __init__(self, label: str, folder: Path, device: str, backend: str) -> None:
         self.label, self.folder = label, folder
-        words = [sys.executable, str(Path(__file__).resolve()), "--child", device, backend]
+        words = [sys.executable, str(CHILD), device, backend]
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -208,7 +180,7 @@ class Child:
             ChildError: the folder does not hold nsa_core.
         """
         place = str(self._read())
-        if False:
+        if not Path(place).is_relative_to(self.folder):
             raise ChildError(f"--{self.label} {self.folder} holds no nsa_core")
         return place
 
@@ -245,258 +217,6 @@ class Child:
         if "error" in message:
             raise ChildError(f"--{self.label}: {message['error']}")
         return message["answer"]
-
-
-# In a child: everything below runs with one of the trees on PYTHONPATH.
-
-
-def serve(device: str, backend: str) -> None:
-    """Answer the parent's messages until it closes the pipe."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what kernels print is no answer
-
-    def answer(**message: Any) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    try:
-        import nsa_core
-    except ImportError as error:
-        return answer(error=f"nsa_core cannot be imported: {error}")
-    answer(answer=str(nsa_core.__file__))
-    works: dict[str, Callable[[], float]] = {}
-    for text in sys.stdin:
-        message = json.loads(text)
-        try:
-            if "case" in message:
-                works.clear()
-                gc.collect()
-                works, reasons = prepared(Case(**message["case"]), device, backend)
-                answer(answer=reasons)
-            else:
-                answer(answer=works[message["name"]]())
-        except Exception as error:  # noqa: BLE001  the parent says it
-            answer(error=f"{type(error).__name__}: {str(error)[:300]}")
-    return None
-
-
-def prepared(
-    case: Case, device: str, backend: str
-) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
-    """A clock for each kernel of ``case``, and each kernel's reason why it has none, or ""."""
-    import torch
-
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    torch.manual_seed(0)
-    works: dict[str, Callable[[], float]] = {}
-    reasons: dict[str, str] = {}
-    clocks = (
-        step_clocks(case, device, backend) if case.batch else core_clocks(case, device, backend)
-    )
-    for name, make in clocks.items():
-        try:
-            works[name], reasons[name] = make(), ""
-            works[name]()  # compiles, and fills caches
-        except Exception as error:  # noqa: BLE001  the other kernels can still be timed
-            reasons[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    return works, reasons
-
-
-def config_of(case: Case, dim: int | None = None) -> Any:
-    """The configuration of a case."""
-    from nsa_core import NSAConfig
-
-    heads, groups, dk, *dv = map(int, case.shape.split("/"))
-    sizes = {"dim": dim or heads * dk, "n_heads": heads, "n_kv_heads": groups, "head_dim": dk}
-    names = ("compress_block_size", "compress_stride", "select_block_size")
-    names += ("num_selected_blocks", "window_size")
-    small = dict(zip(names, (8, 4, 16, 3, 24))) if case.small else {}
-    return NSAConfig(**sizes, v_head_dim=dv[0] if dv else None, **small)
-
-
-def core_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[], Any]]:
-    """For each slot and pass a function that makes its clock."""
-    import torch
-
-    from nsa_core import resolve
-
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config, length = config_of(case), case.length
-    plan = resolve(
-        config,
-        device=device,
-        dtype=dtype,
-        backends=dict.fromkeys(SLOTS, backend),
-        needs_grad=True,
-        batch=1,
-        seq_len=length,
-    )
-    heads, groups, dk, *dv = map(int, case.shape.split("/"))
-    width = dv[0] if dv else dk
-    rows = (length - config.compress_block_size) // config.compress_stride + 1
-
-    def normal(count: int, heads: int, width: int) -> Any:
-        return torch.randn((1, count, heads, width), device=device, dtype=dtype)
-
-    q, do = normal(length, heads, dk), normal(length, heads, width)
-    short = normal(rows, groups, dk), normal(rows, groups, width)
-    full = normal(length, groups, dk), normal(length, groups, width)
-    branches = [normal(length, heads, width) for _ in range(3)]
-    gates = torch.rand((1, length, heads, 3), device=device, dtype=torch.float32)
-    with torch.no_grad():
-        _, lse = plan.cmp(q, *short)
-        blocks = plan.select(q, short[0], lse)
-    calls: dict[str, tuple[Any, list[Any], list[Any]]] = {
-        "cmp": (plan.cmp, [q, *short], []),
-        "select": (plan.select, [q, short[0], lse], []),
-        "sel": (plan.sel, [q, *full], [blocks]),
-        "win": (plan.win, [q, *full], []),
-        "combine": (plan.combine, [gates, *branches], []),
-    }
-    clock = functools.partial(clock_of, device=device)
-    made: dict[str, Callable[[], Any]] = {}
-    for slot, (kernel, inputs, rest) in calls.items():
-        made[f"{slot} forward"] = functools.partial(clock, forward_of(kernel, inputs, rest))
-        if slot != "select":
-            made[f"{slot} backward"] = functools.partial(
-                clock, backward_of(kernel, inputs, rest, do)
-            )
-    return made
-
-
-def forward_of(kernel: Any, inputs: list[Any], rest: list[Any]) -> Callable[[], Callable[[], Any]]:
-    """Makes the call of a slot's forward."""
-    import torch
-
-    @torch.no_grad()
-    def call() -> Any:
-        return kernel(*inputs, *rest)
-
-    return lambda: call
-
-
-def backward_of(
-    kernel: Any, inputs: list[Any], rest: list[Any], do: Any
-) -> Callable[[], Callable[[], Any]]:
-    """Runs a slot's forward, and makes the call of its backward."""
-    import torch
-
-    def make() -> Callable[[], Any]:
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = kernel(*leaves, *rest)
-        o = out[0] if isinstance(out, tuple) else out
-        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-    return make
-
-
-def step_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[], Any]]:
-    """The same for the steps of a layer, and on a GPU for the kernels inside them."""
-    import torch
-
-    from nsa_core import NSAttention
-
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config = config_of(case, dim=32 if case.small else 512)
-    layer = NSAttention(config, backends=dict.fromkeys(SLOTS, backend))
-    layer = layer.to(device, dtype).requires_grad_(False)
-    cache = layer.new_cache(case.batch, case.length + ROOM, max_step=4)
-    chunk = max(1, 65536 // case.batch)
-    for first in range(0, case.length, chunk):
-        count = min(chunk, case.length - first)
-        layer(torch.randn(case.batch, count, config.dim, device=device, dtype=dtype), cache=cache)
-
-    def step(rows: int) -> Callable[[], Any]:
-        x = torch.randn(case.batch, rows, config.dim, device=device, dtype=dtype)
-        return lambda: layer(x, cache=cache)
-
-    made: dict[str, Callable[[], Any]] = {}
-    if device == "cuda":
-        for name, (kernels, rows) in STEP_KERNELS.items():
-            made[name] = functools.partial(kernel_clock, step(rows), kernels)
-    for name, rows in (("layer step", 1), ("layer step of 4 tokens", 4)):
-        made[name] = functools.partial(clock_of, lambda rows=rows: step(rows), device=device)
-    return made
-
-
-def clock_of(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[], float]:
-    """Milliseconds of a call: the median of a round."""
-    if device == "cuda":
-        return cuda_clock(make)
-    call = make()
-
-    def once() -> float:
-        began = time.perf_counter()
-        call()
-        return (time.perf_counter() - began) * 1e3
-
-    return lambda: statistics.median(once() for _ in range(5))
-
-
-def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
-    """By replays of a CUDA graph, or by the call itself where it cannot be captured."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(
-        stream
-    ):  # a backward runs on its forward's stream: the one that captures
-        call = make()
-        call()
-    torch.cuda.synchronize()
-    run: Callable[[], Any] = call
-    graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        run = graph.replay
-    except Exception as error:  # noqa: BLE001  whatever it is, the call itself is timed
-        torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture fails
-        torch.cuda.synchronize()
-        print(f"not captured: {type(error).__name__}: {error}", file=sys.stderr)
-
-    def once() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    def timed(call: Any = call) -> float:  # ``call`` keeps the tensors that the graph reads
-        with torch.cuda.stream(stream):
-            count = max(3, min(15, int(40 / max(once(), 1e-3))))
-            return statistics.median(once() for _ in range(count))
-
-    return timed
-
-
-def kernel_clock(call: Callable[[], Any], names: Sequence[str]) -> Callable[[], float]:
-    """By the profiler: mean time of a step's kernels whose names begin with one of ``names``."""
-    import torch
-
-    steps = 10
-
-    def timed() -> float:
-        call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            for _ in range(steps):
-                call()
-            torch.cuda.synchronize()
-        total = sum(
-            event.device_time_total
-            for event in seen.key_averages()
-            if event.key.startswith(tuple(names))
-        )
-        if not total:
-            raise RuntimeError(f"a step runs no kernel named {' or '.join(names)}")
-        return total / steps / 1e3
-
-    return timed
-
-
-# In the parent.
 
 
 def parser() -> argparse.ArgumentParser:
@@ -540,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = cases_of(given.shapes)
     except ValueError as error:
         options.error(str(error))
-    if not 1 <= given.rounds <= 20:  # a step appends tokens, and there is ROOM for so many
+    if not 1 <= given.rounds <= 20:  # steps append tokens; tree_clocks.ROOM bounds them
         options.error(f"--rounds: expected 1 to 20, got {given.rounds}")
     until = time.monotonic() + 60 * given.minutes
     folders = {"old": given.old.absolute(), "new": given.new.absolute()}
@@ -582,7 +302,4 @@ def report(rows: Sequence[Row], left_out: Sequence[Case], file: Path | None) -> 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        serve(*sys.argv[2:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

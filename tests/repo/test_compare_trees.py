@@ -153,7 +153,8 @@ def test_wrong_arguments_are_refused(trees, change, text, tmp_path, capsys):
 
 def test_a_folder_without_nsa_core_is_refused(trees, tmp_path, capsys):
     folders = ["--old", str(tmp_path), "--new", str(tmp_path)]
-    assert trees.main([*folders, "--device", "cpu", "--backend", "sdpa"]) == 1
+    options = ["--device", "cpu", "--backend", "sdpa", "--shapes", "tiny"]
+    assert trees.main([*folders, *options]) == 1
     error = capsys.readouterr().err
     assert "holds no nsa_core" in error or "nsa_core cannot be imported" in error
 

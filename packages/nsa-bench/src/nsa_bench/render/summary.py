@@ -46,46 +46,45 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         )
     if any(m.phase == "decode" for m in result.measurements):
         yield from (("", line) for line in decode_notes(result))
-    where = result.environment.get("device", "?")
+    yield from (("", line) for line in _notes(result))
+    yield _verdict(result)
+
+
+def _notes(result: Result) -> Iterator[str]:
+    """What the tables' columns mean, and the machine's measured rates."""
     rates = "; ".join(
         f"{dtype} {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s"
         for dtype, peaks in result.peaks.items()
     )
     if rates:
-        yield "", f"peak rates measured: {rates}"
+        yield f"peak rates measured: {rates}"
     yield (
-        "",
-        (
-            "of floor: the least time for the counted operations (ops) or bytes, whichever is"
-            " longer, over the time; x dense: fastest dense time over this one"
-        ),
+        "of floor: the least time for the counted operations (ops) or bytes, whichever is"
+        " longer, over the time; x dense: fastest dense time over this one"
     )
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
-            "",
-            (
-                "eager: the same call as Python launches it; total is of a CUDA graph where the two"
-                " differ"
-            ),
+            "eager: the same call as Python launches it; total is of a CUDA graph where the two"
+            " differ"
         )
+
+
+def _verdict(result: Result) -> tuple[str, str]:
+    """The last line, with its style: whether every gate passed, and how times were taken."""
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
     known = result.settings.get("methods", {})
     how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
-    line = f"{where}, {result.settings.get('threads')} CPU thread(s), {how}; {result.seconds:.0f} s"
+    where, threads = result.environment.get("device", "?"), result.settings.get("threads")
+    line = f"{where}, {threads} CPU thread(s), {how}; {result.seconds:.0f} s"
     failed = sum(not gate.ok for gate in result.gates)
     if result.interrupted is not None:
-        cut, red = result.interrupted, f"{failed} of {len(result.gates)} gate(s) judged so far red"
-        yield (
-            "bold red",
-            (
-                f"INTERRUPTED by {cut.signal}, {cut.cells_left} of {cut.cells} cells left, {red}:"
-                f" {line}"
-            ),
-        )
-    elif result.failed:
-        yield "bold red", f"FAILED ({failed} gate(s) red): {line}"
-    else:
-        yield "bold green", f"{len(result.gates)} gate(s) passed: {line}"
+        cut = result.interrupted
+        left = f"{cut.cells_left} of {cut.cells} cells left"
+        red = f"{failed} of {len(result.gates)} gate(s) judged so far red"
+        return "bold red", f"INTERRUPTED by {cut.signal}, {left}, {red}: {line}"
+    if result.failed:
+        return "bold red", f"FAILED ({failed} gate(s) red): {line}"
+    return "bold green", f"{len(result.gates)} gate(s) passed: {line}"
 
 
 def _with_reasons(
