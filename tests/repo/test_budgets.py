@@ -8,6 +8,7 @@ import ast
 import io
 import re
 import tokenize
+from bisect import bisect_left, bisect_right
 
 from nsa_cli.app import app
 
@@ -76,11 +77,13 @@ def test_files_and_functions_are_short(repo):
     wrong = []
     for name, tree in repo.python().items():
         found, lines = functions(tree), lines_of_code(repo.text(name), tree)
+        ordered = sorted(lines)
         allowed = KERNEL_FILE_LINES if any(map(is_kernel, found)) else FILE_LINES
         if len(lines) > allowed:
             wrong.append(f"{name}: {len(lines)} lines of code, {allowed} allowed")
         for function in found:
-            count = sum(function.lineno <= line <= (function.end_lineno or 0) for line in lines)
+            count = bisect_right(ordered, function.end_lineno or 0)
+            count -= bisect_left(ordered, function.lineno)
             allowed = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
             if count > allowed:
                 wrong.append(
