@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nsa_backend_fa2 import cmp, providers, residues, sel, win
-from nsa_backend_fa2.fold import fold
+from nsa_backend_fa2 import cmp, fold_strided, providers, sel, win
 from nsa_core.contract import SlotCall
+from nsa_core.fold import fold
 from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry()
@@ -87,7 +87,7 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
     rows = []
     q, k, v, do = tensors(heads, groups, width, GEOMETRY.num_compressed(length), length)
     variants = {
-        "cmp": (residues.forward, residues.backward),
+        "cmp": (fold_strided.forward, fold_strided.backward),
         "cmp folded copies": (cmp.forward_folded, cmp.backward_folded),
     }
     for name, (forward, backward) in variants.items():

@@ -143,7 +143,7 @@ def test_row_44_more_sequences_than_one_call_takes(
     problem = Problem((9,), batch=5, heads=2, groups=1)
     inputs, do, cu = problem.inputs(slot, torch.float32)
     expected = run(slot, problem, inputs, do, cu)
-    for module in ("operands", "sel"):
+    for module in ("padding", "sel"):
         monkeypatch.setattr(f"nsa_backend_fa2.{module}.MAX_BATCH", 2)
     library.calls.clear()
     outputs = run(slot, problem, inputs, do, cu)
@@ -156,7 +156,7 @@ def test_row_44_more_sequences_than_one_call_takes(
 def test_row_44_more_documents_than_one_call_takes_is_an_error_that_says_so(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa_backend_fa2.operands.MAX_BATCH", 2)
+    monkeypatch.setattr("nsa_backend_fa2.padding.MAX_BATCH", 2)
     problem = Problem((9, 3, 4), batch=None)
     with pytest.raises(NSAError, match="3 documents exceed the 2"):
         run("win", problem, *problem.inputs("win", torch.float32))

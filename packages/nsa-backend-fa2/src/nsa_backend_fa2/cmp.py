@@ -1,7 +1,7 @@
-"""The compressed branch: the fold, and one causal call of as many rows as keys.
+"""The compressed branch: the fold (nsa_core.fold), and one causal call of as many rows as keys.
 
-A batch is folded by copying q (fold.py); one sequence is read where it lies (residues.py); packed
-documents are gathered on the device and served by one varlen call.
+A batch is folded by copies of its query rows; one sequence is read where it lies (fold_strided.py);
+packed documents are gathered on the device and served by one varlen call.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_backend_fa2 import residues
-from nsa_backend_fa2.fold import PackedFold, fold, unfold
-from nsa_backend_fa2.operands import attend, attend_backward
-from nsa_backend_fa2.packed import documents
+from nsa_backend_fa2 import fold_strided
+from nsa_backend_fa2.padding import attend, attend_backward, safe_boundaries
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
+from nsa_core.fold import PackedFold, fold, unfold
 
 
 def forward(
@@ -30,7 +29,7 @@ def forward(
     if call.cu_seqlens is not None:
         return _forward_packed(q, k_cmp, v_cmp, call)
     if q.shape[0] == 1:
-        return residues.forward(q, k_cmp, v_cmp, call)
+        return fold_strided.forward(q, k_cmp, v_cmp, call)
     return forward_folded(q, k_cmp, v_cmp, call)
 
 
@@ -50,7 +49,7 @@ def backward(
     if call.cu_seqlens is not None:
         return _backward_packed(do, q, k_cmp, v_cmp, o, lse, call)
     if q.shape[0] == 1:
-        return residues.backward(do, q, k_cmp, v_cmp, o, lse, call)
+        return fold_strided.backward(do, q, k_cmp, v_cmp, o, lse, call)
     return backward_folded(do, q, k_cmp, v_cmp, o, lse, call)
 
 
@@ -58,80 +57,92 @@ def forward_folded(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor]:
     """:func:`forward` of any batch, by copies of q and o."""
-    length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
-    o, lse = attend(fold(q, groups, geometry), k_cmp, v_cmp, _attention(call))
-    # lse [B, G*d*h, I] takes the way of an o of width 1.
-    spread = unfold(lse.transpose(1, 2).unsqueeze(-1), length, groups, geometry, -torch.inf)
-    return unfold(o, length, groups, geometry), spread.squeeze(-1).transpose(1, 2)
+    length, geometry = q.shape[1], call.geometry
+    folded_q = fold(q, k_cmp.shape[2], geometry)  # [B, I, G, d, h, Dk]
+    axes = folded_q.shape[2:5]
+    o, lse = attend(folded_q.flatten(2, 4), k_cmp, v_cmp, _attention(call))
+    folded_lse = lse.transpose(1, 2).unflatten(2, axes).unsqueeze(-1)
+    rows_lse = unfold(folded_lse, length, geometry, blank=-torch.inf)
+    return unfold(o.unflatten(2, axes), length, geometry), rows_lse.squeeze(-1).transpose(1, 2)
 
 
 def backward_folded(
     do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` of any batch, by copies of do, q, o and dq."""
-    length, groups, geometry = q.shape[1], k_cmp.shape[2], call.geometry
+    groups, geometry = k_cmp.shape[2], call.geometry
     folded_do, folded_q, folded_o = (fold(x, groups, geometry) for x in (do, q, o))
-    folded_lse = (
-        fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry).squeeze(-1).transpose(1, 2)
-    )
+    folded_lse = fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry)
+    axes = folded_q.shape[2:5]
     dq, dk, dv = attend_backward(
-        folded_do, folded_q, k_cmp, v_cmp, folded_o, folded_lse, _attention(call)
+        folded_do.flatten(2, 4),
+        folded_q.flatten(2, 4),
+        k_cmp,
+        v_cmp,
+        folded_o.flatten(2, 4),
+        folded_lse.flatten(2).transpose(1, 2),
+        _attention(call),
     )
-    return unfold(dq, length, groups, geometry), dk, dv
+    return unfold(dq.unflatten(2, axes), q.shape[1], geometry), dk, dv
 
 
 def _attention(call: SlotCall, packed: Packed | None = None) -> Attention:
     return Attention(call.scale, packed=packed, deterministic=call.deterministic)
 
 
-def _longest(call: SlotCall, total: int) -> int:
-    """Rows of the longest document, 0 when even a document of all ``total`` tokens has no
-    compressed token.
+def _most_keys(call: SlotCall, total: int) -> int:
+    """Compressed tokens of the longest document; 0 when even a document of all ``total`` tokens has
+    none.
     """
     return call.geometry.num_compressed(min(call.max_seqlen, total))
+
+
+def _packed_fold(call: SlotCall, total: int, most_keys: int) -> tuple[PackedFold, Attention]:
+    assert call.cu_seqlens is not None
+    runs = PackedFold.of(safe_boundaries(call.cu_seqlens, total), total, call.geometry)
+    return runs, _attention(call, Packed(runs.cu, runs.cu, most_keys, most_keys))
 
 
 def _forward_packed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor]:
     total, heads, _ = q.shape
-    longest, groups = _longest(call, total), k_cmp.shape[1]
-    if longest == 0:  # the kernels divide by the number of keys
+    most_keys = _most_keys(call, total)
+    if most_keys == 0:  # the kernels divide by the number of keys
         o = q.new_zeros((total, heads, v_cmp.shape[-1]))
         return o, torch.full((heads, total), -torch.inf, dtype=torch.float32, device=q.device)
-    assert call.cu_seqlens is not None
-    places = PackedFold.of(documents(call.cu_seqlens, total), total, call.geometry)
-    packed = Packed(places.cu, places.cu, longest, longest)
-    o, lse = attend(places.fold(q, groups), k_cmp, v_cmp, _attention(call, packed))
-    return places.unfold(o, groups), places.unfold(
-        lse.t().unsqueeze(-1), groups, -torch.inf
-    ).squeeze(-1).t()
+    runs, attention = _packed_fold(call, total, most_keys)
+    folded_q = runs.fold(q, k_cmp.shape[1])  # [R, G, d, h, Dk]
+    axes = folded_q.shape[1:4]
+    o, lse = attend(folded_q.flatten(1, 3), k_cmp, v_cmp, attention)
+    folded_lse = lse.t().unflatten(1, axes).unsqueeze(-1)
+    return (
+        runs.unfold(o.unflatten(1, axes)),
+        runs.unfold(folded_lse, blank=-torch.inf).squeeze(-1).t(),
+    )
 
 
 def _backward_packed(
     do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     total, groups = q.shape[0], k_cmp.shape[1]
-    longest = _longest(call, total)
-    if longest == 0:
+    most_keys = _most_keys(call, total)
+    if most_keys == 0:
         return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
-    assert call.cu_seqlens is not None
-    places = PackedFold.of(documents(call.cu_seqlens, total), total, call.geometry)
-    packed = Packed(places.cu, places.cu, longest, longest)
-    folded_lse = places.fold(lse.t().unsqueeze(-1), groups)
-    # +inf: a place that has no token weighs nothing.
-    folded_lse.unflatten(1, (groups, call.geometry.compress_stride, -1)).masked_fill_(
-        places.empty[:, None, :, None, None], torch.inf
-    )
-    folded_do, folded_q, folded_o = (places.fold(x, groups) for x in (do, q, o))
+    runs, attention = _packed_fold(call, total, most_keys)
+    folded_lse = runs.fold(lse.t().unsqueeze(-1), groups)
+    # An LSE of +inf gives a place without a token the weight 0.
+    folded_lse.masked_fill_(runs.empty[:, None, :, None, None], torch.inf)
+    folded_do, folded_q, folded_o = (runs.fold(x, groups) for x in (do, q, o))
+    axes = folded_q.shape[1:4]
     dq, dk, dv = attend_backward(
-        folded_do,
-        folded_q,
+        folded_do.flatten(1, 3),
+        folded_q.flatten(1, 3),
         k_cmp,
         v_cmp,
-        folded_o,
-        folded_lse.squeeze(-1).t(),
-        _attention(call, packed),
+        folded_o.flatten(1, 3),
+        folded_lse.flatten(1).t(),
+        attention,
     )
-    tail = places.is_tail()[:, None, None]
-    return places.unfold(dq, groups), dk.masked_fill(tail, 0), dv.masked_fill(tail, 0)
+    tail = runs.is_tail()[:, None, None]
+    return runs.unfold(dq.unflatten(1, axes)), dk.masked_fill(tail, 0), dv.masked_fill(tail, 0)

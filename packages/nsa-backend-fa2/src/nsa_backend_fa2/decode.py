@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import providers
-from nsa_backend_fa2.operands import MAX_BATCH, fit, positive, width_of
+from nsa_backend_fa2.padding import MAX_BATCH, fit, positive, width_of
 from nsa_core.contract import DecodeCall
 
 PAGE_ROWS = 256  # the library's pages are a multiple of it
@@ -32,18 +32,15 @@ def cmp(
     seen = visible(rows, call).flatten()  # [B * m]
     table = call.block_table.repeat_interleave(rows, 0)
     width = width_of(q.shape[-1], v_cmp.shape[-1])
-    # as they are: the probe refuses what would need a copy of the cache
-    k, v = (
-        fit(k_cmp, width),
-        fit(v_cmp, width),
-    )
+    # No copy here: the probe refuses caches that would need one.
+    k, v = fit(k_cmp, width), fit(v_cmp, width)
     signed, scale = positive(fit(q.reshape(batch * rows, 1, heads, -1), width), call.scale)
     parts = [
         _attend(a, k, v, b, c, scale)
         for a, b, c in zip(*(x.split(MAX_BATCH) for x in (signed, seen, table)))
     ]
     o, lse = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts))
-    # +inf: the library's word for a row whose sum is 0, which is one without keys, or NaN.
+    # The library returns +inf for a row whose sum is 0 (it has no keys) or NaN.
     blank = (seen == 0)[:, None, None]
     lse = lse.masked_fill(lse == torch.inf, torch.nan).masked_fill(blank, -torch.inf)
     o = o.masked_fill(blank[..., None], 0)

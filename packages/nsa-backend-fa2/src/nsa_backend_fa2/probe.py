@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.decode import PAGE_ROWS
-from nsa_backend_fa2.operands import MAX_BATCH, MAX_WIDTH, width_of
+from nsa_backend_fa2.padding import MAX_BATCH, MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
 
 OLDEST_GPU = (8, 0)

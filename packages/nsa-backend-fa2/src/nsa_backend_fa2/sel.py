@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_backend_fa2.operands import MAX_BATCH, attend, attend_backward
-from nsa_backend_fa2.packed import documents
+from nsa_backend_fa2.padding import MAX_BATCH, attend, attend_backward, safe_boundaries
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -61,7 +60,7 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Ch
         position = rows % length
         start = rows - position
     else:
-        places = token_places(documents(call.cu_seqlens, length), length)
+        places = token_places(safe_boundaries(call.cu_seqlens, length), length)
         position, start = places.position, places.start
     for first in range(0, batch * length, step):
         last = min(first + step, batch * length)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_backend_fa2.operands import attend, attend_backward
-from nsa_backend_fa2.packed import documents
+from nsa_backend_fa2.padding import attend, attend_backward, safe_boundaries
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
 
@@ -15,7 +14,10 @@ from nsa_core.contract import SlotCall
 def _attention(q: Tensor, call: SlotCall) -> Attention:
     packed = None
     if call.cu_seqlens is not None:
-        bounds, longest = documents(call.cu_seqlens, q.shape[0]), min(call.max_seqlen, q.shape[0])
+        bounds, longest = (
+            safe_boundaries(call.cu_seqlens, q.shape[0]),
+            min(call.max_seqlen, q.shape[0]),
+        )
         packed = Packed(bounds, bounds, longest, longest)
     return Attention(
         call.scale,

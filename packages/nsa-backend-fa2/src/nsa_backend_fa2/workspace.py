@@ -1,15 +1,15 @@
-"""Peak bytes of forward, or of forward and backward, beyond the inputs, what the library allocates
-inside included.
+"""Peak bytes of a slot beyond its inputs, from a dry run: the slot's own code on tensors without
+data.
 
-Not a formula beside the code but the code itself, run on tensors without storage while their bytes
-are counted; only what a library allocates inside a call is written down here, as in flash-attn
-2.8.3 (2.5 to 2.7 and PyTorch's copy allocate alike). Backward counts o and lse, which live until
-then. A Request that does not say its size counts as one token, one that does not say how many
-documents are packed as one document.
+Only what the library allocates inside a call is written down here, as in flash-attn 2.8.3 (2.5 to
+2.7 and PyTorch's copy allocate alike). The outputs of forward stay alive while backward runs. A
+``seq_len`` of None counts as one token, a ``batch`` of None as one sequence or document.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
 from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
-from nsa_core.contract import Request, SlotCall
-from nsa_core.dryrun import PeakBytes
+from nsa_core.contract import Request
+from nsa_core.dryrun import PeakBytes, slot_inputs
 
-# of sel; beyond them every chunk costs the same, and the rest grows with the tokens
+# chunks of sel in a dry run; beyond them every chunk costs the same, the rest grows with the tokens
 _EXACT_CHUNKS = 4
 
 
@@ -63,13 +63,12 @@ def _splits(blocks: int, columns: int) -> int:
 
 
 class Hollow:
-    """A provider that allocates as ``real`` does and computes nothing."""
+    """A provider that allocates as the real one does and computes nothing."""
 
     title = "allocations only"
 
-    def __init__(self, real: providers.Provider | None) -> None:
-        # PyTorch's backward copies an o or do that is not
-        self._contiguous = isinstance(real, providers.TorchFlash)
+    def __init__(self, copies_strided: bool) -> None:
+        self._copies_strided = copies_strided
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
         """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in
@@ -92,7 +91,7 @@ class Hollow:
         """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the
         group is summed.
         """
-        inside = [x.contiguous() for x in (do, o)] if self._contiguous else []
+        inside = [x.contiguous() for x in (do, o)] if self._copies_strided else []
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         heads, width = q.shape[-2:]
         if how.packed is None:
@@ -108,46 +107,25 @@ class Hollow:
         return dq, dk, dv
 
 
-def _measure(request: Request, batch: int, length: int) -> int:
+@functools.lru_cache(maxsize=256)
+def _measure(request: Request, copies_strided: bool) -> int:
     """Peak bytes of the slot's own functions on meta tensors, and of making their results
     contiguous.
     """
-    geometry, slot = request.geometry, request.slot
-    rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
-    lead = (length,) if request.varlen else (batch, length)
-    keys = (*lead[:-1], rows if slot == "cmp" else length)
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, do = (
-        empty((*lead, request.n_heads, width)) for width in (request.head_dim, request.v_head_dim)
-    )
-    inputs = [
-        q,
-        *(
-            empty((*keys, request.n_kv_heads, width))
-            for width in (request.head_dim, request.v_head_dim)
-        ),
-    ]
-    if slot == "sel":
-        inputs.append(empty((*lead, request.n_kv_heads, geometry.num_selected_blocks), torch.int32))
-    cu = empty((batch + 1,), torch.int32) if request.varlen else None
-    call = SlotCall(geometry, request.head_dim**-0.5, cu, length, request.deterministic)
-    module = importlib.import_module(f"nsa_backend_fa2.{slot}")
+    do, tensors, call = slot_inputs(request)
+    module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
     count = PeakBytes()
-    with providers.instead(Hollow(providers.first())), count:
-        if rows == 0 and slot == "cmp":  # nsa_core answers without the backend
-            kept = [
-                empty((*lead, request.n_heads, request.v_head_dim)),
-                empty((*lead, request.n_heads), torch.float32),
-            ]
-            kept += [torch.empty_like(x) for x in inputs] if request.needs_grad else []
-            return count.peak
-        o, lse = _contiguous(module.forward(*inputs, call=call))
+    with providers.instead(Hollow(copies_strided)), count:
+        if request.slot == "cmp" and not tensors[1].shape[-3]:
+            # No query sees a key: nsa_core makes the results without a backend.
+            outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
+            gradients = [torch.empty_like(x) for x in tensors] if request.needs_grad else []
+            del outputs, gradients
+            return int(count.peak)
+        o, lse = _contiguous(module.forward(*tensors, call=call))
         if request.needs_grad:
-            _contiguous(module.backward(do, *inputs, o, lse, call=call))
-    return count.peak
+            _contiguous(module.backward(do, *tensors, o, lse, call=call))
+    return int(count.peak)
 
 
 def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -155,35 +133,41 @@ def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [x.contiguous() for x in results]
 
 
-def _sizes(request: Request) -> tuple[int, int, int]:
-    """Sequences (documents when packed), the tokens of one (of all when packed), and tokens in
-    all.
-    """
+def _sizes(request: Request) -> tuple[Request, int]:
+    """The request with every size, and its tokens in all; a size of None becomes 1."""
     batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
-    return batch, length, length if request.varlen and batch else batch * length
+    tokens = length if request.varlen and batch else batch * length
+    return dataclasses.replace(request, batch=batch, seq_len=length), tokens
+
+
+def _copies_strided() -> bool:
+    """Whether the library's backward copies an o or do that is not contiguous: PyTorch's does."""
+    return isinstance(providers.first(), providers.TorchFlash)
 
 
 def win(request: Request) -> int:
     """Bytes of the slot win."""
-    batch, length, tokens = _sizes(request)
-    return _measure(request, batch, length) if tokens else 0
+    request, tokens = _sizes(request)
+    return _measure(request, _copies_strided()) if tokens else 0
 
 
 cmp = win
 
 
 def sel(request: Request) -> int:
-    """Bytes of the slot sel: exact for few chunks of tokens, continued in a straight line from
-    there.
-    """
-    batch, length, tokens = _sizes(request)
+    """Bytes of the slot sel: exact for few chunks of tokens, linear in the tokens beyond them."""
+    request, tokens = _sizes(request)
     if tokens == 0:
         return 0
-    keys = keys_per_token(request.geometry, request.geometry.num_selected_blocks, length)
+    copies_strided, geometry = _copies_strided(), request.geometry
+    keys = keys_per_token(geometry, geometry.num_selected_blocks, request.seq_len or 0)
     chunk = tokens_at_once(request.n_kv_heads, keys)
     if tokens <= _EXACT_CHUNKS * chunk:
-        return _measure(request, batch, length)
-    shortest = request.geometry.num_selected_blocks * request.geometry.select_block_size
+        return _measure(request, copies_strided)
+    shortest = geometry.num_selected_blocks * geometry.select_block_size
     few = _up(max(shortest, _EXACT_CHUNKS // 2 * chunk), chunk)
-    less, more = (_measure(request, 1, few + extra) for extra in (0, 2 * chunk))
+    less, more = (
+        _measure(dataclasses.replace(request, batch=1, seq_len=length), copies_strided)
+        for length in (few, few + 2 * chunk)
+    )
     return more + (more - less) * (tokens - few - 2 * chunk) // (2 * chunk)

@@ -1,5 +1,5 @@
-"""What FlashAttention-2 asks of its operands, granted: equal head widths, multiples of 8,
-alignment, positive scale.
+"""Attention calls with operands as FlashAttention-2 needs them: heads padded to one width that is a
+multiple of 8, aligned rows, a positive scale, and boundaries of packed documents in range.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from nsa_backend_fa2.providers import Attention
 MAX_WIDTH = 256
 MAX_BATCH = 65535  # sequences of one call: an axis of the kernels' grid
 _ALIGN = 16  # bytes that the kernels load at once
+
+
+def safe_boundaries(
+    cu_seqlens: Tensor,  # int32 [documents + 1]
+    total: int,
+) -> Tensor:
+    """The boundaries, clamped to [0, total] and made not to decrease: the kernels compute addresses
+    from them.
+
+    nsa_core reads boundaries only where that needs no synchronisation, so malformed ones can reach
+    this point on CUDA.
+    """
+    return cu_seqlens.clamp(0, total).cummax(0).values
 
 
 def width_of(head_dim: int, v_head_dim: int) -> int:

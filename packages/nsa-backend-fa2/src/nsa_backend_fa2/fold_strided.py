@@ -1,0 +1,95 @@
+"""The fold without its copies, for one sequence: the residues (nsa_core.fold) as a batch axis over
+shared keys.
+
+q, o and do are read where they lie, as [d residues, runs, Hq, D], causal over K and V that all
+residues share by stride 0. The tokens of an unfinished last run see all keys: a second, small call
+without a mask. Only o and dq are copied into their places; dk and dv come per residue and are added
+in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nsa_backend_fa2.padding import attend, attend_backward, fit, width_of
+from nsa_backend_fa2.providers import Attention
+from nsa_core.contract import SlotCall
+from nsa_core.fold import Residues
+
+
+def _parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
+    """The whole runs under a causal mask, and the tokens of an unfinished one without a mask."""
+    stride, first = call.geometry.compress_stride, call.geometry.compress_block_size - 1
+    whole, rest = divmod(length - first, stride)
+    if whole:
+        causal = Attention(call.scale, deterministic=call.deterministic)
+        yield Residues(first, stride, whole, whole, stride), causal
+    if rest:
+        unmasked = Attention(call.scale, causal=False, deterministic=call.deterministic)
+        yield Residues(length - rest, 1, rest, whole + 1, 1), unmasked
+
+
+def _stats(
+    lse: Tensor,  # [1, Hq, S]
+    part: Residues,
+) -> Tensor:  # [residues, Hq, runs], a view
+    return part.queries(lse[0].t().unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+
+
+def forward(
+    q: Tensor,  # [1, S, Hq, Dk]
+    k_cmp: Tensor,  # [1, I, G, Dk]
+    v_cmp: Tensor,  # [1, I, G, Dv]
+    call: SlotCall,
+) -> tuple[Tensor, Tensor]:
+    """o [1, S, Hq, Dv] and lse [1, Hq, S]."""
+    _, length, heads, _ = q.shape
+    skip, width = call.geometry.compress_block_size - 1, width_of(q.shape[-1], v_cmp.shape[-1])
+    o = q.new_empty((1, length, heads, v_cmp.shape[-1]))
+    lse = torch.empty((1, heads, length), dtype=torch.float32, device=q.device)
+    o[:, :skip] = 0
+    lse[:, :, :skip] = -torch.inf
+    # before they are shared: padding would copy each residue's share
+    keys, values = fit(k_cmp, width), fit(v_cmp, width)
+    for part, attention in _parts(length, call):
+        part_o, part_lse = attend(
+            part.queries(q[0]), part.shared(keys[0]), part.shared(values[0]), attention
+        )
+        part.queries(o[0]).copy_(part_o[..., : o.shape[-1]])
+        _stats(lse, part).copy_(part_lse)
+    return o, lse
+
+
+def backward(
+    do: Tensor,  # [1, S, Hq, Dv]
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    call: SlotCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp."""
+    length, width = q.shape[1], width_of(q.shape[-1], v_cmp.shape[-1])
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq[:, : call.geometry.compress_block_size - 1] = 0
+    sums = [torch.zeros(x.shape[1:], dtype=torch.float32, device=q.device) for x in (k_cmp, v_cmp)]
+    keys, values = fit(k_cmp, width), fit(v_cmp, width)
+    for part, attention in _parts(length, call):
+        grads = attend_backward(
+            part.queries(do[0]),
+            part.queries(q[0]),
+            part.shared(keys[0]),
+            part.shared(values[0]),
+            part.queries(o[0]),
+            _stats(lse, part),
+            attention,
+        )
+        part.queries(dq[0]).copy_(grads[0])
+        for total, grad in zip(sums, grads[1:]):
+            total[: part.keys] += grad[..., : total.shape[-1]].sum(0, dtype=torch.float32)
+    dk, dv = (total.to(q.dtype).unsqueeze(0) for total in sums)
+    return dq, dk, dv
