@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_backend_sdpa import engine
+from nsa_backend_sdpa import device, engine
 from nsa_backend_sdpa.engine import stats_dtype
 
 _FLASH_WIDTH = 256  # widest head of the CUDA operator
@@ -48,8 +48,8 @@ def route(
 
 
 def _route(q: Tensor, v: Tensor) -> str:
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-    return route(q.dtype, q.device.type, max(q.shape[-1], v.shape[-1]), capability)
+    width = max(q.shape[-1], v.shape[-1])
+    return route(q.dtype, device.device_type(q), width, device.capability(q))
 
 
 def _signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -83,15 +83,15 @@ def causal(
     assert q.shape[2] == k.shape[1] == v.shape[1], (
         "is_causal aligns top-left: only for as many queries as keys"
     )
-    how, q_width, v_width = _route(q, v), q.shape[-1], v.shape[-1]
-    if how == "tiles":
+    kernel, q_width, v_width = _route(q, v), q.shape[-1], v.shape[-1]
+    if kernel == "tiles":
         return _tiles_forward(q, k, v, scale)
-    if how == "flash" and len(q) > _GRID:
+    if kernel == "flash" and len(q) > _GRID:
         cuts = [slice(n, n + _GRID) for n in range(0, len(q), _GRID)]
         parts = [causal(q[n], k[n], v[n], scale) for n in cuts]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     q, scale = _signed(q, scale)
-    if how == "cpu":
+    if kernel == "cpu":
         wide, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(wide), k.to(wide), v.to(wide), width)
         o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
@@ -134,10 +134,10 @@ def causal_backward(
     assert q.shape[2] == k.shape[1] == v.shape[1], (
         "is_causal aligns top-left: only for as many queries as keys"
     )
-    how, q_width, v_width, stats = _route(q, v), q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
-    if how == "tiles" or (how == "flash" and deterministic):
+    kernel, q_width, v_width, stats = _route(q, v), q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
+    if kernel == "tiles" or (kernel == "flash" and deterministic):
         return _tiles_backward(do, q, k, v, o, lse, scale)
-    if how == "flash" and len(q) > _GRID:
+    if kernel == "flash" and len(q) > _GRID:
         cuts = [slice(n, n + _GRID) for n in range(0, len(q), _GRID)]
         grads = [
             causal_backward(do[n], q[n], k[n], v[n], o[n], lse[n], scale, deterministic)
@@ -146,7 +146,7 @@ def causal_backward(
         d_q, d_k, d_v = (torch.cat(parts) for parts in zip(*grads))
         return d_q, d_k, d_v
     signed, positive = _signed(q, scale)
-    if how == "cpu":
+    if kernel == "cpu":
         width = max(q_width, v_width)
         q4, k4, v4 = _operands(signed.to(stats), k.to(stats), v.to(stats), width)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -163,7 +163,7 @@ def causal_backward(
     else:
         width, length = -(-max(q_width, v_width) // 8) * 8, q.shape[2]
         q4, k4, v4 = _operands(signed, k, v, width)
-        # of the dropout, which there is not
+        # state of the dropout's generator, which is not used
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
             _fit(do, width),
@@ -202,19 +202,17 @@ def tile_of(
 def _tiles(q: Tensor) -> Iterator[tuple[slice, slice, list[slice]]]:
     """(batch entries, query rows, runs of keys those rows see)."""
     count, heads, length, _ = q.shape
-    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
     entries, rows, keys = tile_of(count, heads, length, itemsize, budget)
-    for n in range(0, count, entries):
-        for r in range(0, length, rows):
-            last = min(r + rows, length)
-            runs = [slice(a, min(a + keys, last)) for a in range(0, last, keys)]
-            yield slice(n, n + entries), slice(r, last), runs
+    for n in device.pieces(count, entries):
+        for r in device.pieces(length, rows):
+            yield n, r, list(device.pieces(r.stop, keys))
 
 
-def _hidden(rows: slice, keys: slice, device: torch.device) -> Tensor:
+def _hidden(rows: slice, keys: slice, q: Tensor) -> Tensor:
     """[R, 1, L]: key after row."""
-    row = torch.arange(rows.start, rows.stop, device=device)
-    return (torch.arange(keys.start, keys.stop, device=device) > row[:, None]).unsqueeze(1)
+    row = torch.arange(rows.start, rows.stop, device=q.device)
+    return (torch.arange(keys.start, keys.stop, device=q.device) > row[:, None]).unsqueeze(1)
 
 
 def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -226,7 +224,7 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
         tile = engine.packed_as(q[n, :, rows].transpose(1, 2), operand)
         total: tuple[Tensor, Tensor] | None = None
         for keys in runs:
-            hidden = _hidden(rows, keys, q.device)
+            hidden = _hidden(rows, keys, q)
             new = engine.attend(tile, k[n, keys].to(operand), v[n, keys].to(operand), hidden, scale)
             total = engine.merge(total, new)
         assert total is not None
@@ -269,7 +267,7 @@ def _tile_backward(
         tile_k, tile_v, hidden = (
             k[:, keys].to(operand),
             v[:, keys].to(operand),
-            _hidden(rows, keys, q.device),
+            _hidden(rows, keys, q),
         )
         new = engine.attend_backward(do, delta, q, tile_k, tile_v, lse.squeeze(-1), hidden, scale)
         total = new[0] if total is None else total.add_(new[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa_backend_sdpa import device
 from nsa_backend_sdpa.engine import stats_dtype
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -60,13 +61,11 @@ def serves(q: Tensor, v: Tensor, call: SlotCall) -> bool:
     """Whether this file serves q [B, S, Hq, Dk] over v [B, n_c, G, Dv]; alike for forward and
     backward.
     """
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-    widths = (q.shape[-1], v.shape[-1])
     return takes(
         q.dtype,
-        q.device.type,
-        capability,
-        widths,
+        device.device_type(q),
+        device.capability(q),
+        (q.shape[-1], v.shape[-1]),
         q.shape[1],
         q.shape[0],
         call.scale,

@@ -46,7 +46,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _within_budget(q: Tensor, keys: int) -> int:
     """Rows of q [B, m, Hq, Dk] whose scores over ``keys`` keys are within the budget."""
     per_row = q.shape[0] * q.shape[2] * max(1, keys) * stats_dtype(q.dtype).itemsize
-    return engine.score_bytes(q.device.type) // max(1, per_row)
+    return engine.score_bytes(q) // max(1, per_row)
 
 
 def positions(q: Tensor, call: DecodeCall) -> Tensor:
@@ -88,7 +88,7 @@ def _grouped(q: Tensor, groups: int) -> Tensor:
 def _run(q: Tensor, keys: int) -> int:
     """Keys of a run: the scores of one stay within the budget."""
     per_key = q.shape[:-1].numel() * stats_dtype(q.dtype).itemsize
-    return max(1, min(keys, engine.MAX_KEYS, engine.score_bytes(q.device.type) // max(1, per_key)))
+    return max(1, min(keys, engine.MAX_KEYS, engine.score_bytes(q) // max(1, per_key)))
 
 
 def cmp(
@@ -190,7 +190,7 @@ def sel(
     per_row = (
         batch * n * size * max(q.shape[2] * lse.itemsize, groups * (k.shape[-1] + v.shape[-1]) * 4)
     )
-    run = max(1, engine.score_bytes(q.device.type) // max(1, per_row))
+    run = max(1, engine.score_bytes(q) // max(1, per_row))
     group = torch.arange(groups, device=q.device)[:, None, None]
     with torch.profiler.record_function("nsa_sdpa.sel"), ieee_products(q):
         for first in range(0, rows, run):

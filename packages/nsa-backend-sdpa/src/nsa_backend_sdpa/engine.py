@@ -23,6 +23,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nsa_backend_sdpa.device import device_type
+
 # Bytes of one tile of scores, which bound the extra memory of every slot: a core's cache, or enough
 # to fill a GPU.
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -35,14 +37,14 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def score_bytes(device_type: str) -> int:
-    """The bound on one tile of scores."""
-    return SCORE_BYTES.get(device_type, SCORE_BYTES["cuda"])
+def score_bytes(tensor: Tensor) -> int:
+    """The bound on one tile of scores, in bytes."""
+    return SCORE_BYTES.get(device_type(tensor), SCORE_BYTES["cuda"])
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which ``tensor`` enters a product."""
-    return tensor.dtype if tensor.device.type in NARROW_DEVICES else stats_dtype(tensor.dtype)
+    return tensor.dtype if device_type(tensor) in NARROW_DEVICES else stats_dtype(tensor.dtype)
 
 
 def packed_as(x: Tensor, dtype: torch.dtype) -> Tensor:

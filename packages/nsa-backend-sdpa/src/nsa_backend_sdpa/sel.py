@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
+from nsa_backend_sdpa.device import device_type, pieces
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
 from nsa_core.contract import SlotCall
@@ -65,13 +66,12 @@ def _pick(q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall) -
     """Runs of queries with what they see."""
     groups, n = blocks.shape[-2:]
     stats, operand = stats_dtype(q.dtype).itemsize, operand_dtype(q).itemsize
-    budget, size = engine.score_bytes(q.device.type), tiles.size
+    budget, size = engine.score_bytes(q), tiles.size
     count = queries_per_run(q.shape[-2], groups, n * size, width, stats, operand, budget)
     position, offset = _places(q, tiles, call)
     inside = torch.arange(size, device=q.device)
     head = torch.arange(groups, device=q.device)[:, None]
-    for a in range(0, tiles.total, count):
-        rows = slice(a, min(a + count, tiles.total))
+    for rows in pieces(tiles.total, count):
         here = position[rows][:, None, None]
         number, counted = distinct(blocks[rows], here // size)
         block = (offset[rows][:, None, None] + number).clamp_(0, len(tiles) - 1) * groups + head
@@ -196,7 +196,7 @@ def _add(total: Tensor, index: Tensor, grads: Tensor) -> None:
     On CUDA index_add_ adds with atomics; index_put_ sorts.
     """
     rows = grads.view(len(index), -1)
-    if total.device.type == "cuda":
+    if device_type(total) == "cuda":
         total.index_put_((index,), rows, accumulate=True)
     else:
         total.index_add_(0, index, rows)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
+from nsa_backend_sdpa.device import pieces
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
 from nsa_core.contract import SlotCall
@@ -24,9 +25,7 @@ from nsa_core.packing import compressed_cu_seqlens
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a call is cut into tiles; integers only, so that the memory it takes can be told
-    beforehand.
-    """
+    """How a call is cut into tiles."""
 
     size: int  # queries of a tile
     tiles: int  # of one step
@@ -70,7 +69,7 @@ def forward(
         packed, geometry = call.cu_seqlens is not None, call.geometry
         groups, heads = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
         longest = max(1, min(call.max_seqlen, len(q)) if packed else q.shape[1])
-        itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+        itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
         cut = Cut.of(geometry, longest, groups, heads, itemsize, budget)
         tiles, first_cmp = make_tiles(q, cut.size, call), _first_compressed(k_cmp, call)
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
@@ -79,8 +78,7 @@ def forward(
         blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
         for step in tiles.split(cut.tiles):
             position = step.clamp(step.rows()[0]) - step.start[:, None]
-            for g in range(0, groups, cut.groups):
-                part = slice(g, g + cut.groups)
+            for part in pieces(groups, cut.groups):
                 scores = block_scores([x[:, part] for x in rows], first_cmp, step, call)
                 store(blocks[:, part], step.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)

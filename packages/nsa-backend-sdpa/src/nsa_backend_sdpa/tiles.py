@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nsa_backend_sdpa.device import pieces
 from nsa_backend_sdpa.engine import packed_as
 from nsa_core.contract import SlotCall
 
@@ -26,19 +27,6 @@ def as_rows(x: Tensor, packed: bool) -> Tensor:
 def from_rows(rows: Tensor, x: Tensor, packed: bool) -> Tensor:
     """Inverse of :func:`as_rows`: [T, ...] with the leading axes of ``x``."""
     return rows if packed else rows.view(*x.shape[:2], *rows.shape[1:])
-
-
-def runs(
-    tiles: int, count: int, size: int, longest: int, per_document: int
-) -> Iterator[tuple[slice, int]]:
-    """Runs of at most ``count`` tiles, and how many rows of its document any tile of the run can
-    see.
-    """
-    for a in range(0, tiles, count):
-        last, seen = min(a + count, tiles) - 1, longest
-        if per_document and a // per_document == last // per_document:
-            seen = min(longest, (last % per_document + 1) * size)
-        yield slice(a, last + 1), seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +52,11 @@ class Tiles:
         return len(self.first)
 
     def split(self, count: int) -> Iterator[Tiles]:
-        """Runs of at most ``count`` tiles."""
-        for part, longest in runs(len(self), count, self.size, self.longest, self.per_document):
+        """Runs of at most ``count`` tiles, each with its own bound ``longest``."""
+        for part in pieces(len(self), count, self.per_document):
+            last, longest = part.stop - 1, self.longest
+            if self.per_document and part.start // self.per_document == last // self.per_document:
+                longest = min(longest, (last % self.per_document + 1) * self.size)
             first, start, end, document = (
                 x[part] for x in (self.first, self.start, self.end, self.document)
             )

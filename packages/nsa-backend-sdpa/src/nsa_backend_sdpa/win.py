@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
+from nsa_backend_sdpa.device import pieces
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
 from nsa_core.contract import SlotCall
@@ -22,9 +23,7 @@ from nsa_core.contract import SlotCall
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a call is cut into tiles; integers only, so that the memory it takes can be told
-    beforehand.
-    """
+    """How a call is cut into tiles."""
 
     window: int  # at most the longest document
     size: int  # queries of a tile
@@ -64,7 +63,7 @@ def _cut(q: Tensor, k: Tensor, call: SlotCall) -> Cut:
     else:
         documents, tokens, longest = len(call.cu_seqlens) - 1, len(q), min(call.max_seqlen, len(q))
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
-    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q.device.type)
+    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
     return Cut.of(
         call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget
     )
@@ -111,8 +110,7 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
     for step in tiles.split(cut.tiles):
-        for g in range(0, groups, cut.groups):
-            part = slice(g, g + cut.groups)
+        for part in pieces(groups, cut.groups):
             _forward_step(
                 [x[:, part] for x in rows], o[:, part], lse[:, part], step, cut.window, call.scale
             )
@@ -149,8 +147,8 @@ def _key_parts(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
     """
     device, count = step.first.device, window + step.size - 1
     query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
-    for a in range(0, count, engine.MAX_KEYS):
-        place = torch.arange(a, min(a + engine.MAX_KEYS, count), device=device)
+    for part in pieces(count, engine.MAX_KEYS):
+        place = torch.arange(part.start, part.stop, device=device)
         keys = step.first[:, None] + (place - (window - 1))
         hidden = ((place < query) | (place >= query + window)) | (keys < step.start[:, None])[
             :, None, :
@@ -201,8 +199,7 @@ def _tiled_backward(
         torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
     )
     for step in tiles.split(cut.tiles):
-        for g in range(0, groups, cut.groups):
-            part = slice(g, g + cut.groups)
+        for part in pieces(groups, cut.groups):
             grads = [x[:, part] for x in (dq, dk, dv)]
             _backward_step([x[:, part] for x in rows], grads, step, cut.window, call.scale)
     d_q = from_rows(dq[:-1].flatten(1, 2), q, packed)
@@ -246,8 +243,7 @@ def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
         keys >= step.end[:, None].clamp(max=step.total)
     )
     target = keys.masked_fill(outside, step.total)
-    for a in range(0, keys.shape[1], step.size):
-        run = slice(a, a + step.size)
+    for run in pieces(keys.shape[1], step.size):
         where = target[:, run].flatten()
         added = rows.index_select(0, where) + grads[:, :, run].flatten(1, 2).transpose(0, 1)
         rows.index_copy_(0, where, added)
