@@ -1,15 +1,11 @@
-"""The compressed branch as one plain causal call per document (docs/semantics.md, "the fold").
+"""The compressed branch as one plain causal call per document (nsa_core.fold).
 
-Token t sees compressed tokens 0 .. floor((t+1-l)/d). Without its first l-1 tokens, a document's
-queries come in runs
-of d that see the same keys: run r sees compressed tokens 0..r. Folding the run into the head axis
-gives as many rows
-as keys, and an ordinary causal mask:
-[S - (l-1) padded to I*d, G, h, D] -> [G, h*d heads, I rows, D].
+The d residues of a run are folded into the head axis: d*h heads share the keys of a group, and
+there are as many rows as keys. cuDNN, where it serves a call, reads the residues where they lie.
 
 Packed documents are called one by one, which needs their lengths on the host: one synchronisation
-on CUDA for each cu_seqlens, whatever the number of layers, and none while a graph is captured,
-which is refused.
+on CUDA for each cu_seqlens, whatever the number of layers. Under CUDA graph capture the call raises
+Unsupported.
 """
 
 from __future__ import annotations
@@ -23,10 +19,11 @@ from torch import Tensor
 from nsa_backend_sdpa import aten, cudnn
 from nsa_backend_sdpa.engine import ieee_products, stats_dtype
 from nsa_core.contract import SlotCall
+from nsa_core.fold import fold, unfold
 from nsa_core.packing import host_boundaries
 
 
-def _documents(x: Tensor, call: SlotCall) -> Iterator[tuple[slice, slice]]:
+def _documents(call: SlotCall) -> Iterator[tuple[slice, slice]]:
     """Token rows and compressed rows of every document that has a compressed token."""
     assert call.cu_seqlens is not None
     first_cmp = 0
@@ -42,33 +39,29 @@ def _fold(
     groups: int,
     call: SlotCall,
 ) -> Tensor:  # [B*G, d*h, I, D]
-    stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size - 1
-    batch, length, heads, width = x.shape
-    runs, per_group = call.geometry.num_compressed(length), heads // groups
-    folded = x.new_empty((batch, groups, runs * stride, per_group, width))
-    folded[:, :, : length - skip] = x[:, skip:].unflatten(2, (groups, per_group)).transpose(1, 2)
-    folded[:, :, length - skip :] = 0
-    return folded.view(batch * groups, runs, stride * per_group, width).transpose(1, 2)
+    runs = fold(x, groups, call.geometry, group_major=True)  # [B, I, G, d, h, D]
+    return runs.permute(0, 2, 3, 4, 1, 5).flatten(2, 3).flatten(0, 1)
 
 
 def _unfold(
     folded: Tensor,  # [B*G, d*h, I, D]
     out: Tensor,  # [B, S, Hq, D]
     call: SlotCall,
+    blank: float = 0.0,
 ) -> None:
-    """Store rows l-1 .. S-1 of ``out``; the rows before them see nothing and become zero."""
-    skip, stride = call.geometry.compress_block_size - 1, call.geometry.compress_stride
-    batch, length, heads, _ = out.shape
-    groups = folded.shape[0] // batch
-    rows = folded.transpose(1, 2).unflatten(2, (stride, heads // groups)).flatten(1, 2)
-    rows = rows.unflatten(0, (batch, groups))[:, :, : length - skip].transpose(1, 2)
-    out[:, :skip] = 0
-    out[:, skip:].unflatten(2, (groups, heads // groups)).copy_(rows)
+    """Store the runs into the rows of ``out``, and ``blank`` into those that see no key."""
+    runs = folded.unflatten(0, (out.shape[0], -1)).unflatten(2, (call.geometry.compress_stride, -1))
+    unfold(runs.permute(0, 4, 1, 2, 3, 5), out.shape[1], call.geometry, blank=blank, out=out)
 
 
 def _keys(x: Tensor) -> Tensor:
     """[B, n_c, G, D] -> [B*G, n_c, D]."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(lse: Tensor) -> Tensor:
+    """[B, Hq, S] -> [B, S, Hq, 1], a view: rows of width 1."""
+    return lse.transpose(1, 2).unsqueeze(-1)
 
 
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall) -> None:
@@ -77,8 +70,7 @@ def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call
         return
     folded_o, folded_lse = aten.causal(_fold(q, k.shape[2], call), _keys(k), _keys(v), call.scale)
     _unfold(folded_o, o, call)
-    _unfold(folded_lse.unsqueeze(-1), lse.transpose(1, 2).unsqueeze(-1), call)
-    lse[:, :, : call.geometry.compress_block_size - 1] = -torch.inf
+    _unfold(folded_lse.unsqueeze(-1), _rows(lse), call, -torch.inf)
 
 
 def forward(
@@ -98,7 +90,7 @@ def forward(
             return o, lse
         o.zero_()
         lse.fill_(-torch.inf)
-        for t, c in _documents(q, call):
+        for t, c in _documents(call):
             _forward_dense(
                 q[None, t], k_cmp[None, c], v_cmp[None, c], o[None, t], lse[None, :, t], call
             )
@@ -111,7 +103,7 @@ def _backward_dense(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) 
         cudnn.backward(tensors, grads, call)
         return
     groups = k.shape[2]
-    folded_lse = _fold(lse.transpose(1, 2).unsqueeze(-1), groups, call).squeeze(-1)
+    folded_lse = _fold(_rows(lse), groups, call).squeeze(-1)
     dq, dk, dv = aten.causal_backward(
         _fold(do, groups, call),
         _fold(q, groups, call),
@@ -148,7 +140,7 @@ def backward(
         else:
             for grad in grads:
                 grad.zero_()
-            for t, c in _documents(q, call):
+            for t, c in _documents(call):
                 part = [x[None, rows] for x, rows in zip(tensors, (t, t, c, c, t))]
                 targets = [x[None, rows] for x, rows in zip(grads, (t, c, c))]
                 _backward_dense([*part, lse[None, :, t]], targets, call)
