@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -18,14 +19,18 @@ SHAPE = "8/2/64"
 
 def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors")
-    recipe = [*"--device cuda --shapes".split(), SHAPE, *"--dim 256 --steps 20 --length 1024".split()]
-    recipe += [*"--lengths 2k --checkpoints".split(), str(tmp_path), *"--json".split(), str(tmp_path / "blocks.json")]
+    recipe = shlex.split(
+        f"--device cuda --shapes {SHAPE} --dim 256 --steps 20 --length 1024 --lengths 2k"
+        f" --checkpoints {tmp_path} --json {tmp_path / 'blocks.json'}"
+    )
     subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "real_blocks.py"), *recipe], check=True
     )
-    bench = [*"--device cuda --shape".split(), SHAPE, *"--length 512,2k --phase forward,backward,both".split()]
-    bench += [*"--inputs random,real --checkpoint".split(), str(tmp_path / "8-2-64.safetensors"), *"--budget 0.02".split()]
-    bench += [*"--combo auto --combo sdpa --time-limit 120 --json".split(), str(tmp_path / "r.json")]
+    bench = shlex.split(
+        f"--device cuda --shape {SHAPE} --length 512,2k --phase forward,backward,both"
+        f" --inputs random,real --checkpoint {tmp_path / '8-2-64.safetensors'} --budget 0.02"
+        f" --combo auto --combo sdpa --time-limit 120 --json {tmp_path / 'r.json'}"
+    )
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
     result = read_result(tmp_path / "r.json")
     assert not result.failed
@@ -60,8 +65,10 @@ def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> N
 
 
 def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
-    bench = [*"--phase decode --device cuda --shape reports,16/1/128 --length 600,4k --batch 4".split()]
-    bench += [*"--page-size 128 --budget 0.02 --time-limit 240 --json".split(), str(tmp_path / "r.json")]
+    bench = shlex.split(
+        "--phase decode --device cuda --shape reports,16/1/128 --length 600,4k --batch 4"
+        f" --page-size 128 --budget 0.02 --time-limit 240 --json {tmp_path / 'r.json'}"
+    )
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
     result = read_result(tmp_path / "r.json")
     assert not result.failed

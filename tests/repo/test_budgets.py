@@ -28,9 +28,7 @@ VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
 # Only where code that is not ours runs: the rest names the errors it expects.
-GUARDS_PLUGINS = {
-    DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")
-}
+GUARDS_PLUGINS = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
 GUARDS_PLUGINS |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
 GUARDS_PLUGINS |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}
 GUARDS_PLUGINS |= {"packages/nsa-bench/src/nsa_bench/rivals.py"}
