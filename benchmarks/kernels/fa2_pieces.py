@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from nsa_backend_fa2 import cmp, fold_strided, providers, sel, win
-from nsa_backend_fa2 import cmp, fold_strided, providers, sel, win
 from nsa_bench.environment import machine
 from nsa_core.contract import SlotCall
 from nsa_core.fold import fold

@@ -94,7 +94,7 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
 
 
 def test_verify_of_decode_and_what_a_step_reads(tmp_path: pathlib.Path) -> None:
-    arguments = [*"--phase decode --device cuda --dtype float32,bfloat16,float16 --reads".split()]
+    arguments = shlex.split("--phase decode --device cuda --dtype float32,bfloat16,float16 --reads")
     done = subprocess.run(
         [sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True
     )
