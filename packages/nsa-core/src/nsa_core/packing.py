@@ -1,5 +1,5 @@
-"""Packed documents: where each token and each compressed token lives, computed on the device
-without a synchronisation.
+"""Packed documents: the document and the position of each token and compressed token, computed on
+the device without a synchronisation.
 
 ``cu_seqlens`` int32 [documents + 1] holds the first token of each document and, last, the number of
 tokens T.
@@ -51,20 +51,19 @@ def compressed_cu_seqlens(cu_seqlens: torch.Tensor, geometry: BlockGeometry) -> 
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-# cu_seqlens -> (its version, what it held)
+# cu_seqlens -> (its version, its values then)
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def host_boundaries(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """``cu_seqlens`` on the host, for a backend that says ``reads_boundaries``; on CUDA the read
-    synchronises.
+    """``cu_seqlens`` on the host, for a backend that declares ``reads_boundaries``; reading it from
+    a GPU synchronises.
 
-    A tensor is read once, by the first of all layers and passes that ask, and again after torch
-    changed it in place; one made under inference_mode, whose changes nobody counts, every time.
+    A tensor is read once for all layers and passes, and again after torch changed it in place. A
+    tensor made under inference_mode has no version that counts changes, so it is read every time.
 
     Raises:
-        Unsupported: a CUDA graph is being captured: its replays would go by what the boundaries are
-            now.
+        Unsupported: a CUDA graph is being captured. Its replays would use the present boundaries.
     """
     if _on_gpu(cu_seqlens) and torch.cuda.is_current_stream_capturing():
         why = "packed documents whose boundaries the host reads cannot be captured in a CUDA graph"
@@ -75,10 +74,10 @@ def host_boundaries(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
         not _on_gpu(cu_seqlens) or cu_seqlens.is_inference()
     ):  # elsewhere reading is free, and numpy may write unseen
         return tuple(cu_seqlens.tolist())
-    held: tuple[int, tuple[int, ...]] | None = _read.get(cu_seqlens)
-    if held is None or held[0] != cu_seqlens._version:
-        _read[cu_seqlens] = held = cu_seqlens._version, tuple(cu_seqlens.tolist())
-    return held[1]
+    cached: tuple[int, tuple[int, ...]] | None = _read.get(cu_seqlens)
+    if cached is None or cached[0] != cu_seqlens._version:
+        _read[cu_seqlens] = cached = cu_seqlens._version, tuple(cu_seqlens.tolist())
+    return cached[1]
 
 
 def _on_gpu(cu_seqlens: torch.Tensor) -> bool:
@@ -88,20 +87,23 @@ def _on_gpu(cu_seqlens: torch.Tensor) -> bool:
 def unpad(
     x: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Drop padding: [B, S, ...] and a mask [B, S] to packed rows; bool, or integers of which 0
-    marks padding.
+    """Drop padding: turn x [B, S, ...] and a mask into packed rows.
+
+    Args:
+        x: [B, S, ...].
+        attention_mask: [B, S], bool or integers; False or 0 marks padding.
 
     Returns:
         rows [T, ...], cu_seqlens int32 [B + 1], the longest length, and indices int64 [T] that
-        :func:`pad` takes. Reads the mask on the host once (T is a shape).
+        :func:`pad` takes. Synchronises, because T is a shape.
 
     Raises:
         InvalidInput: the mask is not [B, S], not of bool or integers, or keeps tokens that are not
             contiguous in a row.
     """
-    for name, given in (("x", x), ("attention_mask", attention_mask)):
-        if not isinstance(given, torch.Tensor):
-            raise InvalidInput(f"{name} must be a tensor, got {type(given).__name__}")
+    for name, argument in (("x", x), ("attention_mask", attention_mask)):
+        if not isinstance(argument, torch.Tensor):
+            raise InvalidInput(f"{name} must be a tensor, got {type(argument).__name__}")
     if attention_mask.shape != x.shape[:2]:
         raise InvalidInput(
             f"attention_mask must be {list(x.shape[:2])}, got {list(attention_mask.shape)}"

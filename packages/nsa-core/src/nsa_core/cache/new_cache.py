@@ -31,8 +31,8 @@ def make_cache(
     sizes.check()
     if not isinstance(dtype, torch.dtype):
         raise InvalidInput(f"dtype must be a torch.dtype, as torch.float32, or None, got {dtype!r}")
-    wanted = dtype_and_device_from(attn.out).device if device is None else device
-    place = torch.empty(0, device=known_device(wanted)).device
+    chosen = dtype_and_device_from(attn.out).device if device is None else device
+    place = torch.empty(0, device=known_device(chosen)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         plan = resolve(

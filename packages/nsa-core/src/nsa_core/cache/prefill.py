@@ -69,9 +69,9 @@ def _fill(
     blocks = store.count[:n_c].expand(len(sequences), -1)
     unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
     store.cmp.write(store.cmp.in_pages(blocks, table, unfinished if ragged else None), *compressed)
-    every = torch.arange(len(sequences), device=cache.device)[:, None]
+    sequence = torch.arange(len(sequences), device=cache.device)[:, None]
     for ring, (k, v) in ((store.raw, pairs[0]), (store.win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + store.count[: min(ring.rows, total)]
         token = newest.clamp(max=total - 1)
         index = ring.in_ring(newest, newest >= ends, sequences)
-        ring.write(index, k[every, token], v[every, token])
+        ring.write(index, k[sequence, token], v[sequence, token])

@@ -149,17 +149,17 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
         InvalidInput: what the plan is for, and what the cache is.
     """
     must_be_plan(plan)
-    asked, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
-    named = {
+    request, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
+    expected = {
         "phase": "decode",
         "dtype": dtype,
         "device": cache.device.type,
         "page_size": cache.page_size,
     }
     wrong = [
-        f"{n} is {got!r}, not {due!r}"
-        for n, due in named.items()
-        if (got := getattr(asked, n)) != due
+        f"{n} is {value!r}, not {due!r}"
+        for n, due in expected.items()
+        if (value := getattr(request, n)) != due
     ]
     if plan.config != cache.config:
         wrong.append(f"it is for {plan.config}, not {cache.config}")

@@ -1,5 +1,5 @@
-"""nsa_attention: Native Sparse Attention of given queries, keys, values and gates (arXiv
-2502.11089, section 3).
+"""nsa_attention: Native Sparse Attention over queries, keys, values and gates (arXiv 2502.11089,
+section 3).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any,
 
 
 def _wide(blocks: torch.Tensor) -> torch.Tensor:
-    """int32 and int64 as they are; other integers widened, so that no value wraps round into
-    range.
+    """``blocks`` as int32 or int64. Other integers are widened, so that no value wraps around into
+    the range of blocks.
     """
     return blocks if blocks.dtype in (torch.int32, torch.int64) else blocks.to(torch.int64)

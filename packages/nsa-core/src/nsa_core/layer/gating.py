@@ -1,9 +1,9 @@
 """Sigmoid gates of the three branches, per token and query head, from the layer's input (arXiv
 2502.11089, Eq. 5).
 
-Gates are computed and kept in fp32 (fp64 for fp64 inputs), under autocast too. At the start the
-logits have zero mean and a spread of about a half over tokens of unit variance: no branch is
-preferred, and no gate is a constant.
+Gates are fp32 (fp64 for fp64 inputs), under autocast too. At initialisation the logits have zero
+mean and a standard deviation of about a half over tokens of unit variance: no branch is preferred,
+and no gate is constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nsa_core.layer.plain_linear import is_plain_linear
 from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import no_autocast
 
-_SPREAD = 0.5  # of the logits at the start: gates of 0.5 +- 0.12
+_SPREAD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # of SiLU over a standard normal
 
 
@@ -35,13 +35,13 @@ def _linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     if is_plain_linear(layer):
         assert isinstance(layer, nn.Linear)
         return _product(x, layer)
-    given = itertools.chain(layer.named_parameters(), layer.named_buffers())
-    other = {n: t.to(x.dtype) for n, t in given if t.is_floating_point() and t.dtype != x.dtype}
-    result: torch.Tensor = torch.func.functional_call(layer, other, (x,)) if other else layer(x)
-    if other and layer.training:  # spectral_norm updates its buffers in the call
+    tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
+    cast = {n: t.to(x.dtype) for n, t in tensors if t.is_floating_point() and t.dtype != x.dtype}
+    result: torch.Tensor = torch.func.functional_call(layer, cast, (x,)) if cast else layer(x)
+    if cast and layer.training:  # spectral_norm updates its buffers in the call
         for name, buffer in layer.named_buffers():
-            if name in other:
-                buffer.copy_(other[name])
+            if name in cast:
+                buffer.copy_(cast[name])
     return result
 
 
@@ -57,7 +57,9 @@ class LinearGate(nn.Linear):
         super().__init__(dim, n_heads * 3)
 
     def reset_parameters(self) -> None:
-        """Logits of zero mean and a spread of about a half for inputs of unit variance."""
+        """Logits of zero mean and a standard deviation of about a half for inputs of unit
+        variance.
+        """
         nn.init.normal_(self.weight, std=_SPREAD * self.in_features**-0.5)
         nn.init.zeros_(self.bias)
 
@@ -98,8 +100,8 @@ class MLPGate(nn.Sequential):
 
 
 def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
-    """``gate`` if it is a plain LinearGate, which a fused form may compute from its weight and
-    bias; else None.
+    """``gate`` if a fused form may compute it from its weight and bias: a LinearGate without hooks
+    or wrappers. Else None.
     """
     if not is_plain_linear(gate, LinearGate):
         return None
@@ -111,8 +113,8 @@ def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Call ``gate`` on x [..., dim] and return gates [..., Hq, 3].
 
     Raises:
-        InvalidInput: ``gate`` is an adapter around one of this module's gates. It would add to
-            gates, not to logits.
+        InvalidInput: ``gate`` is an adapter around one of this module's gates. Its term would be
+            added to the gates instead of the logits.
     """
     if not isinstance(gate, (LinearGate, MLPGate)):
         _refuse_adapter(gate)

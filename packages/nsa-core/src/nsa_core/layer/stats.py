@@ -1,4 +1,4 @@
-"""What an NSA layer does with an input, in numbers: its gates and its chosen blocks."""
+"""Statistics of an NSA layer on an input: its gates and its selected blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Chunks of d tokens, of which compression blocks are made: where they lie in dense and in packed
-sequences.
-"""
+"""The chunks of d tokens that compression blocks consist of, in dense and in packed sequences."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from nsa_core.torch_ops.slot_op import stats_dtype
 
 
 class PackedBlocks(NamedTuple):
-    """Where the chunks and blocks of packed documents lie; all int64, on the device, for T tokens,
-    m = T // d rows.
+    """The positions of the chunks and blocks of packed documents, int64 on the device, for T tokens
+    and m = T // d rows.
 
-    Rows past the last document's are the tail: in bounds, meaningless, and read by no one.
+    Rows past those of the last document are in bounds, have no meaning and are never read.
     """
 
     tokens: torch.Tensor  # [m * d] token at each place of each chunk
@@ -27,11 +25,11 @@ class PackedBlocks(NamedTuple):
 
 
 def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry) -> PackedBlocks:
-    """Chunks and blocks of documents given by ``cu_seqlens`` int32 [documents + 1], without a
-    synchronisation.
+    """The chunks and blocks of documents with boundaries ``cu_seqlens`` int32 [documents + 1];
+    never synchronises.
 
-    A document of n tokens has n // d chunks, so T // d rows hold the chunks, and the fewer blocks,
-    of all.
+    A document of n tokens has n // d chunks and no more blocks than that, so T // d rows hold those
+    of all documents.
     """
     stride, rows = geometry.compress_stride, geometry.max_compressed(total)
     first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
@@ -56,22 +54,25 @@ class Chunks:
         self.places = geometry.compress_block_size // stride
         self._blocks = geometry.num_compressed(x.shape[-3])
         x = x if packed is None else x.index_select(0, packed.tokens)
-        # Cut after the transpose: a cut of x itself would make torch.compile tell S = m*d from
-        # other lengths.
+        # Slice after the transpose: a slice of x itself would make torch.compile specialise on
+        # S = m * d.
         x = x.transpose(-3, -2)[..., : self.rows * stride, :]
         self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
     def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
-        """Of y per chunk, [B, m, ...] or [m, ...], the rows at ``place`` of each block: [B, n_c,
-        ...] or [m, ...].
+        """For each block the row of y that belongs to its chunk number ``place``.
+
+        Shapes:
+            y: one row per chunk, [B, m, ...] or packed [m, ...].
+            Returns: one row per block, [B, n_c, ...] or packed [m, ...].
         """
         if self._packed is None:
             return y[:, place : place + self._blocks]
         return y.index_select(0, (self._packed.chunks + place).clamp(0, max(self.rows - 1, 0)))
 
     def total(self, y: torch.Tensor) -> torch.Tensor:
-        """Sum over the places of y [..., m, G, X, r]: [..., n_c, G, X], added in fp32 (fp64 for
-        fp64).
+        """The sum over each block's r chunks, [..., n_c, G, X], in fp32 (fp64 for fp64). The last
+        axis of y [..., m, G, X, r] is the place of the chunk in the block.
         """
         total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
         for place in range(1, self.places):

@@ -1,10 +1,12 @@
 """phi of kinds mlp and linear, for one tensor or for keys and values together, as one autograd
 node.
 
-With the rows of W [out, l*D], token outermost, cut into r = l/d parts, W flatten(block + position)
-+ b is the sum over a block's r chunks of W_j x_j, plus W e + b, which is one vector for all blocks.
-Op by op PyTorch takes three times the kernels for the gradient, and as many again for the second
-tensor: a short sequence is bound by their launches.
+W flatten(block + position) + b is split in two. The rows of W [out, l*D], token outermost, are cut
+into r = l/d parts W_j. The sum of W_j x_j over a block's r chunks depends on the tokens; W e + b,
+with e the flattened position encoding, is the same vector for every block.
+
+Operator by operator PyTorch takes three times the kernels for the gradient, and again as many for
+the second tensor. A short sequence is bound by their launches.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from nsa_core.torch_ops.torch_state import autocasts, no_autocast
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product of x is of x's dtype, with these parameters and as autocast is now."""
+    """Whether the product of x with parameters like ``weight`` has x's dtype under the current
+    autocast.
+    """
     device = x.device
     return x.dtype == (torch.get_autocast_dtype(device.type) if autocasts(device) else weight.dtype)
 
@@ -61,34 +65,37 @@ class JointPhi(torch.autograd.Function):
                 total = total + parts[:, :, place : place + blocks, ..., place]
             hidden = x[0].new_empty((count, batch, blocks, heads, hidden_width))
             torch.add(total, parts[:, :, places - 1 :, ..., places - 1], out=hidden)
-            kept, out = [tokens, cast, e], hidden
+            saved, out = [tokens, cast, e], hidden
             if down:
                 inner, outer = F.gelu(hidden).view(count, -1, hidden_width), _stack(down[0], dtype)
                 out = torch.baddbmm(_stack(down[1], dtype).unsqueeze(1), inner, outer.mT)
                 out = out.view(count, batch, blocks, heads, len(down[0][0]))
-                kept += [hidden, inner, outer]
-        ctx.save_for_backward(*kept, *weight)
+                saved += [hidden, inner, outer]
+        ctx.save_for_backward(*saved, *weight)
         ctx.stride, ctx.count, ctx.shape, ctx.down = stride, count, x[0].shape, bool(down)
         return out.unbind(0)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of every tensor, in the order of forward; those of parameters in their dtype."""
-        count, saved, after = ctx.count, ctx.saved_tensors, []
-        kept, weight = saved[:-count], saved[-count:]
+        """The gradients of every tensor, in the order of forward; those of parameters in their
+        dtype.
+        """
+        count, after = ctx.count, []
+        tensors = ctx.saved_tensors  # read once: a checkpoint refuses to unpack twice
+        saved, weight = tensors[:-count], tensors[-count:]
         precise, master = stats_dtype(grads[0].dtype), weight[0].dtype
         with no_autocast(grads[0].device):
             grad = _stack(grads, grads[0].dtype)
             if ctx.down:
-                hidden, inner, outer = kept[3:]
+                hidden, inner, outer = saved[3:]
                 rows = grad.reshape(count, -1, grad.shape[-1])
                 after += [*torch.bmm(rows.mT, inner).to(master).unbind(0)]
                 after += [*rows.sum(1, dtype=precise).to(master).unbind(0)]
                 grad = torch.ops.aten.gelu_backward(torch.bmm(rows, outer).view_as(hidden), hidden)
-            dx, dw = _of_products(grad, kept[0], kept[1], ctx.shape, ctx.stride)
+            dx, dw = _of_products(grad, saved[0], saved[1], ctx.shape, ctx.stride)
             db = grad.sum((1, 2, 3), dtype=precise).to(master)
-            dw = dw.to(master).addcmul_(db.unsqueeze(2), kept[2].unsqueeze(1))
+            dw = dw.to(master).addcmul_(db.unsqueeze(2), saved[2].unsqueeze(1))
             de = [torch.mv(w.t(), b).view(-1, ctx.shape[-1]) for w, b in zip(weight, db)]
         return None, None, *dx.unbind(0), *de, *dw.unbind(0), *db.unbind(0), *after
 
@@ -100,7 +107,9 @@ def _of_products(
     shape: torch.Size,  # of x, [B, S, G, D]
     stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [P, B, S, G, D] and of W [P, hidden, l*D], without that of W e."""
+    """Gradients of x [P, B, S, G, D] and of W [P, hidden, l*D], the latter without the term from
+    W e.
+    """
     (batch, length, heads, width), (count, _, blocks, _, hidden) = shape, grad.shape
     rows, places = length // stride, cast.shape[-1] // (stride * width)
     parts = grad.new_zeros((count, batch, rows, heads, hidden, places))

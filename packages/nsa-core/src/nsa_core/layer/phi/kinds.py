@@ -1,10 +1,10 @@
 """phi: the l tokens of each compression block to one compressed token, k_cmp[i] = phi(k[i*d : i*d +
 l]) (Eq. 7).
 
-Blocks overlap l/d-fold, and a copy of every block would be l/d times the sequence. Here the
-sequence is cut into chunks of d tokens, block i being the r = l/d chunks i .. i+r-1: every phi is a
-map of single chunks, one result per place j in a block, followed by a combination of r results. So
-the tokens are copied once.
+Each token lies in l/d blocks, so a copy of every block would be l/d times the sequence. Instead the
+sequence is cut into chunks of d tokens; block i consists of the r = l/d chunks i .. i+r-1. Every
+phi maps single chunks, with one result per place j in a block, and then combines r results. So the
+tokens are copied once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """mean_compress of a dense tensor: the gradient that PyTorch would find op by op, as one node
-    and in fewer ops.
+    """mean_compress of a dense tensor as one autograd node, whose gradient takes fewer operators
+    than that of the operators one by one.
     """
 
     @staticmethod
@@ -51,9 +51,9 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         batch, length, *rest = ctx.shape
         rows, places = length // ctx.stride, ctx.size // ctx.stride
-        # a chunk's blocks: places, from one on
-        around = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))
-        chunks = around.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
+        # padded, so that every chunk lies in ``places`` blocks
+        padded = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))
+        chunks = padded.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
         tokens = (
             grad.new_empty((batch, rows, ctx.stride, *rest))
             .copy_(chunks.unsqueeze(2))
@@ -73,8 +73,8 @@ def mean_compress(
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
     if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
-        wanted = torch.is_grad_enabled() and x.requires_grad
-        return _Mean.apply(x, size, stride) if wanted else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        return _Mean.apply(x, size, stride) if needs_grad else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)
     sums = (
         chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype))
@@ -86,10 +86,8 @@ def mean_compress(
 
 
 class Phi(nn.Module):
-    """forward(x, packed=None): x [B, S, G, D] to compressed [B, n_c, G, D]; packed [T, G, D] to [T
-    // d, G, D].
-
-    Parameters are shared by the heads G; the result has x's dtype.
+    """The base of all kinds. ``forward(x, packed=None)`` compresses x [B, S, G, D] to [B, n_c, G,
+    D], or packed [T, G, D] to [T // d, G, D], in x's dtype. The heads G share the parameters.
     """
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
@@ -119,21 +117,21 @@ def _block_linear(
     geometry: BlockGeometry,
     packed: PackedBlocks | None,
 ) -> torch.Tensor:
-    """``layer`` on flatten(block + position), [..., n_c, G, out], as
-    :mod:`nsa_core.layer.phi.joint` has it, op by op.
+    """``layer`` on flatten(block + position), [..., n_c, G, out]: the formula of
+    :mod:`nsa_core.layer.phi.joint`, operator by operator.
 
-    One block alone is one product. A layer that is not a plain nn.Linear is called on whole blocks,
-    which are copied.
+    A single block takes one product. A layer that is not a plain nn.Linear is called on whole
+    blocks, which are copied.
     """
     if not is_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
         blocks = torch.cat([chunks.at(place, chunks.tokens) for place in range(chunks.places)], -2)
-        whole: torch.Tensor = layer((blocks + position).flatten(-2))
-        return whole
+        of_blocks: torch.Tensor = layer((blocks + position).flatten(-2))
+        return of_blocks
     constant = F.linear(position.flatten(), layer.weight, layer.bias)
     if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
-        alone: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
-        return alone.unsqueeze(-3)
+        of_block: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
+        return of_block.unsqueeze(-3)
     chunks = Chunks(x, geometry, packed)
     parts = F.linear(
         chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1)
@@ -145,8 +143,8 @@ def _block_linear(
 def _joint(
     phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
 ) -> Sequence[torch.Tensor] | None:
-    """The phis of one kind on xs of one shape as one node; None where they are for PyTorch to do op
-    by op.
+    """Apply phis of one kind to tensors of one shape, as one autograd node; None where only the
+    operator-by-operator form is right.
     """
     geometry, first = phis[0].geometry, xs[0]
     if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
@@ -157,10 +155,10 @@ def _joint(
     if not all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
         return None
     parameters = (parameter for kind in zip(*weights) for parameter in kind)
-    done: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
+    compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
         geometry.compress_stride, len(xs), *xs, *parameters
     )
-    return done
+    return compressed
 
 
 class LinearPhi(Phi):
@@ -243,7 +241,7 @@ class ConvPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The average of the tokens, disturbed by about a tenth."""
+        """The average of the tokens, plus noise of about a tenth of it."""
         size = self.geometry.compress_block_size
         nn.init.normal_(self.weight, mean=1 / size, std=0.1 / size)
         nn.init.zeros_(self.bias)
@@ -280,9 +278,9 @@ class AttnPoolPhi(Phi):
         position = self.position.unflatten(0, (chunks.places, -1))  # [r, d, D]
         tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
         query = self.query  # read once: a parametrisation computes it
-        of_token = (tokens @ query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
+        token_logits = (tokens @ query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
         logits = (
-            of_token.to(precise) + (position @ query).to(precise)
+            token_logits.to(precise) + (position @ query).to(precise)
         ) * self.width**-0.5  # [..., G, r, d]
         weights = logits.softmax(-1).to(x.dtype)
         pooled = weights @ tokens + torch.einsum("...jt,jtc->...jc", weights, position.to(x.dtype))
