@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nsa_core.dtypes import stats_dtype
+from nsa_core.torch_ops.slot_op import stats_dtype
 from nsa_core.torch_ops.torch_state import autocasts, no_autocast
 
 
@@ -82,7 +82,8 @@ class JointPhi(torch.autograd.Function):
         dtype.
         """
         count, after = ctx.count, []
-        saved, weight = ctx.saved_tensors[:-count], ctx.saved_tensors[-count:]
+        tensors = ctx.saved_tensors  # read once: a checkpoint refuses to unpack twice
+        saved, weight = tensors[:-count], tensors[-count:]
         precise, master = stats_dtype(grads[0].dtype), weight[0].dtype
         with no_autocast(grads[0].device):
             grad = _stack(grads, grads[0].dtype)
