@@ -291,9 +291,9 @@ class Hooks:
     """The hooks nsa_core calls; a plugin implements the one below."""
 
     @hookspec
-    def nsa_register_backends(
+    def nsa_register_backends(  # type: ignore[empty-body]
         self, api_version: tuple[int, int]
-    ) -> Registered | Sequence[Registered]:  # type: ignore[empty-body]
+    ) -> Registered | Sequence[Registered]:
         """Return the plugin's backend, or several. ``api_version`` is nsa_core's; the argument may
         be left out.
         """
