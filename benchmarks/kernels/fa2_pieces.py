@@ -137,15 +137,15 @@ def main() -> None:
     )
     parser.add_argument("json", type=Path)
     parser.add_argument(
-        "--provider", choices=[place.name for place in providers.found()], default=None
+        "--provider", choices=[place.name for place in providers.sources()], default=None
     )
     parser.add_argument("--sel", action="store_true", help="also the slow sel")
     options = parser.parse_args()
     if options.provider is not None:
-        place = next(place for place in providers.found() if place.name == options.provider)
+        place = next(place for place in providers.sources() if place.name == options.provider)
         if place.provider is None:
             parser.error(str(place.reason))
-        providers.found = lambda: (place,)  # type: ignore[assignment]
+        providers.sources = lambda: (place,)  # type: ignore[assignment]
     title = providers.serving().title
     print(f"{title} on {torch.cuda.get_device_name()}\n{'':34}  forward backward (ms)")
     rows = [row for shape in SHAPES for row in pieces(shape, options.sel)]

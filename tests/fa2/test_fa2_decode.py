@@ -12,7 +12,7 @@ import torch
 from fa2_standin import Library, make
 from nsa_backend_fa2 import decode, providers
 from nsa_backend_fa2 import probe as probes
-from nsa_backend_fa2.providers import Found
+from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Request
 from nsa_core.dispatch.plan import resolve
 from nsa_core.errors import Unsupported
@@ -90,8 +90,8 @@ def test_nan_in_a_query_stays_nan(library: Library) -> None:
 @pytest.fixture
 def served_by(monkeypatch: pytest.MonkeyPatch):
     def serve(name: str) -> None:
-        place = Found(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "found", lambda: (place,))
+        place = Source(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "sources", lambda: (place,))
 
     return serve
 
@@ -129,7 +129,7 @@ def test_without_the_package_a_call_says_who_serves(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [None, 4096])
 def test_the_library_itself(page: int | None, dtype: torch.dtype) -> None:
-    place = next(place for place in providers.found() if place.name == "flash-attn")
+    place = next(place for place in providers.sources() if place.name == "flash-attn")
     if place.provider is None:
         pytest.skip(str(place.reason))
     lengths = (9000, 4096, 31, 33, 700, 5000, 47, 1)

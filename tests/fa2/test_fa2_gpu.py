@@ -29,7 +29,7 @@ from nsa_verify.judge.slot import judge_slot
 
 pytestmark = pytest.mark.gpu
 
-PLACES = {place.name: place for place in providers.found()}
+PLACES = {place.name: place for place in providers.sources()}
 PAPER = BlockGeometry()
 SHORT = BlockGeometry(16, 8, 32, 4, 1, 2, 48)
 DOCUMENTS = (0, 33, 16, 15, 0, 210, 64, 1)
@@ -73,7 +73,7 @@ def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     place = PLACES[request.param]
     if place.provider is None:
         pytest.skip(str(place.reason))
-    monkeypatch.setattr(providers, "found", lambda: (place,))
+    monkeypatch.setattr(providers, "sources", lambda: (place,))
     return place.provider
 
 

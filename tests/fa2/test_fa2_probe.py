@@ -18,7 +18,7 @@ from fa2_standin import Library, make
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
-from nsa_backend_fa2.providers import Found
+from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Reason, Request, import_named
 from nsa_core.dispatch.probing import details
 from nsa_core.dispatch.registry import Registry
@@ -45,8 +45,8 @@ def served_by(monkeypatch: pytest.MonkeyPatch):
     """Let a stand-in provider serve: "2.8.3" (the package) or "aten"."""
 
     def serve(name: str) -> None:
-        place = Found(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "found", lambda: (place,))
+        place = Source(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "sources", lambda: (place,))
 
     return serve
 
@@ -252,10 +252,10 @@ def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places = (
-        Found("flash-attn", None, Reason("a", "first", "h")),
-        Found("PyTorch", None, Reason("b", "second", "h")),
+        Source("flash-attn", None, Reason("a", "first", "h")),
+        Source("PyTorch", None, Reason("b", "second", "h")),
     )
-    monkeypatch.setattr(providers, "found", lambda: places)
+    monkeypatch.setattr(providers, "sources", lambda: places)
     assert codes(GOOD) == ["a", "b"]
     with pytest.raises(RuntimeError, match=r"first \(h\); second"):
         providers.serving()
@@ -266,8 +266,8 @@ def test_detail_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Reason("package_missing", "flash-attn is not installed", "pip install")
     monkeypatch.setattr(
         providers,
-        "found",
-        lambda: (Found("flash-attn", package, None), Found("PyTorch", torchs, None)),
+        "sources",
+        lambda: (Source("flash-attn", package, None), Source("PyTorch", torchs, None)),
     )
     assert probes.detail() == [
         "flash-attn 2.8.3: serves",
@@ -276,8 +276,8 @@ def test_detail_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert providers.serving() is package
     monkeypatch.setattr(
         providers,
-        "found",
-        lambda: (Found("flash-attn", None, missing), Found("PyTorch", torchs, None)),
+        "sources",
+        lambda: (Source("flash-attn", None, missing), Source("PyTorch", torchs, None)),
     )
     assert probes.detail() == [
         "flash-attn: flash-attn is not installed (pip install)",

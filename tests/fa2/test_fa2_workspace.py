@@ -163,4 +163,4 @@ def test_small_requests_state_something(slot: str, change: dict) -> None:
 
 def test_nothing_serves_instead_afterwards() -> None:
     stated()
-    assert providers._instead.get() is None
+    assert providers._override.get() is None

@@ -62,10 +62,10 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
-def _too_many(q: Tensor, how: Attention) -> bool:
-    if how.packed is None:
+def _too_many(q: Tensor, attention: Attention) -> bool:
+    if attention.packed is None:
         return q.shape[0] > MAX_BATCH
-    count = how.packed.cu_q.shape[0] - 1
+    count = attention.packed.cu_q.shape[0] - 1
     if count > MAX_BATCH:
         raise RuntimeError(
             f"{count} documents exceed the {MAX_BATCH} of one call of FlashAttention-2; pack fewer"
@@ -77,18 +77,23 @@ def attend(
     q: Tensor,  # [B, Sq, H, Dk], packed [T, H, Dk]
     k: Tensor,  # [B, Sk, G, Dk]
     v: Tensor,  # [B, Sk, G, Dv]
-    how: Attention,
+    attention: Attention,
 ) -> tuple[Tensor, Tensor]:
     """o [..., Dv], a slice where the head was padded, and lse; every row must see a key, or its lse
     is NaN.
     """
-    if _too_many(q, how):
-        parts = [attend(a, b, c, how) for a, b, c in zip(*(x.split(MAX_BATCH) for x in (q, k, v)))]
+    if _too_many(q, attention):
+        parts = [
+            attend(a, b, c, attention) for a, b, c in zip(*(x.split(MAX_BATCH) for x in (q, k, v)))
+        ]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
-    signed, scale = positive(q, how.scale)
+    signed, scale = positive(q, attention.scale)
     o, lse = providers.serving().forward(
-        fit(signed, width), fit(k, width), fit(v, width), dataclasses.replace(how, scale=scale)
+        fit(signed, width),
+        fit(k, width),
+        fit(v, width),
+        dataclasses.replace(attention, scale=scale),
     )
     # The library marks a row whose sum is NaN like a row without keys, by +inf.
     lse.masked_fill_(lse == torch.inf, torch.nan)
@@ -102,22 +107,28 @@ def attend_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    how: Attention,
+    attention: Attention,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v."""
-    if _too_many(q, how):
+    if _too_many(q, attention):
         shares = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
         dqs, dks, dvs = zip(
-            *(attend_backward(a, b, c, d, e, f, how) for a, b, c, d, e, f in shares)
+            *(attend_backward(a, b, c, d, e, f, attention) for a, b, c, d, e, f in shares)
         )
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
-    signed, scale = positive(q, how.scale)
+    signed, scale = positive(q, attention.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed, k, v, o))
     dq, dk, dv = providers.serving().backward(
-        fit_do, fit_q, fit_k, fit_v, fit_o, lse.contiguous(), dataclasses.replace(how, scale=scale)
+        fit_do,
+        fit_q,
+        fit_k,
+        fit_v,
+        fit_o,
+        lse.contiguous(),
+        dataclasses.replace(attention, scale=scale),
     )
     dq = dq[..., : q.shape[-1]]
-    if how.scale <= 0:
-        dq = -dq if how.scale < 0 else dq * 0
+    if attention.scale <= 0:
+        dq = -dq if attention.scale < 0 else dq * 0
     return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

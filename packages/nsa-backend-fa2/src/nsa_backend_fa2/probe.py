@@ -1,4 +1,4 @@
-"""What FlashAttention-2 takes, and every reason why not."""
+"""The requests that FlashAttention-2 takes, and every reason against the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nsa_core.contract import Reason, Request
 OLDEST_GPU = (8, 0)
 NEWEST_GPU = (12, 1)
 MAX_HEADS = 65535  # of the library call: an axis of the kernels' grid
-# loads flash-attn, which may take seconds, while this module loads: a probe has to be quick
-providers.found()
+# Loads flash-attn with this module, which may take seconds: a probe has to be quick.
+providers.sources()
 
 # GPUs whose shared memory is too small for PyTorch's backward of 224
 _SMALL = (
@@ -126,7 +126,7 @@ def _layout_reasons(request: Request) -> Iterator[Reason]:
 def _provider_reasons(request: Request) -> list[Reason]:
     serving = providers.first()
     if serving is None:
-        return [place.reason for place in providers.found() if place.reason is not None]
+        return [source.reason for source in providers.sources() if source.reason is not None]
     if not isinstance(serving, providers.TorchFlash) or not request.needs_grad:
         return []
     reasons = []
@@ -142,14 +142,14 @@ def _provider_reasons(request: Request) -> list[Reason]:
 
 
 def detail() -> list[str]:
-    """Who serves this backend, and what keeps the others from it; a line each."""
+    """The provider in use, and why the others are not; a line each."""
     lines, served = [], False
-    for place in providers.found():
-        if place.provider is None:
-            lines.append(f"{place.name}: {place.reason}")
+    for source in providers.sources():
+        if source.provider is None:
+            lines.append(f"{source.name}: {source.reason}")
         elif served:
-            lines.append(f"{place.provider.title}: not needed")
+            lines.append(f"{source.provider.title}: not needed")
         else:
-            lines.append(f"{place.provider.title}: serves")
+            lines.append(f"{source.provider.title}: serves")
             served = True
     return lines

@@ -6,7 +6,7 @@ GQA native:
     q [B, Sq, H, D]  k, v [B, Sk, G, D]  o [B, Sq, H, D]
     lse [B, H, Sq]; packed rows [T, H, D], lse [H, T].
 D is a multiple of 8, at most 256; the LSE is a natural logarithm, +inf for a row without keys.
-What changed between releases of flash-attn is known here and nowhere else:
+Changes between releases of flash-attn are handled here and nowhere else:
     2.6  softcap joins the arguments; the LSE of packed rows is [H, T], it was [documents, H,
          longest]
     2.7  window_size becomes two arguments; the forward returns 4 values, it returned 8
@@ -76,21 +76,30 @@ class Attention:
 
 
 class Provider(Protocol):
-    """Somebody's FlashAttention-2."""
+    """An implementation of FlashAttention-2."""
 
     @property
     def title(self) -> str:
         """Name and version."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
         """o and lse."""
         ...
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; rows outside every document are left as they were found."""
+        """dq, dk, dv; rows outside every document are not written."""
         ...
 
 
@@ -105,19 +114,25 @@ class FlashAttnPackage:
         """Name and version."""
         return f"flash-attn {self._version}"
 
-    def _arguments(self, how: Attention) -> dict[str, Any]:
-        given: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": how.scale, "causal": how.causal}
-        given["alibi_slopes"] = None
+    def _arguments(self, attention: Attention) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "dropout_p": 0.0,
+            "softmax_scale": attention.scale,
+            "causal": attention.causal,
+        }
+        arguments["alibi_slopes"] = None
         if self._version >= Version("2.7"):
-            given.update(window_size_left=how.left, window_size_right=how.right)
+            arguments.update(window_size_left=attention.left, window_size_right=attention.right)
         else:
-            given["window_size"] = (how.left, how.right)
+            arguments["window_size"] = (attention.left, attention.right)
         if self._version >= Version("2.6"):
-            given["softcap"] = 0.0
-        if how.packed is not None:
-            given.update(cu_seqlens_q=how.packed.cu_q, cu_seqlens_k=how.packed.cu_k)
-            given.update(max_seqlen_q=how.packed.max_q, max_seqlen_k=how.packed.max_k)
-        return given
+            arguments["softcap"] = 0.0
+        if attention.packed is not None:
+            arguments.update(cu_seqlens_q=attention.packed.cu_q, cu_seqlens_k=attention.packed.cu_k)
+            arguments.update(
+                max_seqlen_q=attention.packed.max_q, max_seqlen_k=attention.packed.max_k
+            )
+        return arguments
 
     @property
     def with_cache(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -130,30 +145,41 @@ class FlashAttnPackage:
         )
         return function if known else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
         """o and lse."""
-        name = "_flash_attn_forward" if how.packed is None else "_flash_attn_varlen_forward"
-        function, given = getattr(self._interface, name), self._arguments(how)
+        name = "_flash_attn_forward" if attention.packed is None else "_flash_attn_varlen_forward"
+        function, arguments = getattr(self._interface, name), self._arguments(attention)
         if (
             self._version < Version("2.6")
             and "block_table" in inspect.signature(function).parameters
         ):
-            given["block_table"] = None  # had no default then
-        results = function(q, k, v, return_softmax=False, **given)
+            arguments["block_table"] = None  # had no default then
+        results = function(q, k, v, return_softmax=False, **arguments)
         o, lse = results[0], results[5 if len(results) == 8 else 1]
-        return o, _unpadded(lse, how.packed, q.shape[0]) if how.packed is not None else lse
+        return o, _unpadded(
+            lse, attention.packed, q.shape[0]
+        ) if attention.packed is not None else lse
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv."""
-        name = "_flash_attn_backward" if how.packed is None else "_flash_attn_varlen_backward"
+        name = "_flash_attn_backward" if attention.packed is None else "_flash_attn_varlen_backward"
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        if how.packed is not None and self._version < Version("2.6"):
-            lse = _padded(lse, how.packed)
-        given = self._arguments(how)
+        if attention.packed is not None and self._version < Version("2.6"):
+            lse = _padded(lse, attention.packed)
+        arguments = self._arguments(attention)
         getattr(self._interface, name)(
-            do, q, k, v, o, lse, *grads, deterministic=how.deterministic, **given
+            do, q, k, v, o, lse, *grads, deterministic=attention.deterministic, **arguments
         )
         return grads[0], grads[1], grads[2]
 
@@ -190,34 +216,43 @@ class TorchFlash:
         """Name and version."""
         return f"PyTorch {torch.__version__}"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
         """o and lse."""
         results = self._ops._flash_attention_forward(
             q,
             k,
             v,
-            *_bounds(q, k, how),
+            *_bounds(q, k, attention),
             0.0,
-            how.causal,
+            attention.causal,
             False,
-            scale=how.scale,
-            window_size_left=how.left,
-            window_size_right=how.right,
+            scale=attention.scale,
+            window_size_left=attention.left,
+            window_size_right=attention.right,
         )
         return results[0], results[1]
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv.
 
         Raises:
-            RuntimeError: the same bits every run are demanded, which PyTorch's kernel gives only
-                when all of PyTorch is told so.
+            RuntimeError: a deterministic backward is asked for, and PyTorch's setting for
+                deterministic algorithms is off.
         """
-        if how.deterministic and not torch_is_deterministic():
+        if attention.deterministic and not torch_is_deterministic():
             raise RuntimeError(str(not_deterministic()))
-        # of the dropout, which there is not
+        # state of the dropout's generator, which is not used
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
         dq, dk, dv = self._ops._flash_attention_backward(
             do,
@@ -226,22 +261,29 @@ class TorchFlash:
             v,
             o,
             lse,
-            *_bounds(q, k, how),
+            *_bounds(q, k, attention),
             0.0,
-            how.causal,
+            attention.causal,
             state,
             state,
-            scale=how.scale,
-            window_size_left=how.left,
-            window_size_right=how.right,
+            scale=attention.scale,
+            window_size_left=attention.left,
+            window_size_right=attention.right,
         )
         return dq, dk, dv
 
 
-def _bounds(q: Tensor, k: Tensor, how: Attention) -> tuple[Tensor | None, Tensor | None, int, int]:
-    if how.packed is None:
+def _bounds(
+    q: Tensor, k: Tensor, attention: Attention
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if attention.packed is None:
         return None, None, q.shape[1], k.shape[1]
-    return how.packed.cu_q, how.packed.cu_k, how.packed.max_q, how.packed.max_k
+    return (
+        attention.packed.cu_q,
+        attention.packed.cu_k,
+        attention.packed.max_q,
+        attention.packed.max_k,
+    )
 
 
 def torch_is_deterministic() -> bool:
@@ -253,7 +295,7 @@ def torch_is_deterministic() -> bool:
 
 
 def not_deterministic() -> Reason:
-    """Why PyTorch's kernels do not take a deterministic backward now."""
+    """The reason why PyTorch's kernels do not take a deterministic backward now."""
     return Reason(
         "not_deterministic",
         "PyTorch's FlashAttention-2 backward repeats its bits only under"
@@ -263,20 +305,20 @@ def not_deterministic() -> Reason:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """One place to take FlashAttention-2 from: a provider, or why there is none."""
+class Source:
+    """A source that may have FlashAttention-2: a provider, or the reason why there is none."""
 
     name: str
     provider: Provider | None
     reason: Reason | None
 
 
-def _flash_attn() -> Found:
+def _flash_attn() -> Source:
     name = "flash-attn"
     try:
         text = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Found(
+        return Source(
             name,
             None,
             Reason("package_missing", "the package flash-attn is not installed", INSTALL),
@@ -284,14 +326,14 @@ def _flash_attn() -> Found:
     try:
         version = Version(text)
     except InvalidVersion:
-        return Found(
+        return Source(
             name,
             None,
             Reason("package_version", f"flash-attn has no readable version: {text!r}", INSTALL),
         )
     if version < OLDEST:
         message = f"flash-attn {text} is too old: needs {OLDEST} (the window alone needs 2.3)"
-        return Found(
+        return Source(
             name,
             None,
             Reason(
@@ -300,7 +342,7 @@ def _flash_attn() -> Found:
         )
     if version >= TOO_NEW:
         message = f"flash-attn {text} is too new: this backend knows 2.5 to 2.8"
-        return Found(name, None, Reason("package_too_new", message, "pip install 'flash-attn<3'"))
+        return Source(name, None, Reason("package_too_new", message, "pip install 'flash-attn<3'"))
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
     except (ImportError, OSError, RuntimeError) as error:
@@ -309,43 +351,41 @@ def _flash_attn() -> Found:
             f" {type(error).__name__}: {error}"
         )
         hint = f"rebuild it for this torch: {REBUILD}"
-        return Found(name, None, Reason("package_abi_mismatch", message, hint))
-    return Found(name, FlashAttnPackage(interface, version), None)
+        return Source(name, None, Reason("package_abi_mismatch", message, hint))
+    return Source(name, FlashAttnPackage(interface, version), None)
 
 
-def _torch_flash() -> Found:
+def _torch_flash() -> Source:
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         message = f"torch {torch.__version__} is built without FlashAttention-2 for CUDA"
-        return Found(
+        return Source(
             "PyTorch", None, Reason("torch_without_flash", message, "install a CUDA build of torch")
         )
-    return Found("PyTorch", TorchFlash(), None)
+    return Source("PyTorch", TorchFlash(), None)
 
 
 @functools.lru_cache(maxsize=1)
-def found() -> tuple[Found, ...]:
-    """Every place FlashAttention-2 can be taken from, in the order of preference; looked up once
-    per process.
-    """
+def sources() -> tuple[Source, ...]:
+    """Every source of FlashAttention-2, in the order of preference; looked up once per process."""
     return (_flash_attn(), _torch_flash())
 
 
 def first() -> Provider | None:
     """The provider to use: the first there is."""
-    return next((place.provider for place in found() if place.provider is not None), None)
+    return next((source.provider for source in sources() if source.provider is not None), None)
 
 
-_instead: ContextVar[Provider | None] = ContextVar("instead", default=None)
+_override: ContextVar[Provider | None] = ContextVar("override", default=None)
 
 
 @contextlib.contextmanager
-def instead(provider: Provider) -> Iterator[None]:
-    """Let ``provider`` serve inside the block, in this thread."""
-    token = _instead.set(provider)
+def override(provider: Provider) -> Iterator[None]:
+    """Use ``provider`` inside the block, in this thread."""
+    token = _override.set(provider)
     try:
         yield
     finally:
-        _instead.reset(token)
+        _override.reset(token)
 
 
 def serving() -> Provider:
@@ -354,7 +394,7 @@ def serving() -> Provider:
     Raises:
         RuntimeError: there is none; the message has every reason.
     """
-    provider = _instead.get() or first()
+    provider = _override.get() or first()
     if provider is None:
-        raise RuntimeError("; ".join(str(place.reason) for place in found()))
+        raise RuntimeError("; ".join(str(source.reason) for source in sources()))
     return provider

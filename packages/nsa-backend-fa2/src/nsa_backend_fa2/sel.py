@@ -86,13 +86,13 @@ def _chunk(
 ) -> Chunk:
     size, groups = geometry.select_block_size, blocks.shape[1]
     current = (position // size)[:, None, None]
-    nobody = torch.iinfo(torch.int64).max
+    no_block = torch.iinfo(torch.int64).max
     chosen = blocks.long()
-    chosen = chosen.masked_fill((chosen < 0) | (chosen > current), nobody).sort(-1).values
-    repeated = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] != nobody)
-    chosen[..., 1:].masked_fill_(repeated, nobody)
-    chosen = chosen.sort(-1).values  # ascending, nobody last: every block but the last one is whole
-    count = (chosen != nobody).sum(-1) * size
+    chosen = chosen.masked_fill((chosen < 0) | (chosen > current), no_block).sort(-1).values
+    repeated = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] != no_block)
+    chosen[..., 1:].masked_fill_(repeated, no_block)
+    chosen = chosen.sort(-1).values  # ascending, no_block last: all but the last are whole
+    count = (chosen != no_block).sum(-1) * size
     count -= (chosen == current).any(-1) * (size - 1 - position % size)[:, None]
     count.clamp_(max=keys)  # a max_seqlen that is too small: wrong, but inside the chunk
     cu = torch.nn.functional.pad(count.flatten().cumsum(0), (1, 0))
@@ -104,7 +104,7 @@ def _chunk(
     block = chosen.flatten(0, 1)[document, within // size]
     token = start[document // groups] + block.masked_fill(~used, 0) * size + within % size
     key = token * groups + document % groups
-    return Chunk(first, last, key.masked_fill_(~used, nobody), cu.int(), keys)
+    return Chunk(first, last, key.masked_fill_(~used, no_block), cu.int(), keys)
 
 
 def _rows(
@@ -185,7 +185,7 @@ def backward(
         x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1))
     )
     dq = torch.empty(flat_q.shape, dtype=q.dtype, device=q.device)
-    # One row past the last key takes what the kernel left in the rows of no key.
+    # One row past the last key takes the values that the kernel left in rows without a key.
     sums = [
         torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device)
         for x in (k, v)
@@ -194,7 +194,7 @@ def backward(
         do_rows, q_rows, o_rows, lse_rows = (
             _rows(x, chunk) for x in (flat_do, flat_q, flat_o, flat_lse)
         )
-        how = _attention(chunk, heads // groups, call)
+        attention = _attention(chunk, heads // groups, call)
         grads = attend_backward(
             do_rows,
             q_rows,
@@ -202,7 +202,7 @@ def backward(
             _gather(v, chunk.key),
             o_rows,
             lse_rows.view(1, -1),
-            how,
+            attention,
         )
         blank = (chunk.cu.diff() == 0).repeat_interleave(heads // groups).view(-1, heads, 1)
         dq[chunk.first : chunk.last] = (

@@ -70,12 +70,14 @@ class Hollow:
     def __init__(self, copies_strided: bool) -> None:
         self._copies_strided = copies_strided
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
         """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in
         fp32.
         """
         o = torch.empty_like(q)
-        if how.packed is not None:
+        if attention.packed is not None:
             return o, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         batch, rows, heads, width = q.shape
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
@@ -86,7 +88,14 @@ class Hollow:
         return o, lse
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, how: Attention
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the
         group is summed.
@@ -94,13 +103,13 @@ class Hollow:
         inside = [x.contiguous() for x in (do, o)] if self._copies_strided else []
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         heads, width = q.shape[-2:]
-        if how.packed is None:
+        if attention.packed is None:
             sequences, rows = q.shape[0], q.shape[0] * _up(q.shape[1], 128)
         else:
-            sequences = how.packed.cu_q.shape[0] - 1
+            sequences = attention.packed.cu_q.shape[0] - 1
             rows = q.shape[0] + 128 * sequences  # each document has rows of its own
         # One dq per thread block of a head, where the order of adding must not matter.
-        copies = -(-_multiprocessors() // (sequences * heads)) if how.deterministic else 1
+        copies = -(-_multiprocessors() // (sequences * heads)) if attention.deterministic else 1
         inside.append(q.new_empty((rows, heads, copies * _wide(width) + 1), dtype=torch.float32))
         if heads != k.shape[-2]:
             inside += [x.new_empty((*x.shape[:-2], heads, width)) for x in (k, v)]
@@ -115,7 +124,7 @@ def _measure(request: Request, copies_strided: bool) -> int:
     do, tensors, call = slot_inputs(request)
     module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
     count = PeakBytes()
-    with providers.instead(Hollow(copies_strided)), count:
+    with providers.override(Hollow(copies_strided)), count:
         if request.slot == "cmp" and not tensors[1].shape[-3]:
             # No query sees a key: nsa_core makes the results without a backend.
             outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]

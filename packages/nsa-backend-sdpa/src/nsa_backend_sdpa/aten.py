@@ -97,7 +97,7 @@ def causal(
         o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
             q4, k4, v4, 0.0, True, scale=scale
         )
-        # The operator takes a row of NaN scores for one that sees nothing and returns 0.
+        # The operator returns 0 for a row of NaN scores, as for a row without keys.
         lost = q4.isnan().any(-1) | k4[:, :1].isnan().any(-1).cummax(-1).values
         o, lse = o.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
     else:

@@ -1,9 +1,9 @@
 """Decode forms: the newest queries of each sequence over keys that lie in a cache.
 
 Queries are taken some at a time, as steps of their own, and keys in runs of a bounded number of
-tokens (cmp, win, select), so extra memory grows neither with the step nor with the cache, but for
-select's rows of probabilities, of a few queries. What a cache holds past a sequence's last token is
-never multiplied: its values are taken as 0, or other keys stand in for it.
+tokens (cmp, win, select), so extra memory grows neither with the step nor with the cache, except
+for select's rows of probabilities, of a few queries. The contents of a cache past a sequence's last
+token are never multiplied: the values count as 0, or another key is read instead.
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ def sel(
             seen = (here - number * size).clamp_(0, size - 1)
             page, row = _rows(k, number * size, call)
             inside = torch.arange(size, device=q.device)
-            # A key that the query does not see gives way to one that it does: what it would be is
-            # not multiplied by 0.
+            # A key that the query does not see is replaced by one that it does, so that an invalid
+            # value is never multiplied.
             picked = torch.minimum(inside, seen[..., None]).mul_(groups)
             picked.add_(((page * k.shape[1] + row) * groups + group)[..., None])
             hidden = inside > seen.masked_fill(~counted, -1)[..., None]  # [B, G, r, n, l']
             keys, values = (_picked(x, picked).flatten(3, 4).to(operand) for x in (k, v))
-            got, got_lse = engine.attend(
+            tile_o, tile_lse = engine.attend(
                 grouped[:, :, part, None],
                 keys,
                 values,
@@ -219,8 +219,8 @@ def sel(
             )
             none = ~counted[..., 0, None, None]
             o[:, :, part], lse[:, :, part] = (
-                got[..., 0, :, :].masked_fill_(none, 0),
-                got_lse[..., 0, :],
+                tile_o[..., 0, :, :].masked_fill_(none, 0),
+                tile_lse[..., 0, :],
             )
     return _out(o, lse, q)
 

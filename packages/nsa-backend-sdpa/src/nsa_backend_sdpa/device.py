@@ -67,7 +67,7 @@ def pieces(total: int, size: int, document: int = 0) -> Iterator[slice]:
     indices: Iterable[int] = range(count)
     if _described.get() is not None:
         crossing = (total - document) // size if document else count
-        kept = {0, 1, *range(count - 3, count), *range(crossing - 1, crossing + 2)}
-        indices = sorted(index for index in kept if 0 <= index < count)
+        chosen = {0, 1, *range(count - 3, count), *range(crossing - 1, crossing + 2)}
+        indices = sorted(index for index in chosen if 0 <= index < count)
     for index in indices:
         yield slice(index * size, min((index + 1) * size, total))

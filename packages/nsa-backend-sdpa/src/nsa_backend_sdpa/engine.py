@@ -6,9 +6,9 @@ statistics.
     dk = scale * ds^T q
 
 A tile is R query rows with H heads each over L keys those heads share: q [..., R, H, Dk], k [...,
-L, Dk], v [..., L, Dv]. ``hidden`` (bool, broadcast against [..., R, H, L]) marks what may not be
-seen: it contributes exactly zero whatever finite value k and v hold there. A row that sees nothing
-gives o = 0, lse = -inf and zero gradients.
+L, Dk], v [..., L, Dv]. ``hidden`` (bool, broadcast against [..., R, H, L]) marks the keys that a
+query must not see: each contributes exactly zero whatever finite value k and v hold there. A row
+without a visible key gives o = 0, lse = -inf and zero gradients.
 
 Operands are bf16/fp16 only on CUDA, whose matrix units return fp32; elsewhere they are widened
 first.

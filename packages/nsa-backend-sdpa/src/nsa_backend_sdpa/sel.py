@@ -63,7 +63,7 @@ def queries_per_run(
 
 
 def _pick(q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall) -> Iterator[_Picked]:
-    """Runs of queries with what they see."""
+    """Runs of queries with the blocks that they see."""
     groups, n = blocks.shape[-2:]
     stats, operand = stats_dtype(q.dtype).itemsize, operand_dtype(q).itemsize
     budget, size = engine.score_bytes(q), tiles.size

@@ -130,7 +130,7 @@ def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: Slo
     """Eq. 8, [g, tiles, c, h, columns], from the first compressed token that overlaps block 0 on,
     which is negative.
 
-    Exactly 0 for what is no compressed token or not visible.
+    Exactly 0 where there is no compressed token, or one that is not visible.
     """
     (q, k, lse), geometry, operand = rows, call.geometry, operand_dtype(rows[0])
     queries = step.clamp(step.rows()[0])
@@ -162,7 +162,7 @@ def choose(
     current = (position // geometry.select_block_size)[..., None]
     block = torch.arange(count, device=score.device)
     forced = (block < geometry.init_blocks) | (block > current - geometry.local_blocks)
-    # below every score, which is >= 0, above what is no candidate
+    # below every score (they are >= 0), above every block that is no candidate
     rank = score.masked_fill(score.isnan(), -1.0)
     rank = rank.masked_fill_(forced, torch.inf).masked_fill_(block > current, -torch.inf)
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :n]

@@ -1,5 +1,5 @@
-"""Query tiles that never cross a document, found on the device: one form for batches and for packed
-documents.
+"""Query tiles that never cross a document, computed on the device: one form for batches and for
+packed documents.
 
 A batch [B, S, ...] is B documents of S rows each. Every document is cut into tiles of ``size`` rows
 from its first row on, so a document's tiles, and with them its bits, are the same alone, in a batch
