@@ -78,7 +78,8 @@ def environment(session: nox.Session) -> None:
 
 def run_shared(session: nox.Session, *arguments: str, **options: object) -> None:
     """Run Python in the environment of the session ``environment``."""
-    folder = session.cache_dir.parent / "environment" / ("Scripts" if os.name == "nt" else "bin")
+    environments = session.cache_dir.parent.absolute()
+    folder = environments / "environment" / ("Scripts" if os.name == "nt" else "bin")
     session.env["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     session.run(str(folder / "python"), *arguments, external=True, **options)  # type: ignore[arg-type]
 
