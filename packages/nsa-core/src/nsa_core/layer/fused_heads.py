@@ -25,6 +25,7 @@ class RotatedHeads(torch.autograd.Function):
         groups: int,
         dk: int,
     ) -> tuple[torch.Tensor, ...]:
+        """Cut and rotate ``product``."""
         # The keys of cmp are multiplied too and not used: leaving them out costs more.
         ctx.save_for_backward(cos, sin)
         ctx.sizes, ctx.shape = (heads, groups, dk), product.shape
