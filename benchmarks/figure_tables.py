@@ -151,7 +151,7 @@ def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
         m.performance.eager_ms
         for m in result.measurements
         if m.kind == "dense"
-        and (m.problem, m.length) == (cell.problem, cell.length)
+        and (m.series, m.length) == (cell.series, cell.length)
         and m.performance is not None
     ]
     return (cell.length, cell.performance.eager_ms / min(dense)) if dense else None

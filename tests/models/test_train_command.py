@@ -315,8 +315,9 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def run_benchmark(monkeypatch):
     """Run a script of benchmarks/ in this process, which has imported torch."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
     def run(script: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [script, *arguments])
@@ -325,9 +326,9 @@ def benchmark(monkeypatch):
     return run
 
 
-def test_the_benchmark_runs_every_section_small(benchmark, tmp_path):
+def test_the_benchmark_runs_every_section_small(run_benchmark, tmp_path):
     file = tmp_path / "train.json"
-    benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))
+    run_benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     assert not [row for row in rows if "reason" in row], rows
     assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
@@ -335,7 +336,7 @@ def test_the_benchmark_runs_every_section_small(benchmark, tmp_path):
     assert any("R2" in row for row in rows)
 
 
-def test_the_comparison_with_dense_attention_trains_both(benchmark, tmp_path):
+def test_the_comparison_with_dense_attention_trains_both(run_benchmark, tmp_path):
     file = tmp_path / "quality.json"
     small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
     texts = tmp_path / "texts"
@@ -343,7 +344,7 @@ def test_the_comparison_with_dense_attention_trains_both(benchmark, tmp_path):
     for i in range(100):  # of which a hash holds some out
         (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 12)
     options = ["--device", "cpu", "--json", str(file), *small, "--data", str(texts)]
-    benchmark("train_quality.py", *options)
+    run_benchmark("train_quality.py", *options)
     found = json.loads(file.read_text())
     assert [len(found[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
     assert (len(found["nsa"]["selected_mass"]), found["dense"]["selected_mass"]) == (3, [])

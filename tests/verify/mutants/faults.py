@@ -13,22 +13,35 @@ _ENGINE, _ATEN = "nsa_backend_sdpa.engine", "nsa_backend_sdpa.aten"
 MUTANTS = (
     # cmp
     Mutant(
-        "cmp sees each block one token late",
+        "cmp takes the query of the token before",
         _CMP,
-        "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size - 1",
-        "stride, skip = call.geometry.compress_stride, call.geometry.compress_block_size",
+        "fold(x, groups, call.geometry, group_major=True)",
+        "fold(x.roll(1, 1), groups, call.geometry, group_major=True)",
     ),
     Mutant(
         "cmp rows that see nothing are not zero",
         _CMP,
-        "    out[:, :skip] = 0",
-        "    out[:, :skip] = 1e-20",
+        "call.geometry, blank=blank, out=out)",
+        "call.geometry, blank=blank + 1e-20, out=out)",
     ),
     Mutant(
         "cmp heads interleaved over the groups",
         _CMP,
-        "x[:, skip:].unflatten(2, (groups, per_group)).transpose(1, 2)",
-        "x[:, skip:].unflatten(2, (per_group, groups)).transpose(2, 3).transpose(1, 2)",
+        "    runs = fold(x, groups,",
+        "    x = x.unflatten(2, (-1, groups)).transpose(2, 3).flatten(2, 3)\n"
+        "    runs = fold(x, groups,",
+    ),
+    Mutant(
+        "cmp loses the queries of an unfinished run",
+        "nsa_core.fold",
+        "        places[:, whole, :rest] = tokens[:, whole * stride :]",
+        "        places[:, whole, :rest] = 0",
+    ),
+    Mutant(
+        "cmp reads one token of the run before",
+        "nsa_core.fold",
+        "    places[:, :whole] = tokens[:, : whole * stride]",
+        "    places[:, :whole] = tokens.roll(1, 1)[:, : whole * stride]",
     ),
     Mutant(
         "cmp reads the compressed tokens of the document before",

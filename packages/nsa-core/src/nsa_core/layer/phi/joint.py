@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nsa_core.torch_ops.slot_op import stats_dtype
+from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.torch_state import autocasts, no_autocast
 
 
