@@ -138,14 +138,19 @@ def test_a_work_that_was_being_timed_keeps_the_samples_it_has():
         signal.raise_signal(signal.SIGTERM)
         raise RuntimeError("ptxas died of a signal")
 
-    works = [timing.Work("a", lambda: second_sample), timing.Work("b", lambda: lambda: None)]
+    works = [
+        timing.Workload("a", lambda: second_sample),
+        timing.Workload("b", lambda: lambda: None),
+    ]
     monkey = clocks.CpuClock()
     monkey.sample = lambda call, calls: call() or 1.0
     with held() as stop:
         found = timing.measure(works, monkey, budget_s=1.0, stop=stop)
         assert [len(found[key].performance.samples_ms) for key in "ab"] == [2, 1]
     with held() as stop:
-        late = timing.measure([timing.Work("c", compiler_ended)], monkey, budget_s=1.0, stop=stop)
+        late = timing.measure(
+            [timing.Workload("c", compiler_ended)], monkey, budget_s=1.0, stop=stop
+        )
     assert (late["c"].reason, late["c"].performance) == (timing.INTERRUPTED, None)
 
 

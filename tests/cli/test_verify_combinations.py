@@ -190,6 +190,6 @@ def wrong_window(
 def test_fa2_and_sdpa_make_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: fa2 accepts, whatever this machine has."""
     monkeypatch.setattr(fa2_probe, "probe", lambda request: half_only(request))
-    monkeypatch.setattr(providers, "found", lambda: ())
+    monkeypatch.setattr(providers, "sources", lambda: ())
     both = Registry(()).with_backend(sdpa()).with_backend(fa2())
     assert len(every_combination(both, "cpu", [torch.float32, torch.bfloat16], {})) == 8

@@ -102,7 +102,8 @@ def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library
     monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(
-        BackendUnavailable, match=rf"need {library}, which is not installed; pip install 'nsa-core"
+        BackendUnavailable,
+        match=rf"need {library}, which is not installed; pip install 'nsa-models\[train\]'",
     ):
         open_corpus(data if ":" in data else str(tmp_path / data))
 
