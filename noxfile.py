@@ -148,7 +148,7 @@ def full(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Build the wheels of all packages into the folder that `wheels` installs from; check them."""
     install(session, "setuptools>=77", "wheel", "twine>=6")
-    dist = session.cache_dir / "dist"
+    dist = session.cache_dir.absolute() / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for path in PACKAGES:
         # a file deleted since the last build would come back
@@ -168,7 +168,7 @@ def wheels(session: nox.Session) -> None:
     """Install all wheels in a fresh environment, and use it; then with triton, then without
     sdpa.
     """
-    dist = session.cache_dir / "dist"
+    dist = session.cache_dir.absolute() / "dist"
     install(session, *map(str, sorted(dist.glob("*.whl"))))
     session.chdir(dist)  # away from the sources, so that only the wheels are imported
     session.run("python", "-m", "pip", "check")
