@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from cases import boundaries, layer_of
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import LinearGate, make_gate
-from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain_linear
+from nsa_core.layer.plain_linear import are_plain_linear, dtype_and_device_from
 
 LENGTH = 13  # blocks of l = 8, d = 4 end at tokens 8 and 12
 MEAN, MLP_GATE = {"compress": "mean"}, {"compress": "mean", "gate": "mlp"}
@@ -236,24 +236,26 @@ HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backwar
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_layer_with_a_hook_of_any_kind_is_not_plain(kind):
     layer = nn.Linear(3, 2)
-    assert is_plain_linear(layer)
+    assert are_plain_linear(layer)
     for owner in (
         getattr(layer, f"register_{kind}"),
         getattr(nn.modules.module, f"register_module_{kind}"),
     ):
         handle = owner(lambda *_: None)
         try:
-            assert not is_plain_linear(layer)
+            assert not are_plain_linear(layer)
         finally:
             handle.remove()
-        assert is_plain_linear(layer)
+        assert are_plain_linear(layer)
 
 
 def test_only_a_linear_layer_as_made_is_plain():
     layer, bare = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
     overridden(layer)
-    assert not any(map(is_plain_linear, (layer, bare, LoRA(nn.Linear(3, 2)), LinearGate(3, 2))))
-    assert is_plain_linear(LinearGate(3, 2), LinearGate)
+    assert not any(map(are_plain_linear, (layer, bare, LoRA(nn.Linear(3, 2)), LinearGate(3, 2))))
+    assert are_plain_linear(LinearGate(3, 2), kind=LinearGate)
+    assert are_plain_linear(nn.Linear(3, 2), nn.Linear(2, 2))
+    assert not are_plain_linear(nn.Linear(3, 2), bare)
 
 
 def test_dtype_and_device_come_from_the_largest_parameter_or_the_layer_is_refused():

@@ -16,7 +16,7 @@ from torch import nn
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.plain_linear import is_plain_linear
+from nsa_core.layer.plain_linear import are_plain_linear
 from nsa_core.torch_ops.torch_state import no_autocast
 
 _SPREAD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
@@ -32,7 +32,7 @@ def _linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """Apply ``layer`` in x's dtype. A layer that is not plain is called, with its tensors cast to
     that dtype.
     """
-    if is_plain_linear(layer):
+    if are_plain_linear(layer):
         assert isinstance(layer, nn.Linear)
         return _product(x, layer)
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
@@ -103,7 +103,7 @@ def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
     """``gate`` if a fused form may compute it from its weight and bias: a LinearGate without hooks
     or wrappers. Else None.
     """
-    if not is_plain_linear(gate, LinearGate):
+    if not are_plain_linear(gate, kind=LinearGate):
         return None
     assert isinstance(gate, LinearGate)
     return gate

@@ -16,33 +16,41 @@ from nsa_core.errors import InvalidInput
 _PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets tensors
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether ``module`` is exactly of class ``kind``, without hooks and without a forward of its
-    own.
+def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
+    """Whether every module is exactly of class ``kind``, without hooks and without a forward of
+    its own.
 
-    Parametrisations and FSDP2 change the class. Global hooks count as hooks.
+    Parametrisations and FSDP2 change the class. Global hooks count as hooks. One call for several
+    modules, because every forward pass and every decode step asks.
     """
-    return (
-        type(module) is kind
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and "forward" not in module.__dict__
-        and not _has_any_global_hook()
-    )
+    if _has_any_global_hook():
+        return False
+    for module in modules:
+        if (
+            type(module) is not kind
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            return False
+    return True
 
 
-def is_plain_linear(layer: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
-    """Whether ``layer`` is plain and has a weight and a bias that are plain tensors.
+def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
+    """Whether every layer is plain and has a weight and a bias that are plain tensors.
 
     Subclasses of torch.Tensor, such as DTensor and quantised tensors, define their own product.
     """
-    if not is_plain(layer, kind):
+    if not are_plain(kind, *layers):
         return False
-    parameters = layer._parameters
-    return (
-        type(parameters.get("weight")) in _PLAIN_TENSORS
-        and type(parameters.get("bias")) in _PLAIN_TENSORS
-    )
+    for layer in layers:
+        for name in ("weight", "bias"):
+            parameters = layer._parameters
+            if name not in parameters or type(parameters[name]) not in _PLAIN_TENSORS:
+                return False
+    return True
 
 
 def dtype_and_device_from(layer: nn.Module) -> torch.Tensor:

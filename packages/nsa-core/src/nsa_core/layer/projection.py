@@ -20,7 +20,7 @@ from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
-from nsa_core.layer.plain_linear import dtype_and_device_from, is_plain
+from nsa_core.layer.plain_linear import are_plain, dtype_and_device_from
 from nsa_core.layer.rope import (
     Table,
     rope_table,
@@ -169,9 +169,7 @@ class NSAProjections(nn.Module):
 
     def _norms(self) -> bool:
         """Whether q_norm and k_norm must be called."""
-        return self.config.qk_norm or not all(
-            is_plain(norm, nn.Identity) for norm in (self.q_norm, self.k_norm)
-        )
+        return self.config.qk_norm or not are_plain(nn.Identity, self.q_norm, self.k_norm)
 
     def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
         """The product of qkv as q, k_raw, k, v_raw, v, after the norms.

@@ -19,7 +19,7 @@ from torch import nn
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits
-from nsa_core.layer.plain_linear import is_plain, is_plain_linear
+from nsa_core.layer.plain_linear import are_plain, are_plain_linear
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import eager
 
@@ -123,7 +123,7 @@ def _block_linear(
     A single block takes one product. A layer that is not a plain nn.Linear is called on whole
     blocks, which are copied.
     """
-    if not is_plain_linear(layer):
+    if not are_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
         blocks = torch.cat([chunks.at(place, chunks.tokens) for place in range(chunks.places)], -2)
         of_blocks: torch.Tensor = layer((blocks + position).flatten(-2))
@@ -149,7 +149,7 @@ def _joint(
     geometry, first = phis[0].geometry, xs[0]
     if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
         return None
-    if not all(is_plain_linear(layer) for phi in phis for layer in phi.linears()):
+    if not are_plain_linear(*[layer for phi in phis for layer in phi.linears()]):
         return None
     weights = [phi.weights() for phi in phis]
     if not all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
@@ -312,7 +312,7 @@ def compress_pair(
     """phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
     phis, kind = (phi_k, phi_v), type(phi_k)
     alike = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
-    if alike and is_plain(phi_k, kind) and is_plain(phi_v, kind):
+    if alike and are_plain(kind, phi_k, phi_v):
         joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # of kind
         if joint is not None:
             return joint[0], joint[1]
