@@ -24,7 +24,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature, native_specialize_impl
 
@@ -185,10 +185,15 @@ def translate(made: RecordedLaunch) -> None:
     _source(made).make_ir(target, made.options, codegen, backend.get_module_map(), context)
 
 
+def compile_launch(made: RecordedLaunch) -> CompiledKernel:
+    """Compile ``made`` for its architecture."""
+    target = GPUTarget("cuda", made.architecture, 32)
+    return triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
+
+
 def cost(made: RecordedLaunch) -> Cost:
     """Compile ``made`` for its architecture and read what it takes."""
-    target = GPUTarget("cuda", made.architecture, 32)
-    compiled = triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
+    compiled = compile_launch(made)
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         text, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
