@@ -140,7 +140,7 @@ REFUSED = {
         ["k_cmp has C = 3, expected 2"],
     ),
     "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["give both or neither"]),
-    "row15-two": (lambda g: {"k": g.k[:2]}, ["k must be one tensor or three", "tuple of 2"]),
+    "row15-two": (lambda g: {"k": g.k[:2]}, ["k must be one tensor or three", "tuple of length 2"]),
     "row15-hole": (lambda g: {"v": (g.v[0], None, None)}, ["v lacks its sel, win entry"]),
     "row15-number": (lambda g: {"q": 3.0}, ["q must be a tensor, got float"]),
     "row15-many": (

@@ -90,7 +90,7 @@ def test_capture_is_refused(reads, monkeypatch):
     attn = layers()[0].requires_grad_(False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(
-        Unsupported, match="cannot be captured in a CUDA graph: take a backend that leaves them"
+        Unsupported, match="cannot be captured in a CUDA graph: use a backend that keeps cu_seqlens on"
     ):
         attn(torch.randn(60, 16), torch.tensor([0, 25, 60], dtype=torch.int32))
 

@@ -42,7 +42,7 @@ def test_unpad_takes_no_mask_of_floats(dtype):
         torch.tensor([[0.0, 0.0, 0.0, torch.finfo(dtype).min]], dtype=dtype),
     )
     with pytest.raises(
-        InvalidInput, match=f"got {str(dtype)[6:]}: pass mask == 0 for one that is added"
+        InvalidInput, match=f"got {str(dtype)[6:]}: pass mask == 0 for an additive mask"
     ):
         unpad(x, additive)
     assert torch.equal(unpad(x, additive == 0)[0], x[0, :3])
@@ -177,8 +177,8 @@ def test_a_switch_of_the_config_is_a_bool(field, value):
 @pytest.mark.parametrize("value", ["1", True, torch.tensor(1.0), 10**400, [1.0], 1j])
 def test_a_number_of_the_config_is_a_finite_number(field, value):
     said = {
-        "scale": "scale must be finite, a number or None",
-        "rope_base": "rope_base must be finite and > 0, a number",
+        "scale": r"scale must be finite \(a number\) or None",
+        "rope_base": "rope_base must be a finite number > 0",
     }
     with pytest.raises(
         InvalidInput, match=f"^{said.get(field, 'dropout is not part of NSA')}, got "

@@ -1,13 +1,12 @@
-"""Native Sparse Attention (arXiv 2502.11089): the layer, the functional entry, and the contract
-with backends.
+"""Native Sparse Attention (arXiv 2502.11089): layer, functional API and backend contract.
 
-Importing this package imports no torch; the names below load on first use.
+``import nsa_core`` does not import torch. Each name below is imported on first use.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOME = {
+_MODULE_OF = {
     "NSAError": "errors",
     "InvalidInput": "errors",
     "Unsupported": "errors",
@@ -30,14 +29,14 @@ _HOME = {
     "unpad": "packing",
 }
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("nsa-core")
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""NSAConfig: every choice that fixes what an NSA layer computes, validated when it is made."""
+"""NSAConfig: the configuration of one NSA layer, validated on construction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATE_KINDS = ("linear", "mlp")
 
 
 def _is_finite(value: object) -> bool:
-    """Whether ``value`` is a number, of Python or numpy, and finite as a float."""
+    """Return whether ``value`` is a real number, of Python or numpy, and finite as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:
@@ -25,28 +25,61 @@ def _is_finite(value: object) -> bool:
 
 
 def must_be_config(config: object) -> None:
-    """Refuse what a caller gave as a config and is none.
+    """Check that ``config`` is an NSAConfig.
 
     Raises:
-        InvalidInput: its type, and what would work.
+        InvalidInput: it is not; the message names its type.
     """
     if not isinstance(config, NSAConfig):
-        hint = ": NSAConfig(**config) makes one of a dict" * isinstance(config, dict)
+        hint = "; pass NSAConfig(**config) instead of a dict" * isinstance(config, dict)
         raise InvalidInput(f"config must be an NSAConfig, got {type(config).__name__}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
-    """Shape and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
+    """Shapes and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
 
-    ``head_dim`` defaults to dim / n_heads, ``v_head_dim`` to ``head_dim``; the fields hold the
-    widths found, so that a config equals one that spells them out. ``dataclasses.replace``
-    therefore keeps both when ``dim`` or ``n_heads`` changes: pass ``head_dim=None,
-    v_head_dim=None`` beside it to have them anew. ``scale`` None means 1/sqrt(head_dim); 0 and
-    negative scales are legal.
+    A config is immutable and hashable. ``head_dim`` and ``v_head_dim`` are resolved on
+    construction, so a config with defaults equals one with explicit widths. ``dataclasses.replace``
+    therefore keeps both widths if ``dim`` or ``n_heads`` changes; pass ``head_dim=None,
+    v_head_dim=None`` to derive them again.
+
+    Args:
+        dim: width of the layer's input and output.
+        n_heads: number of query heads, Hq; a multiple of ``n_kv_heads``.
+        n_kv_heads: number of key/value heads, G. The Hq / G query heads of a group share their
+            selected blocks.
+        head_dim: width of a query or key head, Dk; default dim / n_heads. It must be even with
+            ``rope``.
+        v_head_dim: width of a value head, Dv; default ``head_dim``.
+        compress_block_size: l, tokens per compression block.
+        compress_stride: d, tokens between the starts of two compression blocks; divides l and l'.
+        select_block_size: l', tokens per selection block; at least l.
+        num_selected_blocks: n, blocks selected per token and kv head, forced blocks included; at
+            least ``init_blocks + local_blocks``.
+        init_blocks: number of blocks at the start of the document that are always selected.
+        local_blocks: number of blocks up to the current one that are always selected.
+        window_size: w, keys of the sliding window, the token itself included.
+        compress: the compression phi of Eq. 7: "mlp", "linear", "conv", "mean" or "attn_pool".
+        gate: the map from the layer's input to the gate logits: "linear" or "mlp".
+        rope: whether q and k are rotated (rotary embedding on half-split pairs).
+        rope_base: base of the rotary frequencies.
+        rope_before_compress: rotate k before phi. By default phi takes unrotated k, and k_cmp[i] is
+            rotated at position i * d.
+        qk_norm: apply RMS norms to the heads of q and k.
+        shared_kv: one key/value pair for all branches, not one pair per branch.
+        scale: factor of q k^T before the softmax; default 1 / sqrt(head_dim). Any finite number is
+            allowed, 0 and negative included.
+        dropout: must be 0, because NSA has no dropout. It exists for a clear error.
+        causal: must be True, because NSA is causal. It exists for a clear error.
 
     Raises:
-        InvalidInput: any field is out of range; all offending fields are named with their values.
+        InvalidInput: a field is invalid; the message names every invalid field and its value.
+
+    Example:
+        >>> config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2)
+        >>> config.head_dim, config.window_size
+        (64, 512)
     """
 
     dim: int
@@ -65,12 +98,10 @@ class NSAConfig:
     gate: str = "linear"
     rope: bool = True
     rope_base: float = 10000.0
-    rope_before_compress: bool = False  # rotate k before phi instead of k_cmp at i*d after it
+    rope_before_compress: bool = False
     qk_norm: bool = False
     shared_kv: bool = False
     scale: float | None = None
-    # Named here only so that a caller who asks for them is told, by name, that NSA has no such
-    # form.
     dropout: float = 0.0
     causal: bool = True
 
@@ -87,7 +118,7 @@ class NSAConfig:
                 wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         try:
             blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
-            # once: torch.compile cannot trace this
+            # Built once here, because torch.compile cannot trace the construction.
             object.__setattr__(self, "_geometry", BlockGeometry(**blocks))
         except InvalidInput as error:
             wrong.append(str(error))
@@ -96,24 +127,26 @@ class NSAConfig:
         if self.head_dim is None:
             if self.dim % self.n_heads:
                 wrong.append(
-                    f"dim {self.dim} does not divide over n_heads {self.n_heads}; give head_dim"
+                    f"dim must be a multiple of n_heads, got {self.dim} and {self.n_heads}; or pass"
+                    " head_dim"
                 )
             object.__setattr__(self, "head_dim", max(1, self.dim // self.n_heads))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        wrong += self._wrong_options()
+        wrong += self._option_problems()
         if wrong:
             raise InvalidInput("; ".join(wrong))
         object.__setattr__(
             self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         )
 
-    def _wrong_options(self) -> list[str]:
+    def _option_problems(self) -> list[str]:
+        """Problems with fields other than the sizes, and between sizes."""
         wrong = []
         if self.n_heads % self.n_kv_heads:
             wrong.append(
-                f"n_heads, n_kv_heads: {self.n_heads} query heads do not divide over"
-                f" {self.n_kv_heads}"
+                f"n_heads must be a multiple of n_kv_heads: {self.n_heads} query heads do not"
+                f" divide over {self.n_kv_heads} key/value heads"
             )
         if self.compress not in COMPRESS_KINDS:
             wrong.append(
@@ -123,47 +156,47 @@ class NSAConfig:
             wrong.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
         if self.rope and self.qk_dim % 2:
             wrong.append(
-                f"head_dim must be even for rotary embeddings, got {self.head_dim}; or set"
+                f"head_dim must be even for rotary embedding, got {self.head_dim}; or set"
                 " rope=False"
             )
         if not (_is_finite(self.rope_base) and self.rope_base > 0):
-            wrong.append(f"rope_base must be finite and > 0, a number, got {self.rope_base!r}")
+            wrong.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
         if self.scale is not None and not _is_finite(self.scale):
-            wrong.append(f"scale must be finite, a number or None, got {self.scale!r}")
+            wrong.append(f"scale must be finite (a number) or None, got {self.scale!r}")
         if not (_is_finite(self.dropout) and self.dropout == 0):
             wrong.append(
-                f"dropout is not part of NSA, got dropout={self.dropout!r}; apply it outside the"
-                " layer"
+                f"dropout is not part of NSA, got dropout={self.dropout!r}; apply dropout outside"
+                " the layer"
             )
         if not self.causal:
-            wrong.append("causal=False: NSA is defined for causal attention only")
+            wrong.append("causal must be True, got False: NSA is causal attention")
         return wrong
 
     @property
     def geometry(self) -> BlockGeometry:
-        """The block integers alone."""
-        made: BlockGeometry = vars(self)["_geometry"]
-        return made
+        """The block sizes alone."""
+        geometry: BlockGeometry = vars(self)["_geometry"]
+        return geometry
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Every field in order: NSAConfig(*config.values) == config."""
+        """The values of all fields in order: NSAConfig(*config.values) == config."""
         values: tuple[Any, ...] = self._values  # type: ignore[attr-defined]  # set in __post_init__
         return values
 
     @property
     def qk_dim(self) -> int:
-        """Dk: width of a query or key head."""
+        """Width of a query or key head, Dk."""
         assert self.head_dim is not None  # set in __post_init__
         return self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Dv: width of a value head."""
+        """Width of a value head, Dv."""
         assert self.v_head_dim is not None  # set in __post_init__
         return self.v_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """The scale in use: the given one or 1/sqrt(Dk)."""
+        """The softmax scale: ``scale``, or 1 / sqrt(Dk) if it is None."""
         return self.qk_dim**-0.5 if self.scale is None else float(self.scale)

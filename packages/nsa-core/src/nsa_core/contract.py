@@ -1,15 +1,23 @@
-"""The contract between nsa_core and a backend: all a plugin author needs to read. No torch here.
+"""The contract between nsa_core and its backends. This module imports no torch.
 
-A backend is a distribution with an entry point in group ``nsa.backends`` that names a torch-free
-module with
+It is the only module that a backend author has to read. docs/write-a-backend.md is the tutorial,
+docs/semantics.md defines the result of each slot.
+
+Registration
+------------
+A backend is a distribution with an entry point in the group ``nsa.backends``. The entry point names
+a module that imports no torch and implements one hook:
 
     @hookimpl
     def nsa_register_backends() -> BackendSpec: ...
 
-(or ``-> Unavailable``, when the plugin already knows that it has nothing to run here). A backend
-fills any of five slots, each alone. Shapes are for [B, S, heads, D]; packed calls drop B, and carry
-``cu_seqlens`` (int32, on the device) and ``max_seqlen`` (host int). A slot is a pair of plain
-functions:
+The hook returns an :class:`Unavailable` instead if it finds, without torch, that the backend cannot
+run on this machine.
+
+Slots
+-----
+A backend implements any of five slots, each independently of the others. A slot is a forward
+function and, except for `select`, a backward function:
 
     cmp      forward(q, k_cmp, v_cmp, *, call) -> o, lse
              backward(do, q, k_cmp, v_cmp, o, lse, *, call) -> dq, dk_cmp, dv_cmp
@@ -21,46 +29,64 @@ functions:
     combine  forward(gates, o_cmp, o_sel, o_win, *, call) -> o
              backward(do, gates, o_cmp, o_sel, o_win, *, call) -> dgates, do_cmp, do_sel, do_win
 
-    q [B,S,Hq,Dk]  k [B,S,G,Dk]  v [B,S,G,Dv]  k_cmp [B,n_c,G,Dk]  v_cmp [B,n_c,G,Dv]  o [B,S,Hq,Dv]
-    lse    [B,Hq,S] natural log, fp32 (fp64 for fp64 q), -inf where no key is visible; packed [Hq,T]
-    blocks int32 [B,S,G,n], local to the document; `select` returns them ascending, -1 at the end;
-           `sel` accepts any order, duplicates, -1, out-of-range and future blocks (the last two are
-           not read)
-    gates  [B,S,Hq,3] fp32 (fp64 for fp64) in the order cmp, sel, win
+``call`` is a :class:`SlotCall`. Shapes:
 
-    Packed k_cmp has T // d rows. The rows of document i start at the sum of num_compressed() of the
-    documents before it; the tail is never read, and its gradient is zero.
+    q        [B, S, Hq, Dk]
+    k, v     [B, S, G, Dk], [B, S, G, Dv]
+    k_cmp    [B, n_c, G, Dk], n_c = num_compressed(S)
+    v_cmp    [B, n_c, G, Dv]
+    o        [B, S, Hq, Dv]
+    lse      [B, Hq, S], natural log, fp32 (fp64 for fp64 q), -inf where no key is visible
+    blocks   [B, S, G, n], int32, block indices. `select` returns them in ascending order, padded
+             with -1 at the end. `sel` accepts any order, duplicates, -1, future blocks and indices
+             out of range, and must not read the last two.
+    gates    [B, S, Hq, 3], fp32 (fp64 for fp64 q), in the order cmp, sel, win
 
-A slot may also have a decode form, forward only: the newest queries of B sequences over keys in a
-cache. `combine` needs none, its forward serves.
+Packed calls drop B: tensors are [T, ...] and lse is [Hq, T]. The call carries ``cu_seqlens`` (int32
+on the device) and ``max_seqlen`` (a host integer). Block indices are local to the document. k_cmp
+and v_cmp have T // d rows. The rows of a document start at the sum of num_compressed() over the
+documents before it. The rows after those of the last document are never read, and their gradient is
+zero.
+
+Decode forms
+------------
+A slot may also have a decode form, which is forward only. It computes the newest queries of B
+sequences over keys in a cache. `combine` has no decode form, because its forward serves.
 
     cmp      decode(q, k_cmp, v_cmp, *, call) -> o, lse
     select   decode(q, k_cmp, lse, *, call) -> blocks
     sel      decode(q, k, v, blocks, *, call) -> o, lse
     win      decode(q, k, v, *, call) -> o, lse
 
-    q      [B,m,Hq,Dk]     row r of sequence b is its token starts[b] + r; a row at or past
-                           lengths[b] is padding: its o is 0, its lse -inf, its blocks -1; m is 1, a
-                           few, or thousands: a chunk of a long prompt
-    k, v   [P,page,G,D]    sel: token t of sequence b is row t % page of page
-                           block_table[b, t // page]
-    k_cmp  [P,page/d,G,D]  compressed token i likewise, with page / d for page; page is a multiple
-                           of l'
-    k, v   [B,R,G,D]       win: a ring, token t of sequence b at row t % R; R >= w + m - 1
+``call`` is a :class:`DecodeCall`. Shapes that differ from the above:
 
-    Here ``call`` is a DecodeCall: ``starts`` and ``lengths`` are the tokens of each sequence before
-    and after this step. A cache already holds this step's own tokens. Entries of block_table past
-    the last token of a sequence, and memory past it, are never read. A step that is replayed from a
-    CUDA graph finds new numbers in the same tensors.
+    q        [B, m, Hq, Dk]. Row r of sequence b is its token starts[b] + r. Rows from lengths[b] on
+             are padding: their o is 0, their lse -inf and their blocks -1. m is 1 or a few for
+             decode steps, and thousands for a chunk of a long prompt.
+    k, v     [P, page, G, D] of sel: token t of sequence b is row t % page of the page
+             block_table[b, t // page]. page is a multiple of l'.
+    k_cmp    [P, page / d, G, D] and v_cmp likewise: compressed token i is row i % (page / d) of the
+             page block_table[b, i // (page / d)].
+    k, v     [B, R, G, D] of win, a ring buffer: token t of sequence b is row t % R, with
+             R >= w + m - 1.
 
-In all other calls ``call`` is a SlotCall. nsa_core wraps the pair into a torch operator: schema,
-shape inference for torch.compile, autograd, input and output checks, the current CUDA device, and
-calls with nothing to compute (no token, no compressed token, `sel` given n = 0 blocks) are its
-work, not the backend's. Inputs reach a backend with stride(-1) == 1: a tensor laid out otherwise is
-copied once. Returned tensors are new, contiguous, and alias no input. The operators run below
-autograd: torch.func.vjp works inside a backward, torch.autograd.grad does not. Of nsa_core, a
-backend imports this module, layout, packing, fold (cmp as a causal attention) and dryrun (its
-workspace), and nothing else. What each slot computes: docs/semantics.md.
+The cache already holds the tokens of the current step. A decode form must not read entries of
+block_table past the last token of a sequence, nor the memory past that token. The replay of a CUDA
+graph finds new values in the same ``starts``, ``lengths`` and ``block_table``.
+
+Division of work
+----------------
+nsa_core wraps the functions of a slot into a torch operator. It provides the schema, shape
+inference for torch.compile, autograd, checks of inputs and outputs, and sets the current CUDA
+device. It also handles calls without work (no token, no compressed token, `sel` with n = 0 blocks),
+so a backend never receives them.
+
+Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Returned tensors must be
+new, contiguous and must not alias an input. Operators run below autograd: torch.func.vjp works
+inside a backward, torch.autograd.grad does not.
+
+Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
+causal attention) and dryrun (workspace sizes).
 """
 
 from __future__ import annotations
@@ -77,13 +103,14 @@ from nsa_core.layout import BlockGeometry
 if TYPE_CHECKING:
     import torch
 
-API_VERSION = (1, 0)  # (major, minor): a plugin for another major, or a later minor, is not loaded
+# (major, minor). A plugin for another major version, or for a later minor version, is not loaded.
+API_VERSION = (1, 0)
 PROJECT = "nsa"
 ENTRY_POINT_GROUP = "nsa.backends"
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 BRANCHES = ("cmp", "sel", "win")
-# A call that brings no plan has one of two: that of no seq_len, and from so many tokens on that of
-# this seq_len.
+# Calls without an explicit plan use one of two cached plans: one below this number of tokens, one
+# from it on.
 LONG_SEQUENCE = 49152
 PHASES = ("prefill", "decode")
 FUSED = ("step", "append", "gates")
@@ -95,11 +122,17 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why a backend does not take a request."""
+    """One reason why a backend does not support a request.
 
-    code: str  # stable, snake_case: "sm_too_old"
-    message: str  # "needs sm_90, this GPU is sm_80"
-    hint: str = ""  # "use triton"
+    Attributes:
+        code: a stable identifier in snake_case, for example "sm_too_old".
+        message: a short sentence, for example "needs sm_90, this GPU is sm_80".
+        hint: what the user can do, for example "use triton"; may be empty.
+    """
+
+    code: str
+    message: str
+    hint: str = ""
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
@@ -107,24 +140,45 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of one slot: hashable metadata, no tensors."""
+    """A request to run one slot: hashable metadata without tensors.
+
+    Attributes:
+        slot: one of :data:`SLOTS`.
+        geometry: the block sizes.
+        n_heads: number of query heads, Hq; a multiple of ``n_kv_heads``.
+        n_kv_heads: number of key/value heads, G.
+        head_dim: width of a query or key head, Dk.
+        v_head_dim: width of a value head, Dv.
+        dtype: dtype of q, k and v, one of :data:`DTYPES`.
+        device: the torch device type, for example "cpu" or "cuda".
+        capability: compute capability of the CUDA device, for example (8, 0); None elsewhere.
+        phase: "prefill" or "decode".
+        needs_grad: whether the backward runs too.
+        deterministic: whether every run must give the same bits.
+        varlen: whether the tensors are packed documents.
+        batch: number of sequences, or of documents if packed; None if unknown when planning.
+        seq_len: tokens per sequence, or total tokens if packed; None if unknown when planning.
+        page_size: tokens per page of the cache, for decode; None if each sequence is contiguous.
+
+    Raises:
+        InvalidInput: a field is invalid; the message names every invalid field and its value.
+    """
 
     slot: str
     geometry: BlockGeometry
     n_heads: int
     n_kv_heads: int
-    head_dim: int  # Dk
-    v_head_dim: int  # Dv
+    head_dim: int
+    v_head_dim: int
     dtype: str = "float32"
-    device: str = "cpu"  # a torch device type
-    capability: tuple[int, int] | None = None  # of the CUDA device: (8, 0)
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
     phase: str = "prefill"
     needs_grad: bool = False
     deterministic: bool = False
-    varlen: bool = False  # packed documents
-    batch: int | None = None  # sequences, or documents when packed; None: not known when planning
-    seq_len: int | None = None  # tokens per sequence, or in all when packed; None: not known
-    # decode: tokens of a page of the cache; None: a sequence lies in one piece
+    varlen: bool = False
+    batch: int | None = None
+    seq_len: int | None = None
     page_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,15 +188,18 @@ class Request:
                 wrong.append(
                     f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-        wrong += self._of_a_wrong_kind()
+        wrong += self._invalid_sizes_and_flags()
         if wrong:
             raise InvalidInput("; ".join(wrong))
         if self.n_heads % self.n_kv_heads:
-            wrong.append(f"{self.n_heads} query heads do not divide over {self.n_kv_heads}")
+            wrong.append(
+                f"n_heads must be a multiple of n_kv_heads: {self.n_heads} query heads do not"
+                f" divide over {self.n_kv_heads} key/value heads"
+            )
         if self.phase == "decode" and (self.needs_grad or self.varlen):
             wrong.append(
                 "decode has no gradient and takes no packed documents: needs_grad and varlen must"
-                " be False"
+                f" be False, got {self.needs_grad} and {self.varlen}"
             )
         if self.page_size is not None and self.page_size % self.geometry.select_block_size:
             size = self.geometry.select_block_size
@@ -154,17 +211,17 @@ class Request:
         if wrong:
             raise InvalidInput("; ".join(wrong))
 
-    def _of_a_wrong_kind(self) -> list[str]:
-        """Sizes that are no integers or out of range, and flags that are no bools."""
+    def _invalid_sizes_and_flags(self) -> list[str]:
+        """Problems with integer fields and with bool fields; an empty list if all are valid."""
         wrong = []
-        least = dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "page_size"), 1)
-        for name, low in {**least, "batch": 0, "seq_len": 0}.items():
-            value, may_lack = getattr(self, name), name in ("batch", "seq_len", "page_size")
-            if may_lack and value is None:
+        sizes = dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "page_size"), 1)
+        for name, minimum in {**sizes, "batch": 0, "seq_len": 0}.items():
+            value, optional = getattr(self, name), name in ("batch", "seq_len", "page_size")
+            if optional and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 wrong.append(
-                    f"{name} must be an integer >= {low}{' or None' * may_lack}, got {value!r}"
+                    f"{name} must be an integer >= {minimum}{' or None' * optional}, got {value!r}"
                 )
         for name in ("needs_grad", "deterministic", "varlen"):
             if not isinstance(getattr(self, name), bool):
@@ -174,80 +231,120 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class SlotCall:
-    """What a slot's functions are told besides tensors."""
+    """The arguments of a slot's forward and backward besides the tensors.
+
+    Attributes:
+        geometry: the block sizes.
+        scale: factor of q k^T before the softmax; any finite number, 0 and negative included.
+        cu_seqlens: int32 [documents + 1] on the device, the first row of each packed document and
+            the number of rows T; None if the tensors are not packed.
+        max_seqlen: length of the longest sequence or document, or an upper bound of it.
+        deterministic: whether every run must give the same bits.
+    """
 
     geometry: BlockGeometry
     scale: float
-    cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1], on the device; None: not packed
-    max_seqlen: int = 0  # length of the longest sequence, or a bound of it
-    deterministic: bool = False  # the same bits every run are demanded
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int = 0
+    deterministic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-    """What a slot's decode form is told besides tensors: where the cached tokens of each sequence
-    lie.
+    """The arguments of a slot's decode form besides the tensors.
+
+    Attributes:
+        geometry: the block sizes.
+        scale: factor of q k^T before the softmax.
+        starts: int32 [B] on the device, number of tokens of each sequence before this step.
+        lengths: int32 [B] on the device, number of tokens after this step;
+            starts <= lengths <= starts + m.
+        block_table: int32 [B, pages] on the device; entry [b, i] is the page that holds the tokens
+            page * i .. page * (i + 1) - 1 of sequence b.
+        max_len: host integer, an upper bound of ``lengths``, for grid sizes.
     """
 
     geometry: BlockGeometry
     scale: float
-    starts: torch.Tensor  # int32 [B], tokens of each sequence before this step
-    lengths: torch.Tensor  # int32 [B], after it; starts <= lengths <= starts + m
-    # int32 [B, pages], page of the store that holds tokens page * i .. page * (i + 1) - 1
+    starts: torch.Tensor
+    lengths: torch.Tensor
     block_table: torch.Tensor
-    max_len: int  # host bound of lengths, by which a grid is sized
+    max_len: int
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotSpec:
-    """One slot of a backend. Functions are named "module:function" and imported when a plan first
-    uses them.
+    """One slot of a backend.
+
+    Functions are named as "module:function" and imported when a plan first uses them.
+
+    Attributes:
+        forward: the forward function.
+        backward: the backward function; None if the slot is forward only.
+        decode: the decode form; None if the slot supports prefill only.
+        evidence: substrings of profiler event names. The profile of a call has at least one event
+            whose name contains one of them.
+        workspace: a function Request -> int, the peak bytes that forward (and backward, with
+            ``needs_grad``) allocate beyond their inputs; None if not stated.
+        decode_workspace: the same for the decode form.
+        deterministic: whether forward and backward give the same bits for the same input even
+            without a request for determinism.
+        reads_boundaries: whether packed calls read ``cu_seqlens`` on the host, with
+            :func:`nsa_core.packing.host_boundaries`. Such calls cannot be captured in a CUDA graph.
+        warmup_tokens: number of tokens of a call that reaches every kernel of the slot.
+            Plan.warmup() runs such a call.
     """
 
     forward: str
-    backward: str | None = None  # None: forward only (`select` needs none)
-    decode: str | None = None  # the decode form; None: prefill only
-    evidence: tuple[
-        str, ...
-    ] = ()  # a profile of a call shows at least one event whose name holds one of these
-    workspace: str | None = (
-        # "module:function" of Request -> peak bytes of forward (and backward) beyond the inputs
-        None
-    )
-    decode_workspace: str | None = None  # the same of the decode form
-    # the same input gives the same bits, forward and backward, without being asked
+    backward: str | None = None
+    decode: str | None = None
+    evidence: tuple[str, ...] = ()
+    workspace: str | None = None
+    decode_workspace: str | None = None
     deterministic: bool = True
-    # packed: the host reads cu_seqlens, by packing.host_boundaries; not in a CUDA graph
     reads_boundaries: bool = False
-    # tokens of a call that reaches every kernel of the slot: what Plan.warmup() runs
     warmup_tokens: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendSpec:
-    """A backend: its slots, and a probe that says what it can do here.
+    """A backend: the slots that it implements, and a probe that states what it supports.
 
-    ``probe`` names a function Request -> Sequence[Reason]: cheap, without side effects, returning
-    ALL reasons against the request (empty: the backend takes it). It is called only for slots
-    listed in ``slots``. ``priority`` orders `auto` among the accepting backends, highest first; a
-    slot may override it, and ``rank``, where given, a request: it names a function Request -> int,
-    as cheap as the probe, asked about requests that it accepts.
+    Functions are named as "module:function", as in :class:`SlotSpec`.
 
-    ``fused`` maps the name of a fused decode form to its function, used where every slot of a plan
-    is this backend's:
+    Attributes:
+        name: the backend's name, which users pass as ``backends=``.
+        api_version: the :data:`API_VERSION` that the backend is written for.
+        slots: slot name to :class:`SlotSpec`.
+        probe: a function Request -> Sequence[Reason] that returns ALL reasons against the request;
+            an empty sequence means support. It must be cheap and have no side effects. It is called
+            only for slots in ``slots``.
+        priority: rank among the backends that support a request; `auto` takes the highest.
+        slot_priority: priorities of single slots, which override ``priority``.
+        summary: one line about the backend, for tables.
+        rank: a function Request -> int, as cheap as the probe, whose result overrides the
+            priorities. It is called only for requests that the probe accepts.
+        fused: name of a fused decode form to its function, see below.
+        detail: a function () -> lines of text about this machine, for `nsa backends show`.
+        judge_context: a function of a torch device type that returns the context manager in which
+            nsa_verify judges this backend, or None if it needs none. It serves kernels that run in
+            an emulator; verification then uses tiny cases.
 
-        step    (q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call) -> o, blocks
-                the five slots at once
-        append  (q, k, v, raw, sel, win, *, rope, rotate_raw, call) -> q
-                writes the step's rows into the cache and rotates its queries, before the slots run
-                k, v: this step's (cmp, sel, win) rows [B,m,G,D]; raw, sel, win: the (k, v) stores
-                they are written to, raw a ring as win's; rope: fp32 (cos, sin) [positions, Dk / 2]
-                or None: q, k of sel and win, and with rotate_raw k of cmp, are rotated at their
-                positions; tokens past lengths are not written
-        gates   (x, weight, bias, *, call) -> gates
-                for steps of few tokens
-                sigmoid(x weight^T + bias) in fp32, fp64 for fp64 x, as [B,m,Hq,3]; x [B,m,dim],
-                weight [3 Hq, dim]
+    Fused decode forms are used if one backend runs every slot of a decode plan:
+
+        step     (q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call) -> o, blocks
+                 Computes all five slots.
+        append   (q, k, v, raw, sel, win, *, rope, rotate_raw, call) -> q
+                 Writes the rows of the step into the cache and returns the rotated queries. It runs
+                 before the slots. Rows past ``lengths`` are not written.
+                 k, v           rows of this step for (cmp, sel, win), each [B, m, G, D]
+                 raw, sel, win  the (k, v) buffers to write to; raw, phi's input, is a ring like win
+                 rope           fp32 (cos, sin), each [positions, Dk / 2], or None. q and the k of
+                                sel and win are rotated at their positions.
+                 rotate_raw     whether the k of cmp is rotated too
+        gates    (x, weight, bias, *, call) -> gates
+                 Computes sigmoid(x weight^T + bias) in fp32 (fp64 for fp64 x) as [B, m, Hq, 3], for
+                 steps of few tokens. x [B, m, dim], weight [3 Hq, dim], bias [3 Hq].
     """
 
     name: str
@@ -259,25 +356,25 @@ class BackendSpec:
     summary: str = ""
     rank: str | None = None
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # "module:function" of () -> lines of text on this machine, for `nsa backends show`
     detail: str | None = None
-    # "module:function" of a torch device type -> the context manager in which nsa_verify judges
-    # this backend there, or None where it needs none. For kernels that run in an emulator: they are
-    # judged on tiny cases.
     judge_context: str | None = None
 
     def priority_of(self, slot: str) -> int:
-        """Priority of this backend for ``slot``, whatever the request."""
+        """Return the priority for ``slot``, without the effect of ``rank``."""
         return self.slot_priority.get(slot, self.priority)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unavailable:
-    """What a plugin returns in place of a BackendSpec when the backend ``name`` cannot run here,
-    whatever is asked.
+    """A backend that cannot run on this machine, whatever the request.
 
-    For facts known without torch: kernels not shipped yet, wrong platform, a package missing. What
-    depends on the request or the GPU is the probe's to say.
+    A plugin returns it instead of a BackendSpec for facts that need no torch: a missing package,
+    the wrong platform, kernels that are not shipped yet. Reasons that depend on the request or on
+    the GPU belong in the probe.
+
+    Attributes:
+        name: the backend's name.
+        reason: why it cannot run.
     """
 
     name: str
@@ -288,19 +385,22 @@ Registered: TypeAlias = BackendSpec | Unavailable
 
 
 class Hooks:
-    """The hooks nsa_core calls; a plugin implements the one below."""
+    """The hook that nsa_core calls and a plugin implements."""
 
     @hookspec
     def nsa_register_backends(  # type: ignore[empty-body]
         self, api_version: tuple[int, int]
     ) -> Registered | Sequence[Registered]:
-        """Return the plugin's backend, or several. ``api_version`` is nsa_core's; the argument may
-        be left out.
+        """Return the backend, or the backends, of the plugin.
+
+        Args:
+            api_version: the :data:`API_VERSION` of nsa_core. An implementation may leave the
+                parameter out.
         """
 
 
 def import_named(path: str) -> Any:
-    """The object that "module:attribute" names."""
+    """Import and return the object named by ``path``, "module:attribute"."""
     from importlib import import_module
 
     module, _, attribute = path.partition(":")

@@ -1,6 +1,4 @@
-"""Counting the bytes a backend's code takes by running it on tensors without data, for
-SlotSpec.workspace.
-"""
+"""Dry runs on tensors without data, to compute the workspace bytes of SlotSpec.workspace."""
 
 from __future__ import annotations
 
@@ -14,32 +12,31 @@ from torch.utils._pytree import tree_iter
 
 from nsa_core.contract import Request, SlotCall
 
-GRANULE = 512  # bytes: what PyTorch's CUDA allocator rounds a size up to
-_SORTED_IN_PLACE = 4096  # rows as long as this are sorted by a kernel that needs no buffer
+GRANULE = 512  # bytes; PyTorch's CUDA allocator rounds sizes up to a multiple of it
+_SORTED_IN_PLACE = 4096  # rows up to this length are sorted by a kernel without a buffer
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside the block held at one time, as PyTorch's CUDA
-    allocator counts them.
+    """Count the peak bytes of tensors created inside the block, as PyTorch's CUDA allocator does.
 
-    Views have no bytes of their own, and storages of ``given`` are not counted. What PyTorch's
-    operators take on CUDA beyond their results is added where it is known; what other libraries
-    allocate inside a call is not seen.
+    Views have no bytes of their own. Storages of ``existing`` tensors are not counted. Buffers that
+    PyTorch's operators allocate on CUDA besides their results are added where known (sort and
+    index_put_). Memory that other libraries allocate inside a call is not counted.
 
     Attributes:
-        live: bytes of the storages made inside that are alive.
-        peak: the most there ever were.
+        live: bytes of the live storages that were created inside the block.
+        peak: maximum of ``live``.
     """
 
-    def __init__(self, *given: Tensor) -> None:
+    def __init__(self, *existing: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: int = 0
         self.peak: int = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in given}
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and count the storages that it made."""
-        given = {
+        """Run ``func`` and count the storages that it created."""
+        inputs = {
             t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
         }
         out = func(*args, **(kwargs or {}))
@@ -47,11 +44,11 @@ class PeakBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, rounded(storage.nbytes())
-                if key not in self._known and key not in given:
+                if key not in self._known and key not in inputs:
                     self._known.add(key)
                     self.live += size
                     weakref.finalize(storage, self._free, key, size)
-        self.peak = max(self.peak, self.live + _inside(func, args, kwargs))
+        self.peak = max(self.peak, self.live + _temporary_bytes(func, args, kwargs))
         return out
 
     def _free(self, key: int, size: int) -> None:
@@ -60,34 +57,33 @@ class PeakBytes(TorchDispatchMode):
 
 
 def rounded(size: int) -> int:
-    """``size`` bytes as the allocator hands them out."""
+    """Return ``size`` bytes rounded up as the allocator does."""
     return -(-size // GRANULE) * GRANULE
 
 
-def _inside(func: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operator of PyTorch holds on CUDA beside its result."""
+def _temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Return the bytes that a PyTorch operator allocates on CUDA besides its result."""
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if name == "sort":
         values, dim = args[0], (kwargs or {}).get("dim", args[1] if len(args) > 1 else -1)
         if values.shape[dim] <= _SORTED_IN_PLACE:
             return 0
-        # A second copy of the values and of their int64 places, and the places it began with.
+        # A second copy of the values and of their int64 indices, and the initial indices.
         return int(values.numel() * (values.element_size() + 16))
-    if (
-        name == "index_put_"
-    ):  # sorts: indices and places, both sorted, and a second buffer of each, int64
+    if name == "index_put_":
+        # It sorts int64 indices and positions: inputs, sorted copies and a buffer of each.
         return 6 * 8 * int(args[1][0].numel())
     return 0
 
 
 def slot_inputs(request: Request) -> tuple[Tensor, list[Tensor], SlotCall]:
-    """The tensors that ``request`` stands for, on the meta device: for a dry run of a slot.
+    """Create the tensors of ``request`` on the meta device, for a dry run of a slot.
 
-    A ``batch`` or ``seq_len`` of None counts as 1. Packed: ``batch`` documents of together
-    ``seq_len`` tokens, whose boundaries have no values.
+    A ``batch`` or ``seq_len`` of None counts as 1. For a packed request they are the number of
+    documents and the total number of tokens; the boundaries have no values.
 
     Returns:
-        do, the tensors of the slot in the contract's order, and the call.
+        The output gradient do, the tensors of the slot in the contract's order, and the SlotCall.
     """
     geometry = request.geometry
     batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))

@@ -1,4 +1,4 @@
-"""Dtypes: their names, and the dtype of statistics beside them."""
+"""Names of dtypes, and the dtype of softmax statistics and gates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def dtype_name(dtype: object) -> str:
-    """ "float32" for torch.float32, and for "float32"."""
+    """Return the name of a dtype without "torch.": "float32" for torch.float32 or "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of LSE and gates beside tensors of ``dtype``: fp32, or fp64 for fp64."""
+    """Return the dtype of LSE and gates for tensors of ``dtype``: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,28 +1,31 @@
-"""The three errors of this library; every message names the value at fault and what would work."""
+"""The exceptions of this library.
+
+Every message names the argument and the value that caused the error, and how to fix it.
+"""
 
 
 class NSAError(Exception):
-    """Base of every error this library raises on purpose.
+    """Base class of all errors that this library raises deliberately.
 
-    Raised itself only when a backend breaks its contract while running: a kernel raised, or
-    returned a tensor of the wrong shape, dtype or device. The message names the backend and the
-    branch.
+    It is raised directly only if a backend breaks the contract at run time: a kernel raised an
+    exception, or returned a tensor of the wrong shape, dtype or device. The message names the
+    backend and the slot.
     """
 
 
 class InvalidInput(NSAError, ValueError):
-    """The request is wrong for every backend; the message names every offending value."""
+    """An argument is invalid for every backend; the message names every invalid value."""
 
 
 class Unsupported(NSAError, NotImplementedError):
-    """No candidate takes the request; the message has a line per backend with its reasons."""
+    """No eligible backend supports the request; the message lists each backend with its reasons."""
 
 
 class BackendUnavailable(NSAError, RuntimeError):
-    """The backend is known but cannot run here: no GPU, package missing, plugin broken.
+    """The backend is known but cannot run here: no GPU, a missing package, a broken plugin.
 
     Attributes:
-        nothing_usable: there is no backend at all, not only not the one asked for.
+        nothing_usable: True if no backend at all is usable, not only the requested one.
     """
 
     nothing_usable = False

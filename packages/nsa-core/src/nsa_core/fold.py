@@ -1,20 +1,21 @@
-"""The fold: compressed attention as plain causal attention, exactly, for any l, d and length.
+"""The fold: compressed attention as plain causal attention, exact for any l, d and length.
 
 Token t sees the compressed tokens 0 .. floor((t + 1 - l) / d). The first l - 1 tokens of a document
-see none. The others form runs of d tokens that see the same keys:
+see none. The other tokens form runs of d tokens with the same visible keys:
 
     token  l - 1 + r * d + j  sees compressed tokens  0 .. r        run r, residue j in 0 .. d - 1
 
-A document of S tokens has as many runs as compressed tokens, I = num_compressed(S), and its last
-run may have fewer than d tokens. The queries of one residue, one of each run, are therefore as many
-as the keys, under an ordinary causal mask. The residues become heads or a batch axis:
+A document of S tokens has as many runs as compressed tokens, I = num_compressed(S). Its last run
+may have fewer than d tokens. The queries of one residue, one per run, therefore attend to the keys
+under an ordinary causal mask with as many queries as keys. The residues become heads or a batch
+axis:
 
     fold, unfold    copies between [B, S, Hq, D] and [B, I, G, d, h, D]
     PackedFold      the same for packed documents, computed on the device: [R, G, d, h, D]
-    Residues        views of one sequence, without a copy: [residues, runs, Hq, D]
+    Residues        views of one sequence without a copy: [residues, runs, Hq, D]
 
-Hq = G * h query heads, of which the h heads of a group are contiguous. Backends choose the form and
-make the attention call.
+There are Hq = G * h query heads; the h heads of a group are contiguous. A backend chooses the form
+and calls its attention kernel.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from nsa_core.packing import compressed_cu_seqlens, token_places
 def fold(x: Tensor, groups: int, geometry: BlockGeometry, *, group_major: bool = False) -> Tensor:
     """Copy the rows of ``x`` into runs.
 
-    Places of the last run that have no token hold 0: a query of zeros sees keys, and an output
-    gradient of zeros gives them nothing.
+    Entries of the last run without a token are 0. A zero query attends to keys, but its output is
+    discarded, and a zero output gradient contributes nothing.
 
     Args:
-        x: rows of query heads, of S >= l tokens.
-        groups: kv heads, G.
-        geometry: block sizes.
-        group_major: lay the result out as [B, G, I, d, h, D] in memory, not as [B, I, G, d, h, D].
+        x: rows of query heads of S >= l tokens.
+        groups: number of kv heads, G.
+        geometry: the block sizes.
+        group_major: use the memory layout [B, G, I, d, h, D] instead of [B, I, G, d, h, D].
 
     Shapes:
         x: [B, S, Hq, D]
@@ -48,17 +49,17 @@ def fold(x: Tensor, groups: int, geometry: BlockGeometry, *, group_major: bool =
     """
     stride, first = geometry.compress_stride, geometry.compress_block_size - 1
     batch, length, heads, width = x.shape
-    runs, per_run = geometry.num_compressed(length), (stride, heads // groups, width)
+    runs, run_shape = geometry.num_compressed(length), (stride, heads // groups, width)
     if group_major:
-        folded = x.new_empty((batch, groups, runs, *per_run)).transpose(1, 2)
+        folded = x.new_empty((batch, groups, runs, *run_shape)).transpose(1, 2)
     else:
-        folded = x.new_empty((batch, runs, groups, *per_run))
-    tokens, places = x[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
-    whole, rest = divmod(length - first, stride)
-    places[:, :whole] = tokens[:, : whole * stride].unflatten(1, (whole, stride))
-    if rest:
-        places[:, whole, :rest] = tokens[:, whole * stride :]
-        places[:, whole, rest:] = 0
+        folded = x.new_empty((batch, runs, groups, *run_shape))
+    tokens, entries = x[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
+    full_runs, remainder = divmod(length - first, stride)
+    entries[:, :full_runs] = tokens[:, : full_runs * stride].unflatten(1, (full_runs, stride))
+    if remainder:
+        entries[:, full_runs, :remainder] = tokens[:, full_runs * stride :]
+        entries[:, full_runs, remainder:] = 0
     return folded
 
 
@@ -74,10 +75,10 @@ def unfold(
 
     Args:
         folded: runs, with any strides.
-        length: tokens of the sequence, S.
-        geometry: block sizes.
-        blank: the value of the first l - 1 rows, which see no key.
-        out: where to store the rows; None: a new tensor.
+        length: number of tokens of the sequence, S.
+        geometry: the block sizes.
+        blank: value of the first l - 1 rows, which see no key.
+        out: tensor for the result; None allocates one.
 
     Shapes:
         folded: [B, I, G, d, h, D]
@@ -91,27 +92,27 @@ def unfold(
     if out is None:
         out = folded.new_empty((batch, length, groups * per_group, width))
     out[:, :first] = blank
-    tokens, places = out[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
-    whole, rest = divmod(length - first, stride)
-    tokens[:, : whole * stride].unflatten(1, (whole, stride)).copy_(places[:, :whole])
-    if rest:
-        tokens[:, whole * stride :] = places[:, whole, :rest]
+    tokens, entries = out[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
+    full_runs, remainder = divmod(length - first, stride)
+    tokens[:, : full_runs * stride].unflatten(1, (full_runs, stride)).copy_(entries[:, :full_runs])
+    if remainder:
+        tokens[:, full_runs * stride :] = entries[:, full_runs, :remainder]
     return out
 
 
 class PackedFold(NamedTuple):
-    """The fold of packed documents, computed on the device without a synchronisation.
+    """The fold of packed documents, computed on the device without synchronisation.
 
-    There are R = T // d runs, of which the first cu[-1] belong to documents. A place that has no
-    token repeats the last token of its document, which sees the same keys.
+    There are R = T // d runs; the first cu[-1] of them belong to documents. An entry of a run
+    without a token repeats the last token of the document, which sees the same keys.
 
     Attributes:
-        cu: int32 [documents + 1], first run, and first compressed token, of each document.
-        token: int64 [R, d], the token in each place.
-        empty: bool [R, d], the places that have no token.
+        cu: int32 [documents + 1], the first run, and the first compressed token, of each document.
+        token: int64 [R, d], the token of each entry.
+        empty: bool [R, d], whether an entry has no token.
         run: int64 [T], the run of each token.
-        place: int64 [T], the place of each token in its run.
-        blank: bool [T], the tokens that see no compressed token.
+        place: int64 [T], the index of each token in its run.
+        blank: bool [T], whether a token sees no compressed token.
     """
 
     cu: Tensor
@@ -123,12 +124,12 @@ class PackedFold(NamedTuple):
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int, geometry: BlockGeometry) -> PackedFold:
-        """The fold of documents with these boundaries.
+        """Compute the fold of documents with the boundaries ``cu_seqlens``.
 
         Args:
-            cu_seqlens: int32 [documents + 1], within [0, total] and not decreasing.
-            total: rows of the packed axis, T.
-            geometry: block sizes.
+            cu_seqlens: int32 [documents + 1], not decreasing, within [0, total].
+            total: number of packed rows, T.
+            geometry: the block sizes.
         """
         stride, first = geometry.compress_stride, geometry.compress_block_size - 1
         bounds, cu = cu_seqlens.long(), compressed_cu_seqlens(cu_seqlens, geometry)
@@ -165,7 +166,7 @@ class PackedFold(NamedTuple):
 
         Args:
             folded: runs.
-            blank: the value of the rows that see no key.
+            blank: value of the rows that see no key.
 
         Shapes:
             folded: [R, G, d, h, D]
@@ -178,7 +179,7 @@ class PackedFold(NamedTuple):
         return out.masked_fill_(self.blank[:, None, None], blank)
 
     def is_tail(self) -> Tensor:
-        """bool [R]: the runs that belong to no document."""
+        """Return bool [R], whether a run belongs to no document."""
         return torch.arange(len(self.token), device=self.cu.device) >= self.cu[-1]
 
 
@@ -187,10 +188,10 @@ class Residues(NamedTuple):
 
     Attributes:
         first: token of residue 0 in run 0.
-        residues: how many, j < residues.
-        runs: queries of each residue, r < runs.
-        keys: compressed tokens that the last query of a residue sees.
-        stride: tokens from one run to the next.
+        residues: number of residues, j < residues.
+        runs: number of queries per residue, r < runs.
+        keys: number of compressed tokens that the last query of a residue sees.
+        stride: number of tokens between two runs, d.
     """
 
     first: int
@@ -200,7 +201,7 @@ class Residues(NamedTuple):
     stride: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """The rows of these tokens.
+        """Return the rows of these tokens.
 
         Shapes:
             x: [S, H, D], any strides
@@ -214,7 +215,7 @@ class Residues(NamedTuple):
         return x.as_strided(shape, strides, x.storage_offset() + self.first * token)
 
     def shared(self, x: Tensor) -> Tensor:
-        """The keys or values that these tokens see, one copy for all residues.
+        """Return the keys or values that these tokens see, shared by all residues.
 
         Shapes:
             x: [I, G, D]

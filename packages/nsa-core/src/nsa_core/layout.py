@@ -1,8 +1,9 @@
-"""Block geometry of NSA as integer arithmetic: how many blocks there are, who sees what, which
-blocks overlap.
+"""Block geometry of NSA in integer arithmetic: number of blocks, visibility and overlap.
 
-Symbols as in the paper (arXiv 2502.11089): l compression block, d stride, l' selection block, n
-selected blocks, w window. Positions and block indices are 0-based. No torch here.
+The symbols are those of the paper (arXiv 2502.11089): compression block l, stride d, selection
+block l', number of selected blocks n, window w. Positions and block indices are 0-based.
+
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,30 +17,37 @@ from nsa_core.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True)
 class BlockGeometry:
-    """The integers that fix which keys a query sees in each branch.
+    """The sizes that determine which keys a query sees in each branch.
+
+    Attributes:
+        compress_block_size: l, tokens per compression block.
+        compress_stride: d, tokens between the starts of two compression blocks; divides l and l'.
+        select_block_size: l', tokens per selection block; at least l.
+        num_selected_blocks: n, blocks selected per token and kv head, forced blocks included; at
+            least ``init_blocks + local_blocks``.
+        init_blocks: number of blocks at the start of the document that are always selected.
+        local_blocks: number of blocks up to the current one that are always selected.
+        window_size: w, keys of the sliding window, the token itself included.
 
     Raises:
-        InvalidInput: a field is outside the validity rules; every offending field is named with its
-            value.
+        InvalidInput: a field is invalid; the message names every invalid field and its value.
     """
 
-    compress_block_size: int = 32  # l
-    compress_stride: int = 16  # d
-    select_block_size: int = 64  # l'
-    num_selected_blocks: int = 16  # n
+    compress_block_size: int = 32
+    compress_stride: int = 16
+    select_block_size: int = 64
+    num_selected_blocks: int = 16
     init_blocks: int = 1
     local_blocks: int = 2
-    window_size: int = 512  # w
+    window_size: int = 512
 
     def __post_init__(self) -> None:
         wrong = []
         for field in dataclasses.fields(self):
-            value, least = (
-                getattr(self, field.name),
-                0 if field.name in ("init_blocks", "local_blocks") else 1,
-            )
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                wrong.append(f"{field.name} must be an integer >= {least}, got {value!r}")
+            value = getattr(self, field.name)
+            minimum = 0 if field.name in ("init_blocks", "local_blocks") else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                wrong.append(f"{field.name} must be an integer >= {minimum}, got {value!r}")
         if wrong:
             raise InvalidInput("; ".join(wrong))
         size, stride, select = (
@@ -68,49 +76,59 @@ class BlockGeometry:
             raise InvalidInput("; ".join(wrong))
 
     def num_compressed(self, length: int) -> int:
-        """Compressed tokens of a document of ``length`` tokens: max(0, floor((length - l) / d) +
-        1).
+        """Return the number of compressed tokens of a document of ``length`` tokens.
+
+        It is max(0, floor((length - l) / d) + 1).
         """
         return max(0, (length - self.compress_block_size) // self.compress_stride + 1)
 
     def max_compressed(self, total: int) -> int:
-        """Rows of a packed compressed tensor over ``total`` tokens: T // d, a bound that needs no
-        document lengths.
+        """Return the rows of a packed compressed tensor of ``total`` tokens: T // d.
+
+        This upper bound does not depend on the lengths of the documents.
         """
         return total // self.compress_stride
 
     def num_select_blocks(self, length: int) -> int:
-        """Selection blocks of a document, the last partial one included: ceil(length / l')."""
+        """Return the number of selection blocks of ``length`` tokens: ceil(length / l').
+
+        The last block may be partial.
+        """
         return -(-length // self.select_block_size)
 
     def overlap_taps(self) -> list[tuple[int, int]]:
-        """(i - j * l'/d, weight) of the compressed blocks i that overlap selection block j,
-        ascending i.
+        """Return the weights of the compressed blocks that overlap a selection block (Eq. 9).
 
-        Eq. 9 with both indices read 1-based: weight(i, j) = |[i*d, i*d + l) cut [j*l', (j+1)*l')| /
-        d.
+        With both indices of Eq. 9 read 1-based, the weight of compressed block i in the score of
+        selection block j is the number of tokens that the blocks share, divided by d:
+
+            weight(i, j) = |[i*d, i*d + l) ∩ [j*l', (j+1)*l')| / d
+
+        Returns:
+            Pairs (i - j * l'/d, weight) in ascending i. For l=32, d=16, l'=64 they are
+            (-1, 1), (0, 2), (1, 2), (2, 2), (3, 1).
         """
         size, stride, select = (
             self.compress_block_size,
             self.compress_stride,
             self.select_block_size,
         )
-        taps = []
+        weights = []
         for i in range(1 - size // stride, select // stride):
             overlap = min(i * stride + size, select) - max(i * stride, 0)
-            taps.append((i, overlap // stride))
-        return taps
+            weights.append((i, overlap // stride))
+        return weights
 
     def as_ints(self) -> list[int]:
-        """The fields in order, as an operator schema carries them."""
+        """Return the fields in order, as an operator schema carries them."""
         return list(dataclasses.astuple(self))
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> BlockGeometry:
-        """Inverse of :meth:`as_ints`; the same object for the same integers."""
+        """Return the geometry with these fields; cached, so equal arguments give one object."""
         return _geometry(*values)
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # typed: True is not 1 here
+@functools.lru_cache(maxsize=256, typed=True)  # typed, so that True and 1 are distinct keys
 def _geometry(*values: int) -> BlockGeometry:
     return BlockGeometry(*values)

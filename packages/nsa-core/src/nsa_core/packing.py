@@ -1,8 +1,7 @@
-"""Packed documents: the document and the position of each token and compressed token, computed on
-the device without a synchronisation.
+"""Packed documents: boundaries, token positions, and conversion from and to padded batches.
 
-``cu_seqlens`` int32 [documents + 1] holds the first token of each document and, last, the number of
-tokens T.
+``cu_seqlens`` int32 [documents + 1] contains the first row of each document and, last, the number
+of rows T. Positions are computed on the device, without synchronisation.
 """
 
 from __future__ import annotations
@@ -18,8 +17,12 @@ from nsa_core.layout import BlockGeometry
 
 
 class TokenPlaces(NamedTuple):
-    """For each of T rows, all int64 [T]: its document, its position inside it, and the document's
-    first row.
+    """The document and position of each of T rows; all fields are int64 [T].
+
+    Attributes:
+        document: index of the row's document.
+        position: position of the row inside its document.
+        start: first row of the row's document.
     """
 
     document: torch.Tensor
@@ -28,14 +31,18 @@ class TokenPlaces(NamedTuple):
 
 
 def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
-    """Document and position of each of ``total`` rows; rows past the last boundary fall in the last
-    document.
+    """Compute the document and position of each of ``total`` rows.
 
-    Malformed boundaries give wrong places, never an index outside [0, documents).
+    Rows after the last boundary belong to the last document. Malformed boundaries give meaningless
+    positions, but every document index is inside [0, documents).
+
+    Args:
+        cu_seqlens: int32 [documents + 1].
+        total: number of rows, T.
     """
     rows = torch.arange(total, device=cu_seqlens.device)
-    # All boundaries, not the inner ones: torch 2.11's inductor cannot search a slice of what it
-    # computes.
+    # Search all boundaries, not only the inner ones: inductor of torch 2.11 cannot lower a search
+    # in a slice of a computed tensor.
     document = torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True)
     document = (document - 1).clamp_(0, max(len(cu_seqlens) - 2, 0))
     start = cu_seqlens.long()[document]
@@ -43,36 +50,37 @@ def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
 
 
 def compressed_cu_seqlens(cu_seqlens: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """First compressed row of each document, int32 [documents + 1]: sums of
-    :meth:`BlockGeometry.num_compressed`.
+    """Compute the first compressed row of each document, int32 [documents + 1].
+
+    The last entry is the total number of compressed tokens.
     """
     lengths = cu_seqlens.diff()
     counts = ((lengths - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(min=0)
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-# cu_seqlens -> (its version, its values then)
+# cu_seqlens -> (tensor version, values of that version)
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def host_boundaries(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """``cu_seqlens`` on the host, for a backend that declares ``reads_boundaries``; reading it from
-    a GPU synchronises.
+    """Return the values of ``cu_seqlens``, for a backend that declares ``reads_boundaries``.
 
-    A tensor is read once for all layers and passes, and again after torch changed it in place. A
-    tensor made under inference_mode has no version that counts changes, so it is read every time.
+    For a GPU tensor this synchronises. Values are cached per tensor, so that all layers and passes
+    share one read; an in-place change by torch invalidates the cache. A tensor created under
+    inference_mode has no version counter and is read on every call.
 
     Raises:
-        Unsupported: a CUDA graph is being captured. Its replays would use the present boundaries.
+        Unsupported: a CUDA graph is being captured. Its replays would use the current boundaries.
     """
     if _on_gpu(cu_seqlens) and torch.cuda.is_current_stream_capturing():
-        why = "packed documents whose boundaries the host reads cannot be captured in a CUDA graph"
         raise Unsupported(
-            f"{why}: take a backend that leaves them on the device for slot 'cmp', as triton"
+            "a backend reads cu_seqlens on the host, which cannot be captured in a CUDA graph: use"
+            " a backend that keeps cu_seqlens on the device for slot 'cmp', for example triton"
         )
-    if (
-        not _on_gpu(cu_seqlens) or cu_seqlens.is_inference()
-    ):  # elsewhere reading is free, and numpy may write unseen
+    # Host tensors are not cached: reading them is free, and numpy can write to them without a new
+    # version.
+    if not _on_gpu(cu_seqlens) or cu_seqlens.is_inference():
         return tuple(cu_seqlens.tolist())
     cached: tuple[int, tuple[int, ...]] | None = _read.get(cu_seqlens)
     if cached is None or cached[0] != cu_seqlens._version:
@@ -87,19 +95,29 @@ def _on_gpu(cu_seqlens: torch.Tensor) -> bool:
 def unpad(
     x: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Drop padding: turn x [B, S, ...] and a mask into packed rows.
+    """Remove padding: convert a padded batch to packed rows.
+
+    Synchronises, because the number of tokens T is a shape.
 
     Args:
-        x: [B, S, ...].
-        attention_mask: [B, S], bool or integers; False or 0 marks padding.
+        x: [B, S, ...], any dtype.
+        attention_mask: [B, S], bool or integer; False or 0 marks padding. The tokens of a sequence
+            must be contiguous.
 
     Returns:
-        rows [T, ...], cu_seqlens int32 [B + 1], the longest length, and indices int64 [T] that
-        :func:`pad` takes. Synchronises, because T is a shape.
+        A tuple (rows, cu_seqlens, max_seqlen, indices):
+        rows, the packed tokens [T, ...];
+        cu_seqlens, int32 [B + 1], the first row of each sequence and T;
+        max_seqlen, the length in tokens of the longest sequence, a host integer;
+        indices, int64 [T], the positions of the rows in x.flatten(0, 1), for :func:`pad`.
 
     Raises:
-        InvalidInput: the mask is not [B, S], not of bool or integers, or keeps tokens that are not
-            contiguous in a row.
+        InvalidInput: x or the mask is not a tensor; or the mask has another shape or dtype, or a
+            gap between the tokens of a sequence.
+
+    Example:
+        >>> rows, cu_seqlens, max_seqlen, indices = unpad(x, attention_mask)
+        >>> y = pad(attn(rows, cu_seqlens, max_seqlen), indices, *x.shape[:2])
     """
     for name, argument in (("x", x), ("attention_mask", attention_mask)):
         if not isinstance(argument, torch.Tensor):
@@ -108,39 +126,46 @@ def unpad(
         raise InvalidInput(
             f"attention_mask must be {list(x.shape[:2])}, got {list(attention_mask.shape)}"
         )
-    if (
-        attention_mask.is_floating_point() or attention_mask.is_complex()
-    ):  # an additive one holds 0 where it keeps
+    # A floating-point mask is ambiguous: an additive mask has 0 for tokens.
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
         raise InvalidInput(
             "attention_mask must be bool, or integers 0 and 1, got"
-            f" {dtype_name(attention_mask.dtype)}: pass mask == 0 for one that is added to scores"
-            " (0 keeps), mask != 0 for one of zeros and ones"
+            f" {dtype_name(attention_mask.dtype)}: pass mask == 0 for an additive mask (0 marks"
+            " tokens), or mask != 0 for a mask of zeros and ones"
         )
-    keep = attention_mask.bool()
-    breaks = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, :1].sum(1)
-    if bool((breaks > 1).any()):
+    is_token = attention_mask.bool()
+    runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, :1].sum(1)
+    if bool((runs > 1).any()):
         raise InvalidInput(
-            f"attention_mask row {int((breaks > 1).nonzero()[0])} has a gap: kept tokens must be"
-            " contiguous"
+            f"attention_mask: row {int((runs > 1).nonzero()[0])} has a gap: the tokens of a row"
+            " must be contiguous"
         )
-    lengths = keep.sum(1)
-    indices = keep.flatten().nonzero().flatten()
+    lengths = is_token.sum(1)
+    indices = is_token.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     return x.flatten(0, 1)[indices], cu_seqlens, longest, indices
 
 
 def pad(rows: torch.Tensor, indices: torch.Tensor, batch: int, seq_len: int) -> torch.Tensor:
-    """Inverse of :func:`unpad`: packed rows [T, ...] to [batch, seq_len, ...], zero where there was
-    padding.
+    """Restore padding: convert packed rows to a padded batch. The inverse of :func:`unpad`.
+
+    Args:
+        rows: [T, ...], any dtype.
+        indices: int64 [T], from :func:`unpad`.
+        batch: number of sequences, B.
+        seq_len: tokens per padded sequence, S.
+
+    Returns:
+        [B, S, ...], zero where there is padding.
 
     Raises:
-        InvalidInput: ``indices`` has another length than ``rows``.
+        InvalidInput: ``indices`` and ``rows`` have different lengths.
     """
     if len(indices) != len(rows):
         raise InvalidInput(
             f"indices must have one entry per row, got {len(indices)} for {len(rows)} rows"
         )
     out = rows.new_zeros((batch * seq_len, *rows.shape[1:]))
-    filled: torch.Tensor = out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))
-    return filled
+    padded: torch.Tensor = out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))
+    return padded

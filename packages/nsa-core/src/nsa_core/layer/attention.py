@@ -1,5 +1,6 @@
-"""nsa_attention: Native Sparse Attention over queries, keys, values and gates (arXiv 2502.11089,
-section 3).
+"""nsa_attention: Native Sparse Attention on queries, keys, values and gates.
+
+Source: arXiv 2502.11089, section 3.
 """
 
 from __future__ import annotations
@@ -63,70 +64,112 @@ def nsa_attention(
 
 def nsa_attention(
     q: torch.Tensor,  # [B, S, Hq, Dk]
-    k: KV,  # [B, S, G, Dk], or three of them: cmp, sel, win
-    v: KV,  # [B, S, G, Dv], or three of them: cmp, sel, win
-    gates: torch.Tensor,  # [B, S, Hq, 3], fp32 (fp64 beside fp64), in the order cmp, sel, win
+    k: KV,  # [B, S, G, Dk], or three tensors (cmp, sel, win)
+    v: KV,  # [B, S, G, Dv], or three tensors (cmp, sel, win)
+    gates: torch.Tensor,  # [B, S, Hq, 3], fp32 (fp64 for fp64 q), in the order cmp, sel, win
     *,
     config: NSAConfig,
     k_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dk]
     v_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dv]
     cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
     max_seqlen: int | None = None,
-    blocks: torch.Tensor | None = None,  # any integer dtype [B, S, G, any number]
+    blocks: torch.Tensor | None = None,  # any integer dtype, [B, S, G, any length]
     plan: Plan | None = None,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
-    """o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c) (Eq. 5), [B, S, Hq, Dv]
-    in q's dtype.
+    """Compute Native Sparse Attention, the gated sum of three attention branches (Eq. 5).
 
-    Packed documents drop B: tensors are [T, ...], compressed ones [T // d, ...]. For tensors laid
-    out [B, H, S, D] pass ``x.transpose(1, 2)``: any strides are taken if the last axis is
-    contiguous. No gradient flows through the selection.
+    For query token t and each query head,
+
+        o_t = sum over c in {cmp, sel, win} of g_t^c Attn(q_t, K_t^c, V_t^c)          (Eq. 5)
+
+    where the keys and values of a branch are
+
+        cmp  the compressed tokens k_cmp[i], v_cmp[i] = phi(tokens i*d .. i*d + l - 1)  (Eq. 7)
+             with i*d + l - 1 <= t;
+        sel  the tokens up to t of the n selected blocks of l' tokens (Eq. 11, 12). Blocks are
+             ranked by the softmax of q_t k_cmp (Eq. 8), mapped to blocks by overlap (Eq. 9) and
+             summed over the query heads of a kv head (Eq. 10);
+        win  the tokens t - w + 1 .. t.
+
+    A branch without a visible key contributes exactly 0. Gradients flow to q, k, v, gates, k_cmp
+    and v_cmp; the selection itself has no gradient. docs/semantics.md defines every detail.
+
+    Sizes: B sequences of S tokens, Hq query heads, G kv heads (G divides Hq), head widths Dk and
+    Dv. l, d, l', n and w are fields of ``config``. There are n_c = max(0, floor((S - l) / d) + 1)
+    compressed tokens.
+
+    Packed documents drop the axis B: tensors are [T, ...], LSEs [Hq, T], and k_cmp and v_cmp have
+    T // d rows (see ``nsa_core.contract``). Attention, positions and block indices stay inside a
+    document. For tensors of layout [B, H, S, D], pass ``x.transpose(1, 2)``: any strides are
+    accepted, and only tensors whose last axis is not contiguous are copied.
 
     Args:
-        q: queries [B, S, Hq, Dk].
-        k, v: keys [B, S, G, Dk] and values [B, S, G, Dv] of all branches, or three tensors for cmp,
-            sel and win. The cmp entries are not read beside ``k_cmp`` and ``v_cmp``, and may then
-            be None.
-        gates: [B, S, Hq, 3] in the order cmp, sel, win; fp32 (fp64 beside fp64).
-        config: head counts, widths and block geometry.
-        k_cmp, v_cmp: compressed tokens [B, n_c, G, D]. Without them the cmp entries of k and v are
-            averaged over each compression block.
-        cu_seqlens: int32 [documents + 1] on q's device, first row of each packed document and T.
-        max_seqlen: bound of the documents' lengths (default T). A smaller value gives wrong rows,
-            and an error only on the CPU or with NSA_CHECK=1.
-        blocks: replaces the selection: integers [B, S, G, any number], local to the document, in
-            any order. -1, duplicates, future and out-of-range entries do no harm.
-        plan: the kernels, of phase "prefill". Without it, the plan is that of
-            :func:`nsa_core.resolve` for these tensors, resolved once (another from
-            contract.LONG_SEQUENCE tokens on). It can train wherever some backend can.
-        return_lse: also return the LSE of cmp, sel and win.
-        return_blocks: also return the blocks.
+        q: queries [B, S, Hq, Dk], bfloat16, float16, float32 or float64, already rotated if rotary
+            embedding is used.
+        k: keys [B, S, G, Dk] of q's dtype, one tensor for all branches or three tensors
+            (cmp, sel, win). With ``k_cmp`` the cmp entry is not read and may be None.
+        v: values [B, S, G, Dv] of q's dtype, one tensor or three, as for ``k``.
+        gates: factors of the branches [B, S, Hq, 3] in the order cmp, sel, win; float32, or float64
+            for float64 q. They need not lie in [0, 1].
+        config: head counts, head widths, block sizes and softmax scale. The fields of the
+            projections, such as ``compress`` and ``rope``, are not used.
+        k_cmp: compressed keys [B, n_c, G, Dk] of q's dtype. By default, the cmp keys are averaged
+            over each compression block. Pass ``k_cmp`` and ``v_cmp`` together.
+        v_cmp: compressed values [B, n_c, G, Dv] of q's dtype, as for ``k_cmp``.
+        cu_seqlens: int32 [documents + 1] on q's device, the first row of each packed document and,
+            last, the number of rows T. By default, the tensors are not packed.
+        max_seqlen: host integer, length in tokens of the longest packed document or an upper bound;
+            default T. A value below the longest document gives wrong results; it is an error on the
+            CPU, and on a GPU with NSA_CHECK=1.
+        blocks: block indices [B, S, G, any length], any integer dtype, that replace the selection;
+            local to the document, in any order. -1, duplicates, future blocks and indices out of
+            range have no effect.
+        plan: a plan of phase "prefill" from :func:`nsa_core.resolve`. By default, a plan is
+            resolved once per config, device and dtype and cached. It includes the backward if some
+            backend supports it. Unpacked calls of ``contract.LONG_SEQUENCE`` tokens or more have
+            their own cached plan.
+        return_lse: also return the log-sum-exp of the three branches.
+        return_blocks: also return the selected blocks.
 
     Returns:
-        o; or a tuple of o, with ``return_lse`` the LSE of cmp, sel and win (each fp32 [B, Hq, S],
-        natural log, -inf where no key is visible, no gradient), and with ``return_blocks`` the
-        blocks.
+        The output o, [B, S, Hq, Dv] in q's dtype. With ``return_lse`` or ``return_blocks`` a tuple:
+        o, then with ``return_lse`` the tuple of the LSEs of cmp, sel and win (each [B, Hq, S],
+        float32 or float64 for float64 q, natural logarithm, -inf where no key is visible, without
+        gradient), then with ``return_blocks`` the blocks (int32 [B, S, G, n], ascending, padded
+        with -1; or ``blocks`` as passed).
 
     Raises:
-        InvalidInput: tensors that do not fit each other, the config or the plan; all faults, and
-            all shapes.
-        Unsupported: no backend takes the request; a line per backend with its reasons.
+        InvalidInput: tensors do not fit each other, the config or the plan. The message lists all
+            problems, and the shape, dtype and device of every tensor.
+        Unsupported: no backend supports the request, or forward-mode differentiation is active. The
+            message lists each backend with its reasons.
+        BackendUnavailable: no backend is usable on this machine.
+        NSAError: a backend failed while it ran. The message names the backend and the slot.
+
+    Example:
+        >>> import torch
+        >>> from nsa_core import NSAConfig, nsa_attention
+        >>> config = NSAConfig(dim=256, n_heads=8, n_kv_heads=2)
+        >>> q = torch.randn(1, 1024, 8, 32)
+        >>> k, v = torch.randn(2, 1, 1024, 2, 32)
+        >>> gates = torch.rand(1, 1024, 8, 3)
+        >>> nsa_attention(q, k, v, gates, config=config).shape
+        torch.Size([1, 1024, 8, 32])
     """
-    (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = _three("k", k, k_cmp), _three("v", v, v_cmp)
+    k_raw, k_sel, k_win = _per_branch("k", k, k_cmp)
+    v_raw, v_sel, v_win = _per_branch("v", v, v_cmp)
     inputs: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates}
     inputs |= {"blocks": blocks, "k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win}
     inputs |= {"v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
-    wants_grad, varlen = (
-        check_inputs(inputs, config, cu_seqlens, max_seqlen),
-        cu_seqlens is not None,
-    )
+    needs_grad = check_inputs(inputs, config, cu_seqlens, max_seqlen)
+    varlen = cu_seqlens is not None
     if plan is None:
         long = is_long(q.shape[1], varlen)
-        plan = default_plan(config, q.device, q.dtype, varlen, wants_grad, None, long)
+        plan = default_plan(config, q.device, q.dtype, varlen, needs_grad, None, long)
     else:
-        check_plan(plan, config, q, varlen, wants_grad)
+        check_plan(plan, config, q, varlen, needs_grad)
     if k_cmp is None or v_cmp is None:
         packed = None
         if cu_seqlens is not None:
@@ -138,7 +181,7 @@ def nsa_attention(
         o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **packing)
         if blocks is None:
             blocks = plan.select(q, k_cmp, lse_cmp, **packing)
-        o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _wide(blocks), **packing)
+        o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _widen(blocks), **packing)
         o_win, lse_win = plan.win(q, k_win, v_win, **packing)
         o = plan.combine(gates, o_cmp, o_sel, o_win, **packing)
 
@@ -147,32 +190,34 @@ def nsa_attention(
     return (o, *extras) if extras else o
 
 
-def _three(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any, Any]:
-    """The (cmp, sel, win) entries of k or v; the cmp entry is None where the compressed tensor
-    replaces it.
+def _per_branch(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any, Any]:
+    """Return the tensors (cmp, sel, win) of ``x``, which is k or v.
+
+    The cmp entry is None if ``compressed`` replaces it.
     """
     if isinstance(x, torch.Tensor):
         return (None if compressed is not None else x), x, x
     if not isinstance(x, (tuple, list)) or len(x) != 3:
-        size = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
+        length = f" of length {len(x)}" if isinstance(x, (tuple, list)) else ""
         raise InvalidInput(
-            f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{size}"
+            f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{length}"
         )
     missing = [
-        b
-        for b, t in zip(("cmp", "sel", "win"), x)
-        if t is None and not (b == "cmp" and compressed is not None)
+        branch
+        for branch, tensor in zip(("cmp", "sel", "win"), x)
+        if tensor is None and not (branch == "cmp" and compressed is not None)
     ]
     if missing:
         raise InvalidInput(
-            f"{name} lacks its {', '.join(missing)} entry (only cmp may be None, and only beside"
-            f" {name}_cmp)"
+            f"{name} lacks its {', '.join(missing)} entry: pass a tensor (only the cmp entry may be"
+            f" None, and only with {name}_cmp)"
         )
     return (None if compressed is not None else x[0]), x[1], x[2]
 
 
-def _wide(blocks: torch.Tensor) -> torch.Tensor:
-    """``blocks`` as int32 or int64. Other integers are widened, so that no value wraps around into
-    the range of blocks.
+def _widen(blocks: torch.Tensor) -> torch.Tensor:
+    """Return ``blocks`` as int32 or int64.
+
+    Other integer dtypes are widened, so that no value wraps around into the range of valid indices.
     """
     return blocks if blocks.dtype in (torch.int32, torch.int64) else blocks.to(torch.int64)

@@ -1,6 +1,4 @@
-"""NSAttention: the attention layer of Native Sparse Attention as a torch module (arXiv 2502.11089,
-Figure 2).
-"""
+"""NSAttention: the Native Sparse Attention layer as a torch module (arXiv 2502.11089, Figure 2)."""
 
 from __future__ import annotations
 
@@ -24,28 +22,45 @@ if TYPE_CHECKING:
 
 
 class NSAttention(NSAProjections):
-    """o = W_o concat over heads of sum over c of g^c Attn(q, K^c, V^c): x [B, S, dim] -> [B, S,
-    dim].
+    """Native Sparse Attention layer: projections, gates and three attention branches.
 
-    One fused projection gives q and a key/value pair per branch (one pair with
-    ``config.shared_kv``); phi compresses the first pair; the gates come from x. Packed documents: x
-    [T, dim] with ``cu_seqlens`` (see nsa_core.unpad).
+    For the input x [B, S, dim] the output of token t is
+
+        y_t = W_o concat over heads of (sum over c of g_t^c Attn(q_t, K_t^c, V_t^c))      (Eq. 5)
+
+    with c in {cmp, sel, win}; see :func:`nsa_core.nsa_attention` for the branches. One linear layer
+    ``qkv`` projects x to q and to a key/value pair per branch (one shared pair with
+    ``config.shared_kv``). ``phi_k`` and ``phi_v`` compress the pair of cmp (Eq. 7). ``gate``
+    computes the gates g from x.
 
     The gradient of some parameters is zero by construction, because a term common to all compressed
-    keys leaves every softmax unchanged. Where k_cmp is not rotated after phi (``rope=False`` or
-    ``rope_before_compress=True``) these are ``phi_k.down.bias`` (mlp), ``phi_k.proj.bias`` and
+    keys does not change a softmax. If k_cmp is not rotated after phi (``rope=False`` or
+    ``rope_before_compress=True``), these are ``phi_k.down.bias`` (mlp), ``phi_k.proj.bias`` and
     ``phi_k.position`` (linear) and ``phi_k.bias`` (conv). With ``window_size=1`` the rows of
-    ``qkv.weight`` that make k_win have no gradient either: one key has weight 1. All others are
-    trained from the first step on, once some token sees two compressed tokens.
+    ``qkv.weight`` that produce k_win have zero gradient too, because a single key always has the
+    weight 1. All other parameters receive a gradient from the first step on, as soon as some token
+    sees two compressed tokens.
 
-    Plans are cached and never part of the state_dict, a pickle or a deepcopy.
+    Plans are cached per process. They are not part of the state_dict, a pickle or a deepcopy.
 
     Args:
-        config: the layer's shapes and options.
-        backends: as in :func:`nsa_core.resolve`: None, one name, or a mapping slot -> name.
-        layer: name of the layer in errors.
-        check: raise on the first branch output that is not finite. Costs a synchronisation per
-            branch, and works eagerly only.
+        config: shapes and options of the layer.
+        backends: the backends of the slots, as in :func:`nsa_core.resolve`: None or "auto" for the
+            highest-ranked backend that supports the request, one name for all slots, or a mapping
+            of slots (cmp, select, sel, win, combine) to names.
+        layer: name or index of the layer, for error messages.
+        check: raise an NSAError at the first branch output that is not finite. This synchronises
+            once per branch, and works in eager mode only.
+
+    Raises:
+        InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed.
+
+    Example:
+        >>> import torch
+        >>> from nsa_core import NSAConfig, NSAttention
+        >>> attn = NSAttention(NSAConfig(dim=256, n_heads=8, n_kv_heads=2))
+        >>> attn(torch.randn(1, 1024, 256)).shape
+        torch.Size([1, 1024, 256])
     """
 
     def forward(
@@ -60,37 +75,47 @@ class NSAttention(NSAProjections):
         cache: NSACache | None = None,
         new: Sequence[int] | torch.Tensor | None = None,  # int32 [B]
     ) -> torch.Tensor:
-        """The layer's output, of x's shape, in the dtype of the projections or of autocast.
+        """Apply the layer to x.
 
-        With ``cache`` the tokens of x continue the sequences in the cache, and are added to it. The
-        call runs without gradient, whatever the grad mode is (docs/decode.md).
+        With ``cache`` the tokens of x continue the sequences in the cache, and the call appends
+        them to the cache. Such calls run without gradient in every grad mode (docs/decode.md).
 
         Args:
-            x: [B, S, dim], or packed documents [T, dim].
-            cu_seqlens: first row of each document and the number of rows T, on x's device.
-            max_seqlen: the longest document's length, or a bound of it (default T). A smaller value
-                gives wrong rows, and an error only on the CPU or with NSA_CHECK=1.
-            attention_mask, context, key_value_states: must be None; named so that passing one is an
-                error that says what to do instead.
-            plan: the kernels of this call, instead of those that ``backends`` named. Its phase is
-                "prefill"; with a cache only the first call of several tokens on empty sequences is
-                prefill, and all others take a plan of phase "decode".
-            cache: keys and values of earlier tokens, see :meth:`new_cache`.
-            new: with a cache, the number of rows of each sequence that are tokens (None: all). The
-                output of the rows past them is 0.
+            x: the input [B, S, dim], or packed documents [T, dim], on the layer's device. Its dtype
+                is that of the parameters, or any floating dtype under autocast.
+            cu_seqlens: int32 [documents + 1] on x's device, the first row of each packed document
+                and, last, the number of rows T. See :func:`nsa_core.unpad` for padded batches.
+            max_seqlen: host integer, length in tokens of the longest packed document or an upper
+                bound; default T. A value below the longest document gives wrong results; it is an
+                error on the CPU, and on a GPU with NSA_CHECK=1.
+            attention_mask, context, key_value_states: must be None. They exist for an error that
+                explains the alternative.
+            plan: a plan from :func:`nsa_core.resolve` for this call; default: the cached plan of
+                ``backends``. Its phase is "prefill". With a cache, only the first call of several
+                tokens on empty sequences is a prefill; all other calls take phase "decode".
+            cache: the keys and values of earlier tokens, from :meth:`new_cache` of this layer.
+            new: with a cache, the number of rows of each sequence that are tokens: B integers, or
+                an integer tensor [B]; default: all rows. The rows after them are padding, and their
+                output is 0. While a CUDA graph is captured, it must be int32 [B] on the device.
+
+        Returns:
+            The output y, of x's shape, in the dtype of the projections or of autocast.
 
         Raises:
-            InvalidInput: x or cu_seqlens do not fit the layer or the cache; a padding mask, or keys
-                from elsewhere, are given; the cache has no room, and is unchanged.
-            Unsupported: no backend takes the request.
+            InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a padding mask or
+                the input of a cross-attention is given; or the cache has no room for the tokens.
+                The cache is then unchanged.
+            Unsupported: no backend supports the request.
+            BackendUnavailable: no backend is usable on this machine.
+            NSAError: a backend failed while it ran; or, with ``check``, an output is not finite.
         """
-        weight, unsupported = dtype_and_device_from(self.qkv), (context, key_value_states)
+        weight, cross_attention = dtype_and_device_from(self.qkv), (context, key_value_states)
         check_layer_input(
-            x, self.config.dim, weight, cu_seqlens, max_seqlen, attention_mask, *unsupported
+            x, self.config.dim, weight, cu_seqlens, max_seqlen, attention_mask, *cross_attention
         )
         packed = cu_seqlens is not None
         if cache is not None or new is not None:
-            from nsa_core.cache.step import step  # imports the compiler
+            from nsa_core.cache.step import step  # imported here, because it imports the compiler
 
             y: torch.Tensor = step(self, x, cache, new, plan, packed)
             return y
@@ -124,30 +149,53 @@ class NSAttention(NSAProjections):
         device: str | torch.device | None = None,
         plan: Plan | None = None,
     ) -> NSACache:
-        """An empty cache for ``forward(x, cache=...)``.
+        """Allocate an empty cache for ``forward(x, cache=...)``.
 
         Args:
-            batch: number of sequences.
-            max_len: most tokens of a sequence.
-            page_size: tokens of a page, a multiple of l'. None: each sequence lies in one piece.
-            num_pages: pages that all sequences share (default: as many as all can need).
-            max_rollback: tokens that ``crop`` may take back.
-            max_step: most rows of a captured step. A longer eager step takes more memory while it
-                runs.
-            dtype: of the keys and values (default: that of the projections).
-            device: where the cache lies (default: the layer's device).
-            plan: a plan for decode (default: that of ``backends``).
+            batch: number of sequences, B.
+            max_len: maximum number of tokens per sequence.
+            page_size: tokens per page, a multiple of ``config.select_block_size``; default: no
+                pages, each sequence is contiguous.
+            num_pages: number of pages, shared by all sequences; default: enough for B sequences of
+                ``max_len`` tokens. Only with ``page_size``.
+            max_rollback: maximum number of tokens that :meth:`NSACache.crop` can remove.
+            max_step: maximum number of rows of a step that a CUDA graph captures. A longer step
+                runs eagerly only, and allocates more memory while it runs.
+            dtype: dtype of the keys and values; default: the output dtype of the projections.
+            device: device of the cache; default: the layer's device.
+            plan: a plan of phase "decode"; default: resolved from ``backends``.
+
+        Returns:
+            The cache. All of its memory is allocated.
 
         Raises:
-            InvalidInput: a size is out of range, or the plan does not fit.
-            Unsupported, BackendUnavailable: no backend decodes here.
+            InvalidInput: a size is out of range, or the plan does not fit the layer and the sizes.
+            Unsupported: no backend has decode forms for this request.
+            BackendUnavailable: no backend is usable on this machine.
+
+        Example:
+            >>> cache = attn.new_cache(batch=1, max_len=2048)
+            >>> y = attn(torch.randn(1, 1000, 256), cache=cache)  # prompt
+            >>> y = attn(torch.randn(1, 1, 256), cache=cache)  # next token
         """
         sizes = CacheSizes(batch, max_len, page_size, num_pages, max_rollback, max_step)
         return make_cache(self, sizes, self.out_dtype if dtype is None else dtype, device, plan)
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
-        """Gates and selected blocks over x (see nsa_core.layer.stats); runs cmp and select, without
-        gradient.
+        """Return statistics of the gates and of the selected blocks over x.
+
+        Runs the slots cmp and select, without gradient, and synchronises.
+
+        Args:
+            x: the input [B, S, dim], or packed documents [T, dim].
+            cu_seqlens: int32 [documents + 1] on x's device, for packed documents.
+
+        Returns:
+            Averages over tokens and heads; see :class:`nsa_core.layer.stats.NSAStats`.
+
+        Raises:
+            InvalidInput: x or cu_seqlens do not fit the layer.
+            Unsupported: no backend supports the request.
         """
         from nsa_core.layer.stats import summarize
 

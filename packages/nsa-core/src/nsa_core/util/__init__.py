@@ -1,1 +1,1 @@
-"""Helpers with no knowledge of attention: text, files, optional libraries, signals."""
+"""Helpers that are independent of attention: text, files, optional libraries, signals."""

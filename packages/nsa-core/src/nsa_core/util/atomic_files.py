@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Atomic file writes: a reader sees the old content or the new content, never a part."""
 
 from __future__ import annotations
 
@@ -11,51 +11,56 @@ from nsa_core.errors import InvalidInput
 
 
 def user_cache() -> Path:
-    """This library's directory under XDG_CACHE_HOME or ~/.cache; it need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~/.cache"))) / "nsa"
+    """Return this library's cache directory, in XDG_CACHE_HOME or ~/.cache; it may not exist."""
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~/.cache"))) / "nsa"
 
 
 def write_atomic(path: str | Path, text: str, force: bool = False) -> None:
-    """Write ``text`` as UTF-8, as :func:`write_bytes_atomic` does and with its errors."""
+    """Write ``text`` as UTF-8 to ``path``; see :func:`write_bytes_atomic`."""
     write_bytes_atomic(path, text.encode("utf-8"), force)
 
 
 def write_bytes_atomic(path: str | Path, content: bytes, force: bool = False) -> None:
-    """Write ``content`` to ``path``: a reader sees the old file or the whole new one, never a part.
+    """Write ``content`` to ``path`` atomically.
+
+    Args:
+        path: the file to write; a symbolic link is followed.
+        content: the bytes.
+        force: replace an existing file.
 
     Raises:
-        InvalidInput: the file exists and ``force`` is False, or the path names something that is
-            not a plain file.
-        OSError: the system refuses (directory missing, no permission, disk full); nothing is left
-            behind.
+        InvalidInput: the file exists and ``force`` is False, or the path is not a plain file.
+        OSError: the operating system refuses the write (missing directory, no permission, disk
+            full). No partial file remains.
     """
-    # a link is followed: what it points to is replaced, not the link
+    # Resolve a symbolic link, so that its target is replaced, not the link.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise InvalidInput(f"{path} is not a plain file")
+        raise InvalidInput(f"{path} is not a plain file; give the path of a file")
     if target.exists() and not force:
         raise InvalidInput(f"{path} exists; give --force to overwrite it")
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(draft, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if force:
-            os.replace(draft, target)
+            os.replace(temporary, target)
         else:
-            _publish(draft, target, path)
+            _publish(temporary, target, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
+            temporary.unlink()
 
 
-def _publish(draft: Path, target: Path, path: str | Path) -> None:
-    # A link fails where the name was taken meanwhile; a rename would overwrite it.
+def _publish(temporary: Path, target: Path, path: str | Path) -> None:
+    """Give ``temporary`` the name ``target``, unless that name exists."""
+    # A hard link fails if the name was created in the meantime; a rename would overwrite it.
     try:
-        os.link(draft, target)
+        os.link(temporary, target)
     except FileExistsError:
         raise InvalidInput(f"{path} exists; give --force to overwrite it") from None
     except OSError:
-        os.replace(draft, target)  # a file system without hard links
+        os.replace(temporary, target)  # the file system has no hard links

@@ -1,4 +1,4 @@
-"""Libraries that a part of this one needs and the rest does without."""
+"""Optional libraries, which only some features need."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from nsa_core.errors import BackendUnavailable
 
 
 def needed(module: str, purpose: str, extra: str) -> Any:
-    """The module called ``module``; ``purpose`` is the subject of the error ("checkpoints need
-    ..."), with its verb.
+    """Import and return an optional module.
+
+    Args:
+        module: name of the module.
+        purpose: subject and verb of the error message, for example "checkpoints need".
+        extra: the requirement to install, for the error message.
 
     Raises:
-        BackendUnavailable: it is not installed; the message says what to type.
+        BackendUnavailable: the module is not installed; the message has the pip command.
     """
     try:
         return importlib.import_module(module)

@@ -1,5 +1,4 @@
-"""SIGINT and SIGTERM held back, so that a long run ends in order: between two pieces of work, with
-what it has.
+"""Deferred SIGINT and SIGTERM, so that a long run can stop between two units of work.
 """
 
 from __future__ import annotations
@@ -11,25 +10,30 @@ from collections.abc import Iterator
 
 
 class Interruption:
-    """Whether a signal has asked a run to end, and which one was the first."""
+    """The first signal received while signals are deferred.
+
+    Attributes:
+        signal: the signal, or None if none was received.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     @property
     def came(self) -> bool:
-        """A signal has come."""
+        """Whether a signal was received."""
         return self.signal is not None
 
     @property
     def name(self) -> str:
-        """ "SIGTERM", say; empty before a signal has come."""
+        """Name of the signal, for example "SIGTERM"; empty if none was received."""
         return "" if self.signal is None else self.signal.name
 
     @contextlib.contextmanager
     def cuts_short(self) -> Iterator[None]:
-        """End the block at a KeyboardInterrupt (a second Ctrl-C) that follows a signal, and go on
-        behind it.
+        """Suppress a KeyboardInterrupt that ends the block, if a signal was received before it.
+
+        The second Ctrl-C raises it: the block stops at once and execution continues after it.
         """
         try:
             yield
@@ -38,58 +42,62 @@ class Interruption:
                 raise
 
 
-NEVER = Interruption()  # of a run that nobody interrupts: Ctrl-C raises as ever
+NEVER = Interruption()  # for a run without deferred signals: Ctrl-C raises KeyboardInterrupt
 
 
 def exit_code(name: str) -> int:
-    """What a shell reports for a process that the signal ``name`` ended: 130 for SIGINT, 143 for
-    SIGTERM.
+    """Return the exit code that a shell reports for a process ended by the signal ``name``.
+
+    It is 130 for SIGINT and 143 for SIGTERM.
     """
     return 128 + signal.Signals[name]
 
 
 @contextlib.contextmanager
 def held(*numbers: signal.Signals) -> Iterator[Interruption]:
-    """Hold back these signals (SIGINT and SIGTERM unless named) and tell of the first.
+    """Defer signals inside the block; the yielded Interruption records the first one.
 
-    A second SIGINT raises KeyboardInterrupt, or does whatever it did before. Further SIGTERMs
-    change nothing: `timeout` sends its own twice. Outside the main thread, which alone gets
-    signals, nothing is held.
+    A second SIGINT has its previous effect, normally a KeyboardInterrupt. Further SIGTERMs are
+    ignored, because `timeout` sends two. Outside the main thread, which alone receives signals, the
+    block has no effect.
+
+    Args:
+        numbers: the signals; default SIGINT and SIGTERM.
     """
-    came = Interruption()
+    interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield interruption
         return
-    before = {
+    previous = {
         number: signal.getsignal(number) for number in numbers or (signal.SIGINT, signal.SIGTERM)
     }
 
-    def hold(number: int, frame: object) -> None:
-        came.signal = came.signal or signal.Signals(number)
+    def record(number: int, frame: object) -> None:
+        interruption.signal = interruption.signal or signal.Signals(number)
         if number == signal.SIGINT:
-            signal.signal(number, before[signal.SIGINT])
+            signal.signal(number, previous[signal.SIGINT])
 
-    for number in before:
-        signal.signal(number, hold)
+    for number in previous:
+        signal.signal(number, record)
     try:
-        yield came
+        yield interruption
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Processes started inside never get SIGINT and SIGTERM, which this one gets behind the block.
+    """Block SIGINT and SIGTERM in child processes started inside the block.
 
-    A terminal and `timeout` send them to the whole group, where one process alone should decide
-    what ends.
+    A terminal and `timeout` signal the whole process group, but only the parent should decide when
+    to stop. The parent receives the signals after the block.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

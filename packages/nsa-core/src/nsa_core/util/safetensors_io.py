@@ -1,5 +1,4 @@
-"""Files of tensors: safetensors, the header of which holds what they are and JSON. Never a
-pickle.
+"""Tensor files in the safetensors format, with a file kind and JSON values in the header.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from nsa_core.util.atomic_files import write_bytes_atomic
 from nsa_core.util.extras import needed
 from nsa_core.util.text import describe_error
 
-_FORMAT = "format"  # the header's entry that tells one kind of file from another
+_FORMAT = "format"  # header entry that identifies the kind of file
 
 
 def write(
@@ -27,13 +26,19 @@ def write(
     facts: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Write tensors (on the CPU, contiguous) and ``facts`` (JSON) as a file of ``kind``, whole or
-    not at all.
+    """Write a tensor file atomically.
+
+    Args:
+        path: the file to write.
+        kind: identifies the kind of file; :func:`reading` checks it.
+        tensors: contiguous tensors on the CPU.
+        facts: JSON values for the header.
+        force: replace an existing file.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
         InvalidInput: the file exists and ``force`` is False.
-        OSError: the system refuses; an old file is as it was.
+        OSError: the operating system refuses the write; an old file is unchanged.
     """
     header = {_FORMAT: kind, **{name: json.dumps(value) for name, value in facts.items()}}
     write_bytes_atomic(path, _library("safetensors.torch").save(dict(tensors), header), force)
@@ -41,13 +46,13 @@ def write(
 
 @contextlib.contextmanager
 def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Facts and tensors of a file that :func:`write` made; what the body finds wrong with them is
-    the file's fault.
+    """Read a file of :func:`write`: the header values and the tensors.
+
+    Errors of the block's body count as errors of the file, because the body validates the content.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file cannot be read, is of another kind, or the body failed over what it
-            holds.
+        InvalidInput: the file cannot be read, is of another kind, or the body raised an error.
     """
     library = _library("safetensors")
     try:
@@ -76,8 +81,7 @@ def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, t
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a file that :func:`write` made; None where it is somebody else's, or no such
-    file.
+    """Return the kind of a file of :func:`write`; None for another file or a missing file.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
@@ -92,7 +96,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of anybody's safetensors file.
+    """Read the tensors of any safetensors file.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
@@ -109,10 +113,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def need_safetensors() -> None:
-    """Refuse, before any work is done, where there is no safetensors.
+    """Check that safetensors is installed, before a long run starts.
 
     Raises:
-        BackendUnavailable: with what to type.
+        BackendUnavailable: it is not; the message has the pip command.
     """
     _library("safetensors")
 

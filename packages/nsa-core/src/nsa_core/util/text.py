@@ -1,5 +1,4 @@
-"""Foreign text made safe to show: plugin names, exception messages and hints are other people's
-words.
+"""Safe display of untrusted text: plugin names, exception messages and hints.
 """
 
 from __future__ import annotations
@@ -8,14 +7,15 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
-# Cc control, Cf invisible (bidirectional overrides), Cs lone surrogates, Co private use, Cn
-# unassigned; the separators Zl and Zp break lines.
+# Unicode categories: Cc control, Cf invisible (bidirectional overrides), Cs lone surrogates, Co
+# private use, Cn unassigned; Zl and Zp are line and paragraph separators.
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def one_line(text: object) -> str:
-    """``text`` on one line: white space collapsed, every other control or invisible character as
-    its escape.
+    """Return ``text`` on one line, with control and invisible characters escaped.
+
+    Whitespace is collapsed to single spaces.
     """
     words = " ".join(str(text).split())
     return "".join(
@@ -25,18 +25,19 @@ def one_line(text: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message on one line, "ImportError: no such thing", even when the exception cannot
-    print itself.
+    """Return type and message of an exception on one line, for example "ImportError: no module".
+
+    Works even if the exception's __str__ raises.
     """
     try:
         text = one_line(error)
     except Exception:  # noqa: BLE001  the exception may be a plugin's own class
-        text = "(its message cannot be printed)"
+        text = "(the message cannot be printed)"
     kind = one_line(type(error).__name__)
     return f"{kind}: {text}" if text else kind
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The words "; did you mean 'triton'?" when a known name is close, else nothing."""
+    """Return "; did you mean 'triton'?" if a known name is similar to ``name``, else ""."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
