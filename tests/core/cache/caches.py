@@ -1,4 +1,4 @@
-"""Layers, caches full of NaN, and verdicts that the tests of decoding share."""
+"""Layers, caches filled with NaN, and comparisons for the tests of decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa_core import NSACache, NSAConfig, NSAttention
 from nsa_verify import oracle
 from nsa_verify.judge.tensor import judge
 
-# l, d, l', n, w are small and all different, so that an edge of one is not an edge of another.
+# l, d, l', n and w are small and all different, so that their boundaries do not coincide.
 TINY = {
     "dim": 20,
     "n_heads": 4,
@@ -23,7 +23,7 @@ TINY = {
     "num_selected_blocks": 3,
     "window_size": 21,
 }
-EDGES = (0, 1, 7, 8, 9, 15, 16, 17, 20, 21, 22)  # of l, l', w
+EDGES = (0, 1, 7, 8, 9, 15, 16, 17, 20, 21, 22)  # lengths around l, l' and w
 OPTIONS: dict[str, dict[str, Any]] = {
     "linear": {"compress": "linear"},
     "conv": {"compress": "conv"},
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def layer_of(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> NSAttention:
-    """A layer of TINY with ``changes``; gates, encodings and norms differ from token to token."""
+    """A layer of TINY with ``changes``, and with random biases, encodings and norm weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         attn = NSAttention(NSAConfig(**{**TINY, **changes}))
@@ -62,14 +62,14 @@ def layer_of(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) 
 
 
 def tokens(attn: NSAttention, batch: int, length: int, seed: int = 1) -> torch.Tensor:
-    """x [batch, length, dim] of the layer's dtype."""
+    """Random x [batch, length, dim] in the layer's dtype."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, attn.config.dim, dtype=torch.float64, generator=generator)
     return x.to(attn.out.weight)
 
 
 def poisoned_cache(attn: NSAttention, batch: int, max_len: int, **options: Any) -> NSACache:
-    """A cache whose stores are NaN wherever nothing was written."""
+    """A cache whose tensors are NaN wherever nothing was written."""
     cache = attn.new_cache(batch, max_len, **options)
     for store in cache.stores.tensors():
         store.fill_(torch.nan)
@@ -77,21 +77,22 @@ def poisoned_cache(attn: NSAttention, batch: int, max_len: int, **options: Any) 
 
 
 def whole(attn: NSAttention, x: torch.Tensor) -> torch.Tensor:
-    """The layer over whole sequences."""
+    """The output of the layer over whole sequences, without a cache."""
     with torch.no_grad():
         return attn(x)
 
 
 def one_by_one(attn: NSAttention, x: torch.Tensor, cache: NSACache) -> torch.Tensor:
-    """The layer's output over x, a token at a time."""
+    """The output of the layer over x, one token per step."""
     return torch.cat([attn(x[:, t : t + 1], cache=cache) for t in range(x.shape[1])], 1)
 
 
 def assert_equal(
     actual: torch.Tensor, golden: torch.Tensor, magnitude: torch.Tensor | None = None
 ) -> None:
-    """float64 [B, S, dim], judged in units of rounding noise; ``magnitude`` [B, S, dim] where
-    golden cancels.
+    """Judge float64 outputs [B, S, dim] in units of rounding noise.
+
+    ``magnitude`` [B, S, dim] replaces the absolute values of ``golden`` where its terms cancel.
     """
     assert actual.dtype == golden.dtype == torch.float64
     verdict = judge(
@@ -101,8 +102,9 @@ def assert_equal(
 
 
 def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle's whole layer over x [B, S, dim], and the same with every last term made
-    positive.
+    """The oracle's output of the layer over x [B, S, dim], and its magnitude.
+
+    The magnitude is the output with the absolute value of every term of the last two sums.
     """
     state, config = attn.state_dict(), attn.config
     with torch.no_grad():
@@ -115,13 +117,13 @@ def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def content(cache: NSACache) -> list[torch.Tensor]:
-    """A copy of all that a cache holds."""
+    """A copy of all tensors of a cache."""
     return [t.clone() for t in (*cache.stores.tensors(), cache.lengths)]
 
 
-def assert_unchanged(cache: NSACache, kept: list[torch.Tensor]) -> None:
-    """The same bits as :func:`content` gave, but for the rows that nobody reads."""
-    for now, before in zip(content(cache), kept):
-        rows = len(now) - (now.dim() > 1)
-        torch.testing.assert_close(now[:rows], before[:rows], rtol=0, atol=0, equal_nan=True)
-    assert cache.host_lengths() == kept[-1].tolist()
+def assert_unchanged(cache: NSACache, before: list[torch.Tensor]) -> None:
+    """Assert that a cache has the bits of ``before``, from :func:`content`, except unread rows."""
+    for new, old in zip(content(cache), before):
+        rows = len(new) - (new.dim() > 1)
+        torch.testing.assert_close(new[:rows], old[:rows], rtol=0, atol=0, equal_nan=True)
+    assert cache.host_lengths() == before[-1].tolist()

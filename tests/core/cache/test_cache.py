@@ -1,6 +1,4 @@
-"""attn(x, cache=cache): prefill(S) = prefill(k) and steps = chunked prefill = decode from empty, in
-float64.
-"""
+"""Decoding in float64: prefill, prefill with steps, chunked prefill and steps alone agree."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LENGTH = 53
 
 @pytest.fixture(scope="module")
 def problem():
-    """A layer, two sequences, and what the oracle makes of them."""
+    """A layer, two sequences, and the oracle's output for them."""
     attn = layer_of()
     x = tokens(attn, 2, LENGTH)
     return attn, x, truth(attn, x)
@@ -54,7 +52,7 @@ def test_chunked_prefill(problem, chunk, max_step):
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
-def test_options(option):
+def test_every_layer_option_decodes_like_the_oracle(option):
     attn = layer_of(**option)
     x = tokens(attn, 1, 45)
     cache = poisoned_cache(attn, 1, 45, page_size=32)
@@ -63,42 +61,40 @@ def test_options(option):
 
 
 @pytest.fixture
-def memory_of_nan():
-    """Memory that torch hands out is full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
+def nan_memory():
+    """Make torch fill new memory with NaN."""
+    previous = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.empty(2).isnan().all()
     yield
-    torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(previous)
 
 
-@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("max_step", [3, 64])
-def test_ragged_sequences_steps_of_several_tokens_and_absent_ones(problem, max_step):
-    """Right-padded rows: the first new[b] of each sequence are its next tokens, NaN in the others
-    harms nobody.
-    """
+def test_ragged_steps_with_right_padding(problem, max_step):
+    """The first new[b] rows of a sequence are its next tokens; NaN in the padding has no effect."""
     attn, x, (golden, magnitude) = problem
-    many = torch.cat([x, x], 0)[:3]
+    inputs = torch.cat([x, x], 0)[:3]
     golden, magnitude = (torch.cat([t, t], 0)[:3] for t in (golden, magnitude))
-    cache, have = poisoned_cache(attn, 3, LENGTH, page_size=16, max_step=max_step), [0, 0, 0]
+    cache, lengths = poisoned_cache(attn, 3, LENGTH, page_size=16, max_step=max_step), [0, 0, 0]
     for new in ([9, 30, 0], [1, 1, 1], [0, 3, 2], [5, 0, 25], [0, 0, 0], [0, 4, 0], [30, 1, 7]):
         rows = torch.full((3, max(1, *new), x.shape[-1]), torch.nan, dtype=torch.float64)
         for b, n in enumerate(new):
-            rows[b, :n] = many[b, have[b] : have[b] + n]
+            rows[b, :n] = inputs[b, lengths[b] : lengths[b] + n]
         y = attn(rows, cache=cache, new=new)
         for b, n in enumerate(new):
             assert (y[b, n:] == 0).all()
             if n:
-                part = slice(have[b], have[b] + n)
+                part = slice(lengths[b], lengths[b] + n)
                 assert_equal(y[b : b + 1, :n], golden[b : b + 1, part], magnitude[b : b + 1, part])
-            have[b] += n
-    assert cache.host_lengths() == cache.lengths.tolist() == have
+            lengths[b] += n
+    assert cache.host_lengths() == cache.lengths.tolist() == lengths
 
 
-@pytest.mark.usefixtures("memory_of_nan")
-def test_a_long_step_beside_a_full_sequence(problem):
-    """Rows of the full one would be tokens far past the end, where no table reaches."""
+@pytest.mark.usefixtures("nan_memory")
+def test_long_step_beside_a_full_sequence(problem):
+    """Rows of the full sequence would be past the end, where the angle table has no entries."""
     attn, x, golden = problem
     cache = poisoned_cache(attn, 2, LENGTH, page_size=16, max_step=1)
     attn(x[:, :-1], cache=cache, new=[0, LENGTH - 1])
@@ -108,25 +104,26 @@ def test_a_long_step_beside_a_full_sequence(problem):
     assert cache.host_lengths() == [LENGTH, LENGTH]
 
 
-@pytest.mark.parametrize("most", [7, 8192])
-def test_long_steps_are_few(problem, most, monkeypatch):
-    """A chunk over a filled cache goes to the decode forms at once, or in pieces of MOST_ROWS; the
-    rings follow.
+@pytest.mark.parametrize("limit", [7, 8192])
+def test_long_chunk_takes_one_call_per_most_rows(problem, limit, monkeypatch):
+    """A chunk over a filled cache runs the decode forms once per MOST_ROWS rows.
+
+    Afterwards, the rings have the newest tokens.
     """
     attn, x, golden = problem
-    monkeypatch.setattr(step, "MOST_ROWS", most)
+    monkeypatch.setattr(step, "MOST_ROWS", limit)
     cache = poisoned_cache(attn, 2, LENGTH, max_step=2, max_rollback=3)
     attn(x[:, :40], cache=cache, new=[9, 40])
     with record_dispatch() as trace:
         y = attn(x[:, 9:40], cache=cache, new=[31, 0])
-    assert sum(call.slot == "win" for call in trace) == -(-31 // most)
+    assert sum(call.slot == "win" for call in trace) == -(-31 // limit)
     assert_equal(y[:1], *(t[:1, 9:40] for t in golden))
     cache.crop(37)
     y = torch.cat([attn(x[:, 37:38], cache=cache), attn(x[:, 38:], cache=cache)], 1)
     assert_equal(y, *(t[:, 37:] for t in golden))
 
 
-def test_new_in_every_form(problem):
+def test_new_accepts_lists_tuples_and_tensors(problem):
     attn, x, _ = problem
     outs = []
     for new in ([3, 1], (3, 1), torch.tensor([3, 1]), torch.tensor([3, 1], dtype=torch.int32)):
@@ -137,7 +134,7 @@ def test_new_in_every_form(problem):
     assert all(torch.equal(y, outs[0]) for y in outs)
 
 
-def test_more_padding_than_a_cache_holds(problem):
+def test_padding_longer_than_the_cache(problem):
     attn, x, golden = problem
     cache = poisoned_cache(attn, 2, LENGTH, max_step=4)
     wide = torch.full((2, 3 * LENGTH, x.shape[-1]), torch.nan, dtype=x.dtype)
@@ -148,7 +145,7 @@ def test_more_padding_than_a_cache_holds(problem):
     assert (y[:, LENGTH:] == 0).all()
 
 
-def test_a_full_new_is_none(problem):
+def test_new_of_all_rows_equals_none(problem):
     attn, x, _ = problem
     outs = []
     for new in (None, [4, 4]):
@@ -158,7 +155,7 @@ def test_a_full_new_is_none(problem):
     assert torch.equal(*outs)
 
 
-def test_pages_and_one_piece_give_the_same_bits(problem):
+def test_paged_and_contiguous_caches_give_the_same_bits(problem):
     attn, x, _ = problem
     caches = [poisoned_cache(attn, 2, LENGTH, page_size=size) for size in (None, 16, 48)]
     for part in x.split([11, 1, 1, 19, 1, 1, 1, 18], 1):
@@ -166,19 +163,19 @@ def test_pages_and_one_piece_give_the_same_bits(problem):
         assert all(torch.equal(y, other) for other in others)
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(problem):
-    """Judged: products over more rows may round otherwise."""
+def test_sequences_of_a_batch_are_independent(problem):
+    """Outputs are judged, not compared as bits: products over more rows may round differently."""
     attn, x, _ = problem
-    beside, alone = poisoned_cache(attn, 2, LENGTH), poisoned_cache(attn, 1, LENGTH)
-    attn(tokens(attn, 2, 30, seed=9), cache=beside, new=[30, 0])
+    batched, alone = poisoned_cache(attn, 2, LENGTH), poisoned_cache(attn, 1, LENGTH)
+    attn(tokens(attn, 2, 30, seed=9), cache=batched, new=[30, 0])
     for part in x[1:, :31].split([25, 1, 1, 4], 1):
         both = torch.cat([torch.full_like(part, torch.nan), part])
-        y = attn(both, cache=beside, new=[0, part.shape[1]])
+        y = attn(both, cache=batched, new=[0, part.shape[1]])
         assert_equal(y[1:], attn(part, cache=alone))
         assert (y[0] == 0).all()
 
 
-def test_no_token_and_one_token(problem):
+def test_steps_of_zero_tokens_and_one_token(problem):
     attn, x, golden = problem
     cache = poisoned_cache(attn, 2, LENGTH)
     assert attn(x[:, :0], cache=cache).shape == (2, 0, x.shape[-1])
@@ -187,8 +184,8 @@ def test_no_token_and_one_token(problem):
     assert cache.host_lengths() == [1, 1]
 
 
-def test_the_capacity_is_usable_to_its_last_token(problem):
-    """Fault row 19: works at capacity."""
+def test_cache_is_usable_up_to_its_last_token(problem):
+    """Fault row 19: the cache works at its capacity."""
     attn, x, golden = problem
     for page_size, max_step in itertools.product((None, 16), (4, 64)):
         cache = poisoned_cache(attn, 2, LENGTH, page_size=page_size, max_step=max_step)
@@ -203,10 +200,8 @@ def test_the_capacity_is_usable_to_its_last_token(problem):
         assert_equal(y, *golden)
 
 
-def test_gradients_and_grad_modes(problem):
-    """Steps are inference: they give what no_grad gives, in every mode, and a cache outlives the
-    mode it is made in.
-    """
+def test_steps_run_without_gradient_in_every_grad_mode(problem):
+    """Outputs equal those under no_grad, and a cache outlives the grad mode of its creation."""
     attn, x, _ = problem
     with torch.inference_mode():
         cache = attn.new_cache(2, LENGTH)
@@ -221,7 +216,7 @@ def test_gradients_and_grad_modes(problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [31, 32, 33, 63, 64, 65, 511, 512, 513])
-def test_paper_blocks(first):
+def test_sizes_of_the_paper(first):
     attn = layer_of(
         compress_block_size=32,
         compress_stride=16,

@@ -1,6 +1,4 @@
-"""Fused decode forms in a layer's step: the same results, gates by them where they may be, few
-operators a token.
-"""
+"""Fused decode forms in a layer's step: same results, correct use of the gate form, few operators."""
 
 from __future__ import annotations
 
@@ -22,44 +20,44 @@ ROOM = 40
 @pytest.mark.parametrize(
     "changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str
 )
-def test_fused_forms(changes, max_step):
-    """A plan's own forms, here as loops over the contract's words, give what the slots and the
-    layer give.
-    """
+def test_fused_forms_equal_the_slots_and_the_layer(changes, max_step):
+    """The fused forms are written here as loops over the contract's definitions."""
     attn = layer_of(**changes)
     x = tokens(attn, 2, ROOM)
     caches = [poisoned_cache(attn, 2, ROOM, page_size=16, max_step=max_step) for _ in range(2)]
-    plan, called = caches[0].plan, []
+    plan, calls = caches[0].plan, []
 
     def append(q, k, v, raw, sel, win, *, rope, rotate_raw, call):
-        called.append("append")
+        calls.append("append")
         q, size, half = q.clone(), sel[0].shape[1], q.shape[-1] // 2
 
-        def turned(row, t):
+        def rotated(row, t):
             if rope is None:
                 return row
             assert all(table.shape[1:] == (half,) for table in rope)
-            one, other = row[..., :half], row[..., half:]
+            x1, x2 = row[..., :half], row[..., half:]
             return torch.cat(
-                (one * rope[0][t] - other * rope[1][t], other * rope[0][t] + one * rope[1][t]), -1
+                (x1 * rope[0][t] - x2 * rope[1][t], x2 * rope[0][t] + x1 * rope[1][t]), -1
             )
 
         for b in range(q.shape[0]):
             for r in range(int(call.lengths[b] - call.starts[b])):
                 t = int(call.starts[b]) + r
-                q[b, r] = turned(q[b, r], t)
+                q[b, r] = rotated(q[b, r], t)
                 page = int(call.block_table[b, t // size])
-                raw[0][b, t % raw[0].shape[1]] = turned(k[0][b, r], t) if rotate_raw else k[0][b, r]
+                raw[0][b, t % raw[0].shape[1]] = (
+                    rotated(k[0][b, r], t) if rotate_raw else k[0][b, r]
+                )
                 sel[0][page, t % size], win[0][b, t % win[0].shape[1]] = (
-                    turned(k[1][b, r], t),
-                    turned(k[2][b, r], t),
+                    rotated(k[1][b, r], t),
+                    rotated(k[2][b, r], t),
                 )
                 raw[1][b, t % raw[1].shape[1]] = v[0][b, r]
                 sel[1][page, t % size], win[1][b, t % win[1].shape[1]] = v[1][b, r], v[2][b, r]
         return q
 
     def fused_step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call):
-        called.append("step")
+        calls.append("step")
         o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, call=call)
         blocks = plan.select(q, k_cmp, lse, call=call)
         others = (
@@ -69,12 +67,12 @@ def test_fused_forms(changes, max_step):
         return plan.combine(gates, o_cmp, *others), blocks
 
     def gates(rows, weight, bias, *, call):
-        called.append("gates")
+        calls.append("gates")
         return (rows[:, :, None] * weight).sum(-1).add(bias).sigmoid().view(*rows.shape[:2], -1, 3)
 
-    made = {"append": append, "gates": gates, "step": fused_step}
+    forms = {"append": append, "gates": gates, "step": fused_step}
     kernels = {
-        n: dataclasses.replace(plan.cmp, slot=n, function=function) for n, function in made.items()
+        n: dataclasses.replace(plan.cmp, slot=n, function=function) for n, function in forms.items()
     }
     fused = dataclasses.replace(plan, fused=MappingProxyType(kernels))
     for part, new in (
@@ -83,14 +81,14 @@ def test_fused_forms(changes, max_step):
         (x[:, 12:17], [5, 2]),
         (x[:, 17:18], None),
     ):
-        steps = part.shape[1] < 11
-        y = attn(part, cache=caches[0], new=new, plan=fused if steps else None)
+        is_step = part.shape[1] < 11
+        y = attn(part, cache=caches[0], new=new, plan=fused if is_step else None)
         assert_equal(y, attn(part, cache=caches[1], new=new))
-    assert called == ["gates", "append", "step"] * 3
+    assert calls == ["gates", "append", "step"] * 3
 
 
 class OtherGate(LinearGate):
-    """Its own product, for all that anyone knows."""
+    """A subclass, which could override the product."""
 
 
 def _hooked(gate):
@@ -108,22 +106,22 @@ def _subclass(gate):
 @pytest.mark.parametrize(
     "change", [_hooked, _replaced, _subclass, lambda gate: None, "mlp", "many tokens"]
 )
-def test_a_gate_that_may_be_more_than_its_formula_is_called(change, monkeypatch):
+def test_gate_form_is_used_for_plain_linear_gates_only(change, monkeypatch):
     attn = layer_of(torch.float32, **({"gate": "mlp"} if change == "mlp" else {}))
     if callable(change):
         change(attn.gate)
     if change == "many tokens":
         monkeypatch.setattr(step, "FEW_TOKENS", 1)
-    cache, called = attn.new_cache(2, ROOM), []
-    plan = bare(cache)
+    cache, calls = attn.new_cache(2, ROOM), []
+    plan = plan_without_work(cache)
     form = dataclasses.replace(
         plan.fused["step"],
         slot="gates",
-        function=lambda x, *rest, call: called.append(1) or torch.zeros(2, 1, 4, 3),
+        function=lambda x, *rest, call: calls.append(1) or torch.zeros(2, 1, 4, 3),
     )
     plan = dataclasses.replace(plan, fused=MappingProxyType({**plan.fused, "gates": form}))
     attn(tokens(attn, 2, 1), cache=cache, plan=plan)
-    assert bool(called) == (getattr(change, "__name__", "") == "<lambda>")
+    assert bool(calls) == (getattr(change, "__name__", "") == "<lambda>")
 
 
 VIEWS = {
@@ -143,8 +141,8 @@ VIEWS = {
 }
 
 
-class Counted(TorchDispatchMode):
-    """The operators that ran, views and mere allocations left out."""
+class OperatorRecorder(TorchDispatchMode):
+    """Record the operators that run, except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -156,37 +154,38 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def bare(cache):
-    """The plan of a cache whose fused forms do nothing: what is left is the layer's."""
+def plan_without_work(cache):
+    """The plan of a cache with fused forms that do nothing: only the layer's work remains."""
     o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
-    made = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
+    forms = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
     kernels = {
         n: dataclasses.replace(cache.plan.cmp, slot=n, function=function)
-        for n, function in made.items()
+        for n, function in forms.items()
     }
     return dataclasses.replace(cache.plan, fused=MappingProxyType(kernels))
 
 
 @pytest.mark.parametrize(("compress", "phi"), [("mean", 18), ("mlp", 24)])
-def test_a_token_costs_few_operators(compress, phi, monkeypatch):
-    """Beside the backend's forms: qkv, gates, their sigmoid, out, and two for the lengths; ``phi``
-    when a block ends.
+def test_number_of_operators_per_token(compress, phi, monkeypatch):
+    """A step runs few operators besides the fused forms.
 
-    A captured step has phi always, four more for the lengths, and one for the page.
+    They are qkv, gates, sigmoid, out, and two operators for the lengths. A step that completes a
+    block runs ``phi`` more. A captured step always runs phi, four more operators for the lengths,
+    and one for the page.
     """
     attn = layer_of(torch.float32, compress=compress).requires_grad_(False)
     cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
     attn(x[:, :20], cache=cache)
-    plan, costs = bare(cache), []
+    plan, counts = plan_without_work(cache), []
     for t in range(20, 28):
         row = x[:, t : t + 1].contiguous()
-        with Counted() as counted:
+        with OperatorRecorder() as recorder:
             attn(row, cache=cache, plan=plan)
-        costs.append(len(counted.names))
-    assert costs == [6, 6, 6, 6 + phi] * 2, counted.names
+        counts.append(len(recorder.names))
+    assert counts == [6, 6, 6, 6 + phi] * 2, recorder.names
     monkeypatch.setattr(step, "capturing", lambda device: True)
     cache = attn.new_cache(2, ROOM, page_size=16)
-    plan = bare(cache)
-    with Counted() as counted:
+    plan = plan_without_work(cache)
+    with OperatorRecorder() as recorder:
         attn(row, cache=cache, plan=plan)
-    assert len(counted.names) == 6 + 4 + phi + 1, counted.names
+    assert len(recorder.names) == 6 + 4 + phi + 1, recorder.names

@@ -1,6 +1,4 @@
-"""Steps as a CUDA graph replays them, on the CPU: the host is not asked, and what does not fit is
-left out.
-"""
+"""Steps as a CUDA graph replays them, simulated on the CPU: the host reads nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ def attn():
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Steps run as while a CUDA graph is captured: the host is not asked."""
+    """Run steps as during the capture of a CUDA graph: the host reads nothing."""
     monkeypatch.setattr(step, "capturing", lambda device: True)
 
 
 @PAGES
-def test_captured_steps_equal_eager_ones(attn, page_size, captured):
+def test_captured_steps_equal_eager_steps(attn, page_size, captured):
     x = tokens(attn, 2, ROOM)
     cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
     cache.reserve(ROOM)
@@ -46,14 +44,14 @@ def test_captured_steps_equal_eager_ones(attn, page_size, captured):
     assert_equal(y[:1, :3], golden[:1, 18:21])
     assert (y[0, 3:] == 0).all()
     assert (y[1] == 0).all()
-    device_new.copy_(torch.tensor([-5, 99]))  # cut to what x has
+    device_new.copy_(torch.tensor([-5, 99]))  # clamped to the rows of x
     assert_equal(attn(x[:, 18:22], cache=cache, new=device_new)[1:], golden[1:, 18:22])
     assert cache.host_lengths() == [21, 22]
     cache.check()
 
 
 @PAGES
-def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
+def test_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
     x = tokens(attn, 2, ROOM + 9)
     cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
     cache.reserve(ROOM)
@@ -63,53 +61,53 @@ def test_a_captured_step_past_the_end_writes_nothing(attn, page_size, captured):
     assert_equal(y[:1, :2], golden[:1, 38:])
     assert_equal(y[1:, :1], golden[1:, 38:39])
     assert (y[0, 2:] == 0).all()
-    kept = content(cache)
+    before = content(cache)
     attn(x[:, 42:43], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
-    assert_unchanged(cache, kept)
+    assert_unchanged(cache, before)
     with pytest.raises(InvalidInput, match="sequence 0 has 40 tokens and room for 40, max_len 40"):
         cache.check()
-    cache.check()  # said once
+    cache.check()  # reported once
     assert cache.lengths.tolist() == [40, 39]
     attn(x[:, 42:43], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
     cache.reset(0)
-    cache.check()  # forgotten with its sequence
+    cache.check()  # reset clears the overflow
 
 
-def test_a_captured_step_at_the_end_of_the_last_page(captured):
-    """With l = d the next block of a full sequence would begin in a page that no table has."""
+def test_captured_step_at_the_end_of_the_last_page(captured):
+    """With l = d, the next block of a full sequence would start in a page outside the table."""
     attn = layer_of(compress_block_size=4)
     x, cache = tokens(attn, 1, 32), poisoned_cache(attn, 1, 32, page_size=16)
     cache.reserve(32)
     one_by_one(attn, x, cache)
-    kept = content(cache)
+    before = content(cache)
     attn(x[:, :1], cache=cache)
-    assert_unchanged(cache, kept)
+    assert_unchanged(cache, before)
 
 
-def test_a_captured_step_without_pages_writes_nothing(attn, captured):
-    """Not reserved, or shared with a snapshot."""
+def test_captured_step_without_own_pages_writes_nothing(attn, captured):
+    """Pages may be not reserved, or shared with a snapshot."""
     x = tokens(attn, 2, ROOM)
     cache = poisoned_cache(attn, 2, ROOM, page_size=16)
     cache.reserve([32, 16])
     one_by_one(attn, x[:, :17], cache)
     with pytest.raises(
         InvalidInput,
-        match=r"sequence 1 has 16 tokens and room for 16, max_len 40; reserve\(\) pages",
+        match=r"sequence 1 has 16 tokens and room for 16, max_len 40; call reserve\(\) before",
     ):
         cache.check()
-    kept = cache.snapshot(0)
+    snapshot = cache.snapshot(0)
     attn(x[:, 17:18], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
     with pytest.raises(InvalidInput, match="sequence 0 has 17 tokens and room for 17"):
         cache.check()
     cache.reserve([32, 16])
     y = attn(x[:, 17:18], cache=cache, new=torch.tensor([1, 0], dtype=torch.int32))
     assert_equal(y[:1], whole(attn, x[:1])[:, 17:18])
-    cache.load(kept, 1)
+    cache.load(snapshot, 1)
     assert cache.host_lengths() == [18, 17]
 
 
-def test_the_host_learns_what_graphs_did(attn, monkeypatch):
-    """Between replays, eager steps, crops and overflows go by the lengths on the device."""
+def test_host_reads_the_lengths_after_replays(attn, monkeypatch):
+    """Eager steps, crops and overflow checks between replays use the lengths on the device."""
     x = tokens(attn, 1, ROOM + 1)
     golden, cache = whole(attn, x[:, :ROOM]), poisoned_cache(attn, 1, ROOM, max_rollback=4)
     attn(x[:, :9], cache=cache)
@@ -128,22 +126,22 @@ def test_the_host_learns_what_graphs_did(attn, monkeypatch):
         attn(x[:, 40:], cache=cache)
 
 
-def test_what_a_graph_cannot_take(attn, captured):
+def test_captured_step_refuses_long_steps_and_host_counts(attn, captured):
     cache, x = poisoned_cache(attn, 2, ROOM, max_step=4), tokens(attn, 2, ROOM)
-    for call, said in (
+    for call, message in (
         (
             lambda: attn(x[:, :5], cache=cache),
             "a captured step takes at most max_step = 4 rows, got 5",
         ),
-        (lambda: attn(x[:, :2], cache=cache, new=[1, 1]), "a list would be its constant"),
+        (lambda: attn(x[:, :2], cache=cache, new=[1, 1]), "a list would become a constant"),
         (lambda: attn(x[:, :2], cache=cache, new=torch.zeros(2)), "new must be int32 .2. on cpu"),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             call()
 
 
-def test_counts_that_only_the_device_knows(attn, monkeypatch):
-    """`new` as a tensor on a GPU: the host goes by bounds, and asks only where they do not fit."""
+def test_counts_on_the_device_only(attn, monkeypatch):
+    """With `new` on a GPU the host uses bounds, and reads the lengths if the bounds do not fit."""
     x = tokens(attn, 2, ROOM)
     cache = poisoned_cache(attn, 2, ROOM, page_size=16, max_rollback=3)
     golden = whole(attn, x)
@@ -167,29 +165,29 @@ def test_counts_that_only_the_device_knows(attn, monkeypatch):
 
 
 @PAGES
-def test_reserving_workspace_changes_no_bit(attn, page_size):
+def test_reserve_workspace_changes_no_bit(attn, page_size):
     x = tokens(attn, 2, ROOM)
     caches = [poisoned_cache(attn, 2, ROOM, page_size=page_size) for _ in range(2)]
     caches[0].reserve_workspace()
     for part in x.split([9, 1, 1, 5, 1, 23], 1):
-        kept = content(caches[0])
+        before = content(caches[0])
         caches[0].reserve_workspace(rows=3)
         caches[0].reserve_workspace(rows=caches[0].max_step)
-        assert_unchanged(caches[0], kept)
+        assert_unchanged(caches[0], before)
         assert torch.equal(attn(part, cache=caches[0]), attn(part, cache=caches[1]))
     caches[0].check()
 
 
-def test_workspace_that_cannot_be_reserved(attn):
-    """A longer step runs at once, in memory of its own: less would be reserved than it takes."""
+def test_reserve_workspace_refuses_invalid_rows(attn):
+    """A step longer than max_step allocates more memory than a reservation could cover."""
     cache = poisoned_cache(attn, 2, ROOM, max_step=4)
-    kept = content(cache)
+    before = content(cache)
     for rows in (0, -1, True, 1.0, 5, 512):
-        said = (
-            f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step, .* takes"
+        message = (
+            f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step .* allocates"
             " more memory"
         )
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             cache.reserve_workspace(rows)
-    assert_unchanged(cache, kept)
+    assert_unchanged(cache, before)
     cache.reserve_workspace(4)

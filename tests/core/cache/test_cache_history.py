@@ -1,6 +1,4 @@
-"""Crop, reset, reorder, snapshot and load: what follows is what would follow if the past had been
-just so.
-"""
+"""Crop, reset, reorder, snapshot and load: later outputs equal those of the resulting sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def new_cache(attn, page_size, batch=2, **options):
 
 @PAGES
 @pytest.mark.parametrize("start", [0, 3, 8, 12, 15, 16, 22, 32, 47])
-def test_crop_then_continue_is_as_if_never_appended(attn, start, page_size):
+def test_continuing_after_crop_equals_never_appending(attn, start, page_size):
     x = tokens(attn, 2, ROOM)
     cropped, other = new_cache(attn, page_size), new_cache(attn, page_size)
     for cache in (cropped, other):
@@ -48,8 +46,8 @@ def test_crop_then_continue_is_as_if_never_appended(attn, start, page_size):
     attn(tokens(attn, 2, 3, seed=6), cache=cropped)
     cropped.crop(start)
     assert cropped.host_lengths() == cropped.lengths.tolist() == [start, start]
-    rest = x[:, start : start + 20]
-    assert torch.equal(one_by_one(attn, rest, cropped), one_by_one(attn, rest, other))
+    following = x[:, start : start + 20]
+    assert torch.equal(one_by_one(attn, following, cropped), one_by_one(attn, following, other))
 
 
 @PAGES
@@ -65,20 +63,20 @@ def test_crop_of_one_sequence(attn, page_size):
     assert_equal(y[1:], whole(attn, x[1:])[:, 33:37])
 
 
-def test_crop_refuses_what_is_gone(attn):
+def test_crop_refuses_more_than_max_rollback(attn):
     cache = new_cache(attn, None)
     x = tokens(attn, 2, ROOM)
     attn(x[:, :40], cache=cache)
     cache.crop([40, 34])
-    for wanted, said in (
+    for lengths, message in (
         ([30, 34], "sequence 0 has had 40 tokens and 30 would be 10 fewer, max_rollback is 9"),
         ([40, 30], "sequence 1 has had 40 tokens and 30 would be 10 fewer"),
-        ([41, 34], "sequence 0 has 40 tokens, not 41"),
+        ([41, 34], "sequence 0 has 40 tokens, cannot crop to 41"),
         ([40], "lengths must be an integer >= 0, or 2 of them"),
         ([40, -1], "lengths must be an integer >= 0"),
     ):
-        with pytest.raises(InvalidInput, match=said):
-            cache.crop(wanted)
+        with pytest.raises(InvalidInput, match=message):
+            cache.crop(lengths)
         assert cache.host_lengths() == cache.lengths.tolist() == [40, 34]
     other = attn.new_cache(1, 10)
     attn(x[:1, :5], cache=other)
@@ -106,7 +104,7 @@ def test_reset_of_one_sequence_and_of_all(attn, page_size):
 
 @PAGES
 def test_reorder(attn, page_size):
-    """Beams that come from one and then differ, across a page's edge, keep apart."""
+    """Beams from one sequence stay independent, also across a page boundary."""
     x = tokens(attn, 3, ROOM)
     for length in (11, 16, 29, 31):
         cache = new_cache(attn, page_size, batch=3)
@@ -118,7 +116,7 @@ def test_reorder(attn, page_size):
         assert_equal(one_by_one(attn, more, cache), golden[:, length:])
 
 
-def test_what_can_be_cropped_moves_along(attn):
+def test_reorder_moves_the_rollback_limit(attn):
     cache = new_cache(attn, None)
     attn(tokens(attn, 2, 40), cache=cache, new=[40, 20])
     cache.crop([33, 20])
@@ -131,8 +129,8 @@ def test_what_can_be_cropped_moves_along(attn):
 
 @PAGES
 @pytest.mark.parametrize("length", [5, 16, 20, 32, 36])
-def test_a_prefix_shared_by_all(attn, length, page_size):
-    """At a page's edge too, where compressed tokens of the shared page are not all made yet."""
+def test_prefix_shared_by_all_sequences(attn, length, page_size):
+    """Also at a page boundary, where compressed tokens of the shared page are still missing."""
     x = tokens(attn, 1, ROOM)
     cache = new_cache(attn, page_size, batch=3)
     attn(x[:, :length].expand(3, -1, -1), cache=cache, new=[length, 0, 0])
@@ -150,7 +148,7 @@ def test_a_prefix_shared_by_all(attn, length, page_size):
     assert_equal(y[1:2], golden[1:2, length : length + 3])
 
 
-def test_a_snapshot_holds_its_pages_until_nobody_wants_it(attn):
+def test_snapshot_keeps_its_pages_until_released(attn):
     cache = new_cache(attn, 16, num_pages=10)
     attn(tokens(attn, 2, 40), cache=cache)
     prefix = cache.snapshot(0)
@@ -168,7 +166,7 @@ def test_a_snapshot_holds_its_pages_until_nobody_wants_it(attn):
     assert cache.pages.free == 10
 
 
-def test_the_last_holder_of_a_shared_page_keeps_it(attn):
+def test_last_sequence_of_a_shared_page_keeps_it(attn):
     cache = new_cache(attn, 16, num_pages=2)
     x = tokens(attn, 2, 12)
     attn(x[:, :5], cache=cache, new=[5, 0])
@@ -181,24 +179,24 @@ def test_the_last_holder_of_a_shared_page_keeps_it(attn):
     assert_equal(y, whole(attn, torch.cat([x[:1, :5].expand(2, -1, -1), x[:, 5:]], 1))[:, 5:])
 
 
-def test_snapshots_are_their_caches(attn):
+def test_snapshot_of_another_cache_is_refused(attn):
     first, second = new_cache(attn, 16), new_cache(attn, 16)
     attn(tokens(attn, 2, 4), cache=first)
     with pytest.raises(InvalidInput, match="is of another cache"):
         second.load(first.snapshot(0), 0)
 
 
-def test_pages_are_taken_as_sequences_grow_and_run_out(attn):
+def test_pages_are_allocated_as_sequences_grow(attn):
     cache = new_cache(attn, 16, num_pages=3)
     x = tokens(attn, 2, ROOM)
     attn(x[:, :15], cache=cache)
     assert cache.pages.free == 1
     attn(x[:, 15:16], cache=cache)
-    kept = content(cache)
-    said = "out of pages: sequences 0, 1 need 2 more of 16 tokens, 1 of 3 are free"
-    with pytest.raises(InvalidInput, match=said):
+    before = content(cache)
+    message = "out of pages: sequences 0, 1 need 2 more pages of 16 tokens, 1 of 3 are free"
+    with pytest.raises(InvalidInput, match=message):
         attn(x[:, 16:17], cache=cache)
-    assert_unchanged(cache, kept)
+    assert_unchanged(cache, before)
     y = attn(x[:, 16:17], cache=cache, new=[0, 1])
     assert_equal(y[1:], whole(attn, x[1:])[:, 16:17])
     cache.reset(1)
@@ -217,34 +215,32 @@ def test_reserve(attn):
     assert cache.pages.free == 2
     with pytest.raises(InvalidInput, match="71 tokens are more than max_len 70"):
         cache.reserve(71)
-    kept = cache.snapshot(0)
+    snapshot = cache.snapshot(0)
     assert cache.table.device_room.tolist()[0] == 5  # its page is shared now
     cache.reserve([40, 10])
     assert cache.table.device_room.tolist() == [48, 16]
     assert cache.pages.free == 1
-    kept.release()
+    snapshot.release()
     assert cache.pages.free == 2
 
 
 @PAGES
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history(attn, seed, page_size):
-    """Random appends, crops, reorders, resets, snapshots and loads; every output against a fresh
-    prefill.
-    """
-    dice = random.Random(seed)
+    """Random appends, crops, reorders, resets, snapshots and loads; outputs equal a new prefill."""
+    rng = random.Random(seed)
     cache = new_cache(attn, page_size, batch=3, **({"num_pages": 13} if page_size else {}))
     history = [torch.zeros(0, 20, dtype=torch.float64)] * 3
     peaks, saved = [0] * 3, []
-    for turn in range(45):
-        action = dice.choice(
+    for operation in range(45):
+        action = rng.choice(
             ["append"] * 6 + ["crop", "reorder", "reset", "snapshot", "load", "load"]
         )
-        b = dice.randrange(3)
+        b = rng.randrange(3)
         if action == "append":
-            most = dice.choice([1, 1, 1, 4, 6, 7, 25])
-            new = [min(dice.randint(0, most), ROOM - len(past)) for past in history]
-            rows = tokens(attn, 3, most, seed=1000 * seed + turn)
+            rows_per_step = rng.choice([1, 1, 1, 4, 6, 7, 25])
+            new = [min(rng.randint(0, rows_per_step), ROOM - len(past)) for past in history]
+            rows = tokens(attn, 3, rows_per_step, seed=1000 * seed + operation)
             try:
                 y = attn(rows, cache=cache, new=new)
             except InvalidInput as error:
@@ -262,11 +258,11 @@ def test_any_history(attn, seed, page_size):
                         y[i : i + 1, :n], whole(attn, history[i][None])[:, len(history[i]) - n :]
                     )
         elif action == "crop":
-            to = dice.randint(max(0, min(len(history[b]), peaks[b] - 9)), len(history[b]))
-            history[b] = history[b][:to]
+            length = rng.randint(max(0, min(len(history[b]), peaks[b] - 9)), len(history[b]))
+            history[b] = history[b][:length]
             cache.crop([len(past) for past in history])
         elif action == "reorder":
-            order = [dice.randrange(3) for _ in range(3)]
+            order = [rng.randrange(3) for _ in range(3)]
             cache.reorder(order)
             history, peaks = [history[i] for i in order], [peaks[i] for i in order]
         elif action == "reset":
@@ -275,7 +271,7 @@ def test_any_history(attn, seed, page_size):
         elif action == "snapshot":
             saved.append((cache.snapshot(b), history[b], peaks[b]))
         elif saved:
-            snapshot, history[b], peaks[b] = dice.choice(saved)
+            snapshot, history[b], peaks[b] = rng.choice(saved)
             cache.load(snapshot, b)
         assert cache.host_lengths() == cache.lengths.tolist() == [len(past) for past in history]
     for snapshot, _, _ in saved:

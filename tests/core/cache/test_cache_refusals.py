@@ -1,4 +1,4 @@
-"""What a cache does not take is refused before anything is written."""
+"""A cache refuses invalid arguments before anything is written."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def attn():
 
 
 @PAGES
-def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
-    """Fault row 19: one past the capacity."""
+def test_step_past_the_end_is_refused_without_a_change(attn, page_size):
+    """Fault row 19: one token past the capacity."""
     x = tokens(attn, 2, ROOM + 5)
     cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
     attn(x[:, :30], cache=cache, new=[30, 20])
-    kept = content(cache)
-    for rows, new, said in (
+    before = content(cache)
+    for rows, new, message in (
         (11, None, "sequence 0 has 30 tokens, 11 more do not fit: max_len is 40"),
         (21, [10, 21], "sequence 1 has 20 tokens, 21 more do not fit: max_len is 40"),
         (
@@ -49,9 +49,9 @@ def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
             ),
         ),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             attn(x[:, :rows], cache=cache, new=new)
-        assert_unchanged(cache, kept)
+        assert_unchanged(cache, before)
     y = attn(torch.stack([x[0, 30:40], x[1, 20:30]]), cache=cache)
     assert_equal(y, torch.cat([whole(attn, x[:1, :40])[:, 30:], whole(attn, x[1:, :30])[:, 20:]]))
     empty = poisoned_cache(attn, 2, ROOM, page_size=page_size)
@@ -61,7 +61,7 @@ def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"new": [1]}, "new must be 2 integers"),
         ({"new": [1, 4]}, "new must be from 0 to the 3 rows of x"),
@@ -71,34 +71,34 @@ def test_one_past_the_end_is_refused_and_nothing_is_lost(attn, page_size):
         ({"new": 3}, "new must be 2 integers"),
     ],
 )
-def test_wrong_new(attn, given, said):
+def test_invalid_new_is_refused(attn, arguments, message):
     cache = poisoned_cache(attn, 2, ROOM)
-    kept = content(cache)
-    with pytest.raises(InvalidInput, match=said):
-        attn(tokens(attn, 2, 3), cache=cache, **given)
-    assert_unchanged(cache, kept)
+    before = content(cache)
+    with pytest.raises(InvalidInput, match=message):
+        attn(tokens(attn, 2, 3), cache=cache, **arguments)
+    assert_unchanged(cache, before)
 
 
-def test_wrong_x_and_layers(attn):
+def test_inputs_that_do_not_fit_the_cache_are_refused(attn):
     cache, x = poisoned_cache(attn, 2, ROOM), tokens(attn, 2, 3)
-    kept, other = content(cache), layer_of(seed=1)
+    before, other = content(cache), layer_of(seed=1)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
-    for call, said in (
-        (lambda: attn(x[:1], cache=cache), "x has 1 sequences, the cache 2"),
+    for call, message in (
+        (lambda: attn(x[:1], cache=cache), "x has 1 sequences, but the cache has 2"),
         (
             lambda: attn(x.float(), cache=cache),
             "x is torch.float32, the layer's parameters are torch.float64",
         ),
         (
             lambda: attn(x[0], cu_seqlens=bounds, cache=cache),
-            "a cache takes x .B, m, dim. and new=, not cu_seqlens",
+            "cu_seqlens is not supported with a cache: pass x .B, m, dim. and new=",
         ),
         (lambda: attn(x, attention_mask=bounds, cache=cache), "attention_mask is not supported"),
-        (lambda: attn(x, new=[1, 1]), "new goes with cache="),
+        (lambda: attn(x, new=[1, 1]), "new needs cache="),
         (lambda: other(x, cache=cache), "the cache is another layer's"),
         (
             lambda: attn(x, cache=[cache]),
-            "cache must be what new_cache.. of this layer gave, got list",
+            "cache must be a result of new_cache.. of this layer, got list",
         ),
         (
             lambda: attn(x.clone().requires_grad_(), cache=cache),
@@ -109,20 +109,20 @@ def test_wrong_x_and_layers(attn):
             "the cache is torch.float32 on cpu",
         ),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             call()
-    assert_unchanged(cache, kept)
+    assert_unchanged(cache, before)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         (
             {"batch": 0, "max_len": 1.5},
             "batch must be an integer >= 1, got 0; max_len must be an integer >= 1, got 1.5",
         ),
         ({"page_size": 24}, "page_size must be a multiple of select_block_size 16, got 24"),
-        ({"num_pages": 3}, "num_pages 3 goes with page_size, which is None"),
+        ({"num_pages": 3}, "num_pages 3 needs page_size, which is None"),
         ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1, got 0"),
         (
             {"max_rollback": -1, "max_step": True},
@@ -132,12 +132,12 @@ def test_wrong_x_and_layers(attn):
         ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
     ],
 )
-def test_wrong_sizes(attn, sizes, said):
-    with pytest.raises(InvalidInput, match=said):
+def test_invalid_sizes_are_refused(attn, sizes, message):
+    with pytest.raises(InvalidInput, match=message):
         attn.new_cache(**{"batch": 2, "max_len": ROOM, **sizes})
 
 
-def test_wrong_indices(attn):
+def test_invalid_indices_are_refused(attn):
     cache = attn.new_cache(2, ROOM)
     for call in (
         lambda: cache.reset(2),
@@ -153,11 +153,11 @@ def test_wrong_indices(attn):
     ):
         with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
             call()
-    with pytest.raises(InvalidInput, match="2 indices are needed, got 1"):
+    with pytest.raises(InvalidInput, match="2 indices are needed, one per sequence, got 1"):
         cache.reorder([1])
     with pytest.raises(InvalidInput, match=r"expected one sequence index, got \[0, 1\]"):
         cache.snapshot([0, 1])
-    with pytest.raises(InvalidInput, match="load: snapshot must be what snapshot"):
+    with pytest.raises(InvalidInput, match="load: snapshot must be a result of snapshot"):
         cache.load(0, 1)
     for wrong in (0.0, None, [0, 0.0], "ab"):
         with pytest.raises(InvalidInput, match="lengths must be an integer >= 0, or 2 of them"):
@@ -166,9 +166,10 @@ def test_wrong_indices(attn):
     assert cache.host_lengths() == [0, 0]
 
 
-def test_plans(attn):
-    """A plan may be given, to the cache or to one step; it is for decode, or in the first step for
-    prefill.
+def test_explicit_plans(attn):
+    """A cache or a single step accepts an explicit plan of the right phase.
+
+    The phase is decode; for the first step it is prefill.
     """
     x = tokens(attn, 2, ROOM)
     decode, prefill = (
@@ -194,14 +195,14 @@ def test_plans(attn):
         NSAttention(attn.config, backends={"win": "fa2"}).new_cache(2, ROOM)
 
 
-def test_a_cache_is_not_copied(attn):
+def test_cache_refuses_copy_and_pickle(attn):
     cache = attn.new_cache(2, ROOM)
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+    for copy_function in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(InvalidInput, match="not copied or pickled"):
-            copied(cache)
+            copy_function(cache)
 
 
-def test_compile_breaks_the_graph_and_says_so(attn):
+def test_compile_breaks_the_graph_with_a_reason(attn):
     x = tokens(attn, 2, ROOM)
     caches = [poisoned_cache(attn, 2, ROOM) for _ in range(2)]
     compiled = torch.compile(lambda x, cache: 2 * attn(x, cache=cache), backend="eager")
@@ -215,7 +216,7 @@ def test_compile_breaks_the_graph_and_says_so(attn):
     assert caches[0].host_lengths() == [12, 12]
 
 
-def test_a_kernel_that_fails_leaves_the_lengths(attn, monkeypatch):
+def test_failing_kernel_does_not_change_the_lengths(attn, monkeypatch):
     x = tokens(attn, 2, ROOM)
     cache = poisoned_cache(attn, 2, ROOM, page_size=16)
     attn(x[:, :20], cache=cache)
@@ -231,11 +232,11 @@ def test_a_kernel_that_fails_leaves_the_lengths(attn, monkeypatch):
     assert_equal(one_by_one(attn, x[:, 20:30], cache), whole(attn, x)[:, 20:30])
 
 
-def test_check_names_the_branch(attn):
-    watched = layer_of()
-    watched.check, watched.layer = True, 7
-    cache = watched.new_cache(1, ROOM)
-    watched(tokens(attn, 1, 5), cache=cache)
+def test_check_names_layer_branch_and_backend(attn):
+    checked = layer_of()
+    checked.check, checked.layer = True, 7
+    cache = checked.new_cache(1, ROOM)
+    checked(tokens(attn, 1, 5), cache=cache)
     x = torch.full((1, 1, attn.config.dim), torch.nan, dtype=torch.float64)
     with pytest.raises(NSAError, match="layer 7, branch 'sel', backend 'sdpa'"):
-        watched(x, cache=cache)
+        checked(x, cache=cache)

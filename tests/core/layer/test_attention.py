@@ -268,7 +268,7 @@ def test_plan_for_something_else_is_refused():
         (dense_plan(small(window_size=3)), "plan is for NSAConfig"),
         (
             dense_plan(CONFIG, torch.float32),
-            "plan is for float32 on cpu, the tensors are float64 on cpu",
+            "plan is for float32 on cpu, but the tensors are float64 on cpu",
         ),
         (dense_plan(CONFIG, device="cuda"), "plan is for float64 on cuda"),
     ):

@@ -135,12 +135,12 @@ def test_what_is_no_tensor_is_refused_in_both_entries(x):
 def test_a_plan_for_decode_is_no_plan_for_prefill():
     plan = resolve(CONFIG, dtype="float64", phase="decode")
     attn, x = layer_of().requires_grad_(False), torch.randn(2, 9, 24).double()
-    said = "plan is for decode, not prefill, as this call and the first tokens of a cache are"
+    message = "plan is for decode, but this call is a prefill: pass a plan resolved with"
     for cache in ({}, {"cache": attn.new_cache(2, 16)}):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             attn(x, plan=plan, **cache)
     assert cache["cache"].host_lengths() == [0, 0]
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         nsa_attention(*inputs(CONFIG, 2, 9), config=CONFIG, plan=plan)
 
 

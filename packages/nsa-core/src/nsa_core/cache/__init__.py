@@ -1,4 +1,4 @@
-"""Decoding: a cache of what a layer has seen, and the layer's step over it."""
+"""Decoding: a cache of keys and values, and the steps of a layer over it."""
 
 from nsa_core.cache.cache import NSACache, Snapshot
 

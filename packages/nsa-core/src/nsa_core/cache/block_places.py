@@ -12,17 +12,18 @@ from nsa_core.layer.rope import rope_table
 
 
 class BlockPlaces:
-    """Where the block that a step completes lies in the cache. Looking it up takes fewer operators
-    than computing it.
+    """Location in the cache of the compression block that a step completes.
+
+    A lookup takes fewer operators than the computation of the location.
 
     Attributes:
-        blocks: int64 [C + 1, 4], one row per compressed token of a full sequence and one past the
-            last: its column in the block table, its row in the page, the sequence length that
-            completes it, the ring row of its first token.
-        ring: int64 [R, G * l], for each ring row the rows (ring row, kv head) of the l tokens that
-            begin there, heads outermost.
+        blocks: int64 [C + 1, 4], one row per compressed token of a full sequence, and one more. The
+            columns are the column in the block table, the row in the page, the sequence length that
+            completes the block, and the ring row of the block's first token.
+        ring: int64 [R, G * l], for each ring row the flat rows (ring row, kv head) of the l tokens
+            that start there, heads outermost.
         firsts: int64 [B, 1], the first row of each sequence in the flat ring.
-        angles: [C + 1, 2 * Dk], (cos, cos, -sin, sin) of each compressed token; None if keys are
+        angles: [C + 1, 2 * Dk], (cos, cos, -sin, sin) of each compressed token; None if k_cmp is
             not rotated after phi.
     """
 
@@ -31,8 +32,8 @@ class BlockPlaces:
         config: NSAConfig,
         batch: int,
         max_len: int,
-        page: int,  # compressed tokens of a page
-        ring: int,  # tokens of phi's ring
+        page: int,  # compressed tokens per page
+        ring: int,  # rows of the ring of phi's inputs
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -64,7 +65,7 @@ def block_places(
     dtype: torch.dtype,
     device: torch.device,
 ) -> BlockPlaces:
-    """The :class:`BlockPlaces` of these arguments; the caches of all layers of a model share it."""
+    """Return the :class:`BlockPlaces` of these arguments, shared by the caches of all layers."""
     key = (config, batch, max_len, page, ring, dtype, device)
     places = _shared.get(key)
     if places is None:

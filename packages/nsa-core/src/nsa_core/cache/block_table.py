@@ -1,4 +1,4 @@
-"""The block table of a cache: which page holds which tokens, on the host and on the device."""
+"""The block table of a cache: the page of each token, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from nsa_core.layout import BlockGeometry
 
 
 class BlockTable:
-    """The pages of ``batch`` sequences, out of ``total`` pages that all of them share. With
-    ``total=None`` each sequence keeps one page, which is as long as the sequence can become.
+    """The pages of ``batch`` sequences.
 
-    A compressed token lies in the page of its first token and is written when its last token
-    arrives. So a sequence of n tokens still writes to the page of token num_compressed(n) * d and
-    to those after it.
+    All sequences share ``total`` pages. With ``total=None`` each sequence has one page, as long as
+    the maximum length.
+
+    A compressed token is stored in the page of its block's first token, and is written when the
+    block's last token arrives. A sequence of n tokens therefore still writes to the page of token
+    num_compressed(n) * d and to later pages.
 
     Attributes:
-        entries: int32 [B, pages of a sequence] on the device. Entries past a sequence's last token
-            are any page.
-        room: the length up to which each sequence can grow without new pages.
+        entries: int32 [B, pages per sequence] on the device. Entries after a sequence's last token
+            are arbitrary pages.
+        room: the length to which each sequence can grow without new pages.
         device_room: ``room`` on the device, int32 [B].
     """
 
@@ -43,70 +45,74 @@ class BlockTable:
             self.entries[:, 0] = torch.arange(batch, device=device)
         self.device_room = torch.full((batch,), self.room[0], dtype=torch.int32, device=device)
 
-    def own(self, wanted: Mapping[int, tuple[int, int]], store: KVStore) -> None:
-        """Give sequences pages of their own, so that they can be written up to some length.
+    def own(self, targets: Mapping[int, tuple[int, int]], store: KVStore) -> None:
+        """Give sequences pages of their own, so that a step can write to them.
 
         Args:
-            wanted: for each sequence, its present length and the length up to which it can be
+            targets: for each sequence, its current length and the length up to which it will be
                 written.
-            store: the store whose pages are copied where a sequence shares them.
+            store: the store in which shared pages are copied.
 
         Raises:
-            InvalidInput: too few pages are free; nothing has changed.
+            InvalidInput: not enough pages are free; nothing has changed.
         """
         if self.pages is None:
             return
         d = self._geometry.compress_stride
         first = {
             b: self._geometry.num_compressed(length) * d // self.page
-            for b, (length, _) in wanted.items()
+            for b, (length, _) in targets.items()
         }
-        changes = self.pages.own((b, first[b], tokens) for b, (_, tokens) in wanted.items())
-        for b in wanted:
+        changes = self.pages.own((b, first[b], tokens) for b, (_, tokens) in targets.items())
+        for b in targets:
             self.room[b] = min(self._max_len, len(self.pages.rows[b]) * self.page)
         store.copy_pages(changes.copies)
-        self._follow(changes.entries)
+        self._update_device(changes.entries)
 
     def trim(self, tokens: Mapping[int, int]) -> None:
-        """Each sequence gives back the pages that ``tokens[b]`` tokens do not need."""
+        """Free the pages of each sequence b that ``tokens[b]`` tokens do not need."""
         if self.pages is None:
             return
         for b, length in tokens.items():
             self.pages.trim(b, length)
-        self._unsettle(tokens)
+        self._clear_room(tokens)
 
     def share(self, b: int, length: int) -> list[int]:
-        """Add a holder to the pages of the ``length`` tokens of sequence ``b``, and return them; an
-        empty list without pages.
+        """Add a reference to the pages of the first ``length`` tokens of sequence ``b``.
+
+        Returns:
+            The pages; an empty list if the cache has no pages.
         """
         if self.pages is None:
             return []
         pages = self.pages.rows[b][: self.pages.pages_of(length)]
         self.pages.share(pages)
-        self._unsettle({b: length})
+        self._clear_room({b: length})
         return pages
 
     def replace(self, rows: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
-        """Let each sequence b share the pages ``rows[b]`` instead of its own; it then has
-        ``lengths[b]`` tokens.
+        """Let each sequence b share the pages ``rows[b]`` instead of its own.
+
+        The sequence then has ``lengths[b]`` tokens.
         """
         if self.pages is None:
             return
-        self._follow(self.pages.replace(rows))
-        self._unsettle(lengths)
+        self._update_device(self.pages.replace(rows))
+        self._clear_room(lengths)
 
-    def _unsettle(self, lengths: Mapping[int, int]) -> None:
-        """Leave these sequences no room, because some of their pages may be shared now. The next
-        step that writes to them asks for pages of its own.
+    def _clear_room(self, lengths: Mapping[int, int]) -> None:
+        """Set the room of these sequences to their lengths, because their pages may be shared now.
+
+        The next step that writes to them requests pages of their own.
         """
         for b, length in lengths.items():
             self.room[b] = length
-        self._follow([])
+        self._update_device([])
 
-    def _follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
-        """Write changed entries (sequence, place, page), and the room, to the device."""
+    def _update_device(self, entries: Iterable[tuple[int, int, int]]) -> None:
+        """Write changed entries (sequence, column, page) and the room to the device."""
         changes = list(entries)
         if changes:
-            sequence, place, page = torch.tensor(changes).T.to(self._device, non_blocking=True)
-            self.entries[sequence, place] = page.to(torch.int32)
+            sequence, column, page = torch.tensor(changes).T.to(self._device, non_blocking=True)
+            self.entries[sequence, column] = page.to(torch.int32)
         self.device_room.copy_(torch.tensor(self.room, dtype=torch.int32), non_blocking=True)

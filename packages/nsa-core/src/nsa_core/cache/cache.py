@@ -1,4 +1,4 @@
-"""NSACache: the keys and values that one attention layer has seen, sequence by sequence."""
+"""NSACache: the keys and values of the tokens that one attention layer has processed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class Snapshot:
-    """A sequence at one point in time, from :meth:`NSACache.snapshot`. :meth:`NSACache.load`
-    restores it any number of times.
+    """The state of a sequence at one point in time, created by :meth:`NSACache.snapshot`.
+
+    :meth:`NSACache.load` restores it any number of times.
 
     Attributes:
-        length: its tokens.
-        release: call it to give back the pages that the snapshot holds. This also happens when the
-            snapshot is garbage-collected.
+        length: number of tokens of the sequence.
+        release: call it to free the pages of the snapshot. Garbage collection of the snapshot frees
+            them too.
     """
 
     def __init__(
@@ -35,39 +36,51 @@ class Snapshot:
 
 
 class NSACache(CacheState):
-    """The keys and values of ``batch`` sequences of up to ``max_len`` tokens, for one layer; made
-    by the layer's ``new_cache``.
+    """The keys and values of ``batch`` sequences of up to ``max_len`` tokens, for one layer.
 
-    ``attn(x, cache=cache)`` appends the tokens of x. All memory is allocated here: a cache never
-    grows. The host knows the lengths, and a step that does not fit is refused before anything is
-    written. The replay of a CUDA graph moves the lengths on the device only: tokens that do not fit
-    are left out, and :meth:`check` reports them.
+    Create a cache with :meth:`nsa_core.NSAttention.new_cache`. ``attn(x, cache=cache)`` appends the
+    tokens of x and returns the layer's output for them. All memory is allocated on creation, and a
+    cache never grows. A step that does not fit raises an error before anything is written. The
+    replay of a CUDA graph changes the lengths on the device only: tokens that do not fit are
+    dropped, and :meth:`check` reports them.
 
     Attributes:
-        lengths: int32 [B] on the device, tokens of each sequence; read-only.
-        plan: the decode plan that steps run.
+        lengths: int32 [B] on the device, number of tokens of each sequence; read-only.
+        plan: the decode plan of the steps.
+        batch: number of sequences, B.
+        max_len: maximum number of tokens per sequence.
+        page_size: tokens per page; None if each sequence is contiguous.
+        max_rollback: maximum number of tokens that :meth:`crop` can remove.
+        max_step: maximum number of rows of a captured step.
+        dtype, device: dtype and device of the keys and values.
+
+    Example:
+        >>> cache = attn.new_cache(batch=2, max_len=2048)
+        >>> y = attn(prompt, cache=cache)  # prompt [2, 1000, dim]
+        >>> y = attn(token, cache=cache)  # token [2, 1, dim]
+        >>> cache.host_lengths()
+        [1001, 1001]
     """
 
     def __repr__(self) -> str:
-        pages = (
-            ""
-            if self.pages is None
-            else f", page_size={self.page_size}, {self.pages.free} free pages"
-        )
+        pages = ""
+        if self.pages is not None:
+            pages = f", page_size={self.page_size}, {self.pages.free} free pages"
         size = f"batch={self.batch}, max_len={self.max_len}{pages}"
         return f"NSACache({size}, {dtype_name(self.dtype)} on {self.device}, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Size of all keys and values in bytes."""
         return sum(x.nbytes for x in self.stores.tensors())
 
     def check(self) -> None:
-        """Raise if a replayed graph had more tokens than fit; synchronises. Every overflow is
-        reported once.
+        """Raise an error if a replayed CUDA graph dropped tokens. Synchronises.
+
+        Every overflow is reported once.
 
         Raises:
-            InvalidInput: tokens were left out; the message names the sequences.
+            InvalidInput: tokens were dropped; the message names the sequences.
         """
         full = [b for b, flag in enumerate(self.overflowed.tolist()) if flag]
         if full:
@@ -77,44 +90,51 @@ class NSACache(CacheState):
                 f"sequence {b} has {lengths[b]} tokens and room for {self.table.room[b]}"
                 for b in full
             )
-            hint = "" if self.pages is None else "; reserve() pages before a replay"
+            hint = "" if self.pages is None else "; call reserve() before a replay"
             raise InvalidInput(
-                f"a replayed step was past the end and wrote nothing: {text}, max_len"
-                f" {self.max_len}{hint}"
+                "the tokens of a replayed step did not fit and were not written:"
+                f" {text}, max_len {self.max_len}{hint}"
             )
 
     def crop(self, lengths: int | Sequence[int] | torch.Tensor) -> None:
-        """Take back the last tokens of sequences.
+        """Remove the last tokens of sequences.
 
-        At most ``max_rollback`` tokens may go, counted from the most that the sequence has had.
-        Pages that are no longer needed become free.
+        A sequence can be cropped to at most ``max_rollback`` tokens below its maximum length so
+        far. Pages that are no longer needed are freed.
 
         Args:
-            lengths: tokens that stay, one number for all sequences or one for each. A tensor on a
-                GPU synchronises.
+            lengths: new number of tokens, one integer for all sequences or one per sequence. A GPU
+                tensor synchronises.
 
         Raises:
-            InvalidInput: more tokens would go, or more stay than there are; the cache is unchanged.
+            InvalidInput: a new length is negative, above the current length, or more than
+                ``max_rollback`` below the maximum; the cache is unchanged.
         """
-        wanted = self._per_sequence("lengths", lengths)
-        before, wrong = self.host_lengths(), []
-        for b, (n, to) in enumerate(zip(before, wanted)):
-            if not 0 <= to <= n:
-                wrong.append(f"sequence {b} has {n} tokens, not {to}")
-            elif to < n and self._peaks[b] - to > self.max_rollback:
-                wrong.append(
-                    f"sequence {b} has had {self._peaks[b]} tokens and {to} would be"
-                    f" {self._peaks[b] - to} fewer, max_rollback is {self.max_rollback}"
+        new_lengths = self._per_sequence("lengths", lengths)
+        old_lengths, problems = self.host_lengths(), []
+        for b, (old, new) in enumerate(zip(old_lengths, new_lengths)):
+            if not 0 <= new <= old:
+                problems.append(f"sequence {b} has {old} tokens, cannot crop to {new}")
+            elif new < old and self._peaks[b] - new > self.max_rollback:
+                problems.append(
+                    f"sequence {b} has had {self._peaks[b]} tokens and {new} would be"
+                    f" {self._peaks[b] - new} fewer, max_rollback is {self.max_rollback}"
                 )
-        if wrong:
-            raise InvalidInput("crop: " + "; ".join(wrong))
-        self.bounds = wanted
-        self.lengths.copy_(self._tensor(wanted, torch.int32))
-        self.table.trim({b: to for b, (n, to) in enumerate(zip(before, wanted)) if to < n})
+        if problems:
+            raise InvalidInput("crop: " + "; ".join(problems))
+        self.bounds = new_lengths
+        self.lengths.copy_(self._tensor(new_lengths, torch.int32))
+        cropped = zip(old_lengths, new_lengths)
+        self.table.trim({b: new for b, (old, new) in enumerate(cropped) if new < old})
 
     def reset(self, indices: int | Sequence[int] | torch.Tensor | None = None) -> None:
-        """Empty the sequences ``indices``, or all. Their pages become free, and their overflows are
-        forgotten.
+        """Remove all tokens of sequences, free their pages and clear their overflows.
+
+        Args:
+            indices: index or indices of sequences; default: all.
+
+        Raises:
+            InvalidInput: a sequence does not exist.
         """
         sequences = range(self.batch) if indices is None else self._indices(indices)
         for b in sequences:
@@ -125,15 +145,21 @@ class NSACache(CacheState):
         self.overflowed.index_fill_(0, index, False)
 
     def reorder(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Replace each sequence b by the former sequence ``indices[b]``, for beam search. Pages are
-        shared, everything else is copied.
+        """Replace each sequence b by the former sequence ``indices[b]``, for beam search.
+
+        Pages are shared, everything else is copied.
+
+        Args:
+            indices: B indices of sequences, in which duplicates are allowed.
 
         Raises:
-            InvalidInput: there is not one index for each sequence.
+            InvalidInput: the number of indices is not B, or a sequence does not exist.
         """
         order = self._indices(indices)
         if len(order) != self.batch:
-            raise InvalidInput(f"reorder: {self.batch} indices are needed, got {len(order)}")
+            raise InvalidInput(
+                f"reorder: {self.batch} indices are needed, one per sequence, got {len(order)}"
+            )
         lengths = self.host_lengths()
         index, rings = self._tensor(order, torch.int64), [self.stores.win, self.stores.raw]
         for buffer in rings if self.pages else [*rings, self.stores.sel, self.stores.cmp]:
@@ -147,33 +173,45 @@ class NSACache(CacheState):
             )
 
     def snapshot(self, index: int) -> Snapshot:
-        """The present state of sequence ``index``. Pages are shared by reference, and copied when
-        someone writes to them; a cache without pages copies the sequence.
+        """Return the current state of sequence ``index``.
+
+        Pages are shared by reference and copied on write. A cache without pages copies the
+        sequence.
+
+        Args:
+            index: index of the sequence.
+
+        Raises:
+            InvalidInput: the sequence does not exist.
         """
         (b,) = self._indices(index, one=True)
         length = self.host_lengths()[b]
-        rows = [self.stores.win.taken(b), self.stores.raw.taken(b)]
+        rows = [self.stores.win.copy_rows(b), self.stores.raw.copy_rows(b)]
         pages = self.table.share(b, length)
         if self.pages is None:
             compressed = self.config.geometry.num_compressed(length)
-            rows += [self.stores.sel.taken(b, length), self.stores.cmp.taken(b, compressed)]
+            rows += [self.stores.sel.copy_rows(b, length), self.stores.cmp.copy_rows(b, compressed)]
         return Snapshot(self, length, self._peaks[b], rows, pages)
 
     def load(self, snapshot: Snapshot, index: int) -> None:
         """Replace sequence ``index`` by the one in ``snapshot``.
 
+        Args:
+            snapshot: a result of :meth:`snapshot` of this cache.
+            index: index of the sequence.
+
         Raises:
-            InvalidInput: there is no such sequence, or the snapshot is another cache's, or was
+            InvalidInput: the sequence does not exist; or the snapshot is of another cache, or was
                 released.
         """
         (b,) = self._indices(index, one=True)
         if not isinstance(snapshot, Snapshot):
             raise InvalidInput(
-                f"load: snapshot must be what snapshot() gave, got {type(snapshot).__name__}"
+                f"load: snapshot must be a result of snapshot(), got {type(snapshot).__name__}"
             )
         if snapshot.cache is not self or not snapshot.release.alive:
             why = "was released" if snapshot.cache is self else "is of another cache"
-            raise InvalidInput(f"load: the snapshot {why}")
+            raise InvalidInput(f"load: the snapshot {why}; take one with snapshot() of this cache")
         self.table.replace({b: snapshot.pages}, {b: snapshot.length})
         for buffer, rows in zip(
             (self.stores.win, self.stores.raw, self.stores.sel, self.stores.cmp), snapshot.rows
@@ -183,42 +221,47 @@ class NSACache(CacheState):
         self.lengths[b] = snapshot.length
 
     def reserve(self, tokens: int | Sequence[int] | torch.Tensor) -> None:
-        """Give sequences pages of their own for ``tokens`` tokens in total, ahead of a replay.
+        """Give sequences pages of their own for ``tokens`` tokens, before a CUDA graph replay.
 
-        The pages stay until the sequence is cropped, reset, reordered, loaded, or a snapshot of it
-        is taken.
+        A sequence keeps the pages until it is cropped, reset, reordered or loaded, or until a
+        snapshot of it is taken.
 
         Args:
-            tokens: one number for all sequences or one for each.
+            tokens: total number of tokens of a sequence, one integer for all or one per sequence.
 
         Raises:
-            InvalidInput: more than max_len, or too few pages are free; the cache is unchanged.
+            InvalidInput: ``tokens`` exceeds max_len, or not enough pages are free; the cache is
+                unchanged.
         """
-        wanted = self._per_sequence("tokens", tokens)
-        if max(wanted) > self.max_len:
+        totals = self._per_sequence("tokens", tokens)
+        if max(totals) > self.max_len:
             raise InvalidInput(
-                f"reserve: {max(wanted)} tokens are more than max_len {self.max_len}"
+                f"reserve: {max(totals)} tokens are more than max_len {self.max_len}"
             )
         lengths = self.host_lengths()
         self.table.own(
-            {b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(wanted)}, self.stores
+            {b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(totals)}, self.stores
         )
 
     def reserve_workspace(self, rows: int = 1) -> None:
-        """Run a step of ``rows`` tokens per sequence on full sequences, which writes nothing.
+        """Run a step of ``rows`` tokens per sequence that writes nothing, to allocate and compile.
 
-        Afterwards torch's allocator has all the memory that steps take beside the cache, and
-        kernels that compile have compiled. Tokens and results stay as they are. A step of more than
-        ``max_step`` rows cannot be captured; run eagerly, it takes more memory.
+        Afterwards, torch's allocator has reserved all memory that steps allocate besides the cache,
+        and kernels are compiled. Tokens and results do not change. A longer step than ``max_step``
+        cannot be captured; run eagerly, it allocates more memory.
+
+        Args:
+            rows: number of rows of the step.
 
         Raises:
             InvalidInput: ``rows`` is not an integer from 1 to ``max_step``.
         """
-        from nsa_core.cache.step import rehearse  # imports the compiler
+        from nsa_core.cache.step import rehearse  # imported here, because it imports the compiler
 
         rehearse(self, rows)
 
     def _per_sequence(self, name: str, argument: int | Sequence[int] | torch.Tensor) -> list[int]:
+        """``argument`` as one integer >= 0 per sequence."""
         values = integers(argument, self.batch)
         if values is None or len(values) != self.batch or min(values) < 0:
             raise InvalidInput(
@@ -229,6 +272,7 @@ class NSACache(CacheState):
     def _indices(
         self, argument: int | Sequence[int] | torch.Tensor, one: bool = False
     ) -> list[int]:
+        """``argument`` as a list of valid sequence indices, of length 1 if ``one``."""
         values = integers(argument)
         if values is None or any(not 0 <= b < self.batch for b in values):
             raise InvalidInput(f"sequences are numbered 0 to {self.batch - 1}, got {argument!r}")
@@ -241,7 +285,7 @@ class NSACache(CacheState):
 
     def __copy__(self) -> NoReturn:
         raise InvalidInput(
-            "an NSACache is not copied or pickled: take a snapshot() of a sequence and load() it"
+            "an NSACache is not copied or pickled: use snapshot() and load() to copy a sequence"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Steps of more rows than the cache's rings hold: chunks of a long prompt.
+"""Steps of more rows than the rings of a cache have room for: chunks of a long prompt.
 
-The rings of a cache hold the newest w and l tokens and a few more. A chunk runs on longer rings of
-its own, which begin with the tokens that its first row may see. Afterwards the newest tokens are
-written back to the rings of the cache.
+The rings of a cache hold the newest w or l tokens, and a few more. A chunk uses longer temporary
+rings, which begin with the tokens visible to its first row. Afterwards, the newest tokens are
+copied back to the rings of the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def chunk_store(cache: CacheState, rows: int) -> KVStore:
-    """The cache's store, with rings that hold ``rows`` more tokens from ``cache.starts`` on."""
+    """Return the cache's store with rings for ``rows`` more tokens from ``cache.starts`` on."""
     geometry, store = cache.config.geometry, copy.copy(cache.stores)
     store.win = _chunk_ring(cache, cache.stores.win, geometry.window_size - 1, rows)
     store.raw = _chunk_ring(cache, cache.stores.raw, geometry.compress_block_size - 1, rows)
@@ -25,11 +25,11 @@ def chunk_store(cache: CacheState, rows: int) -> KVStore:
 
 
 def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KVBuffer:
-    """A ring for ``before`` + ``rows`` tokens; the first ``before`` are copied from ``ring``."""
+    """Return a ring for ``before + rows`` tokens, the first ``before`` copied from ``ring``."""
     heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
     longer = KVBuffer(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
     for buffer in longer.flat:
-        # Rows that no token is written to are masked, not skipped, so they must be finite.
+        # Rows without a token are masked, not skipped, so they must be finite.
         buffer.zero_()
     tokens = cache.starts[:, None] - before + cache.stores.count[:before]
     longer.write(longer.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
@@ -37,8 +37,9 @@ def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KV
 
 
 def write_back_newest(cache: CacheState, chunk: KVStore, rows: int) -> None:
-    """Copy the newest tokens of a chunk of ``rows`` rows into the cache's rings; older tokens are
-    there already.
+    """Copy the newest tokens of a chunk of ``rows`` rows to the cache's rings.
+
+    The rings have the tokens before ``cache.starts`` already.
     """
     for ring, longer in ((cache.stores.win, chunk.win), (cache.stores.raw, chunk.raw)):
         count = min(ring.rows, rows)

@@ -1,7 +1,7 @@
 """Compression of the blocks that a decode step completes.
 
-A captured step runs this for every token and masks the result, so the number of operators is what
-it costs. A step of at most d rows completes at most one block, whose place is looked up.
+A captured step runs the compression for every token and masks the result, so its time is the number
+of operators. A step of at most d rows completes at most one block, whose location is looked up.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ if TYPE_CHECKING:
 
 
 def compress(layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int) -> None:
-    """Apply phi to the blocks that a step of ``rows`` rows may complete, ceil(m / d) per sequence,
-    and write the compressed tokens of those it does complete.
+    """Compress the blocks that a step of ``rows`` rows completes.
+
+    phi is applied to the blocks that the step may complete, ceil(m / d) per sequence. Only the
+    compressed tokens of completed blocks are written.
     """
     number = -(-rows // call.geometry.compress_stride)
-    rings_of_cache = store.raw.rows == len(store.places.ring)  # a chunk has longer ones
-    if number == 1 and rings_of_cache:
+    is_cache_ring = store.raw.rows == len(store.places.ring)  # the ring of a chunk is longer
+    if number == 1 and is_cache_ring:
         _compress_one(layer, store, call)
     else:
         _compress_many(layer, store, call, number)
 
 
 def _compress_one(layer: NSAProjections, store: KVStore, call: DecodeCall) -> None:
+    """Compress the one block per sequence that a step may complete, with looked-up locations."""
     places, heads, size = store.places, store.raw.k.shape[2], call.geometry.compress_block_size
     block = store.compressed.index_select(0, call.starts)
     column, row, end, ring = places.blocks.index_select(0, block).unsqueeze(-1).unbind(1)  # [B, 1]
@@ -56,9 +59,10 @@ def _compress_one(layer: NSAProjections, store: KVStore, call: DecodeCall) -> No
 
 
 def _compress_many(layer: NSAProjections, store: KVStore, call: DecodeCall, number: int) -> None:
+    """Compress up to ``number`` blocks per sequence."""
     size, stride = call.geometry.compress_block_size, call.geometry.compress_stride
     block = store.compressed.index_select(0, call.starts)[:, None] + store.count[:number]
-    block.clamp_(max=store.most_compressed)  # blocks from there on do not exist
+    block.clamp_(max=store.most_compressed)  # block indices from here on do not exist
     first_token = block * stride  # [B, number]
     tokens = first_token[:, :1] + store.count[: size + (number - 1) * stride]
     k, v = store.raw.read(store.raw.in_ring(tokens, None))

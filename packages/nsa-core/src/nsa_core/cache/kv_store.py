@@ -1,4 +1,4 @@
-"""The tensors of a cache: pages and rings of keys and values, and how rows are written and read."""
+"""The tensors of a cache: pages and rings of keys and values, and access to their rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nsa_core.layer.rope import RopeTable, rope_table
 class KVBuffer:
     """Keys [outer, rows, G, Dk] and values [outer, rows, G, Dv] of one branch.
 
-    ``outer`` counts pages, or for a ring the sequences of the batch. Both tensors end with one more
-    row, which is never read. Rows that must not be written are directed there, so a write has the
-    same shape whatever the lengths on the device are.
+    ``outer`` is the number of pages, or the batch size for a ring. Both tensors end with one more
+    row, which is never read. Rows that must not be written go there, so the shape of a write does
+    not depend on the lengths on the device.
 
     Attributes:
         k, v: the keys and the values, without the unread row.
         flat: keys and values as [outer * rows + 1, G, D].
-        rows: tokens of a page or of a ring.
+        rows: tokens per page, or rows of a ring.
         unread: index of the unread row in ``flat``.
     """
 
@@ -54,18 +54,18 @@ class KVBuffer:
     def in_pages(
         self, rows: torch.Tensor, table: torch.Tensor, absent: torch.Tensor | None
     ) -> torch.Tensor:
-        """Flat indices of a sequence's rows, for a buffer of pages.
+        """Return the flat indices of rows in a buffer of pages.
 
         Args:
-            rows: int64 [b, m], counted from each sequence's first.
+            rows: int64 [b, m], row numbers relative to the start of each sequence.
             table: int32 [b, pages], the block table of these sequences.
-            absent: bool [b, m], rows that get the index of the unread row; None: none.
+            absent: bool [b, m], rows that get the index of the unread row; None means none.
         """
         if table.shape[1] == 1:
             index = rows + table * self.rows
         else:
-            place = (rows // self.rows).clamp(max=table.shape[1] - 1)
-            index = rows % self.rows + table.gather(1, place) * self.rows
+            column = (rows // self.rows).clamp(max=table.shape[1] - 1)
+            index = rows % self.rows + table.gather(1, column) * self.rows
         return index if absent is None else index.masked_fill(absent, self.unread)
 
     def in_ring(
@@ -74,27 +74,27 @@ class KVBuffer:
         absent: torch.Tensor | None,
         sequences: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Flat indices of tokens int64 [b, m], for a ring.
+        """Return the flat indices of tokens in a ring.
 
         Args:
-            tokens: positions in the sequence.
-            absent: bool [b, m], tokens that get the index of the unread row; None: none.
-            sequences: int64 [b]; None: all sequences of the batch.
+            tokens: int64 [b, m], token positions in the sequence.
+            absent: bool [b, m], tokens that get the index of the unread row; None means none.
+            sequences: int64 [b], the sequences; None means all sequences of the batch.
         """
         first = self._first if sequences is None else self._first[sequences]
         index = tokens % self.rows + first
         return index if absent is None else index.masked_fill(absent, self.unread)
 
     def read(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [..., G, D] of the flat rows ``index`` int64 [...]."""
+        """Return keys and values [..., G, D] of the flat rows ``index`` int64 [...]."""
         return self.flat[0][index], self.flat[1][index]
 
-    def taken(self, outer: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the first ``rows`` (None: all) rows of sequence or page ``outer``."""
+    def copy_rows(self, outer: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a copy of the first ``rows`` rows (None: all) of sequence or page ``outer``."""
         return self.k[outer, :rows].clone(), self.v[outer, :rows].clone()
 
     def put(self, outer: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Write the rows of :meth:`taken` to the first rows of sequence or page ``outer``."""
+        """Write the rows of :meth:`copy_rows` to the first rows of sequence or page ``outer``."""
         for buffer, rows in zip((self.k, self.v), saved):
             buffer[outer, : len(rows)] = rows
 
@@ -105,7 +105,7 @@ class KVBuffer:
 
 
 class _Positions:
-    """Tensors by position: see ``count``, ``compressed`` and ``rope`` of :class:`KVStore`."""
+    """Tensors indexed by position; see the attributes of :class:`KVStore`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ _shared: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.Weak
 def _positions(
     config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device
 ) -> _Positions:
-    """The caches of all layers of a model share these tensors."""
+    """Return position tensors, shared by the caches of all layers of a model."""
     rotary = (config.qk_dim, config.rope_base, stats_dtype(dtype)) if config.rope else None
     key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
     positions = _shared.get(key)
@@ -139,16 +139,17 @@ def _positions(
 
 
 class KVStore:
-    """All buffers of a cache; those of pages go by one block table.
+    """All buffers of a cache. The buffers of pages share one block table.
 
     Attributes:
-        sel: pages of ``page`` tokens, all tokens of a sequence.
+        sel: pages of ``page`` tokens with all tokens of a sequence.
         cmp: pages of ``page`` / d compressed tokens.
-        win: a ring of the newest tokens; token t lies in row t % rows.
+        win: a ring of the newest tokens; token t is in row t % rows.
         raw: a ring of the newest inputs of phi.
-        rope: angles of every position a step can have, padding included; None without rotary.
+        rope: angles of every possible position of a step, padding included; None without rotary
+            embedding.
         count: int64 [0, 1, 2, ...], at least as long as any list of positions.
-        places: where the next compression block of each sequence lies.
+        places: location of the next compression block of each sequence.
         compressed: int64 [max_len + 1], num_compressed() of every length.
         most_compressed: num_compressed(max_len).
     """
@@ -157,8 +158,8 @@ class KVStore:
         self,
         config: NSAConfig,
         batch: int,
-        pages: tuple[int, int],  # number of pages, tokens of a page
-        rings: tuple[int, int],  # tokens of the rings win and raw
+        pages: tuple[int, int],  # number of pages, tokens per page
+        rings: tuple[int, int],  # rows of the rings win and raw
         max_len: int,
         max_step: int,
         dtype: torch.dtype,
@@ -178,11 +179,11 @@ class KVStore:
         self.rope = self._positions.rope
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of keys and values, with its unread row."""
+        """Return all tensors of keys and values, with their unread rows."""
         return [x for buffer in (self.sel, self.cmp, self.win, self.raw) for x in buffer.flat]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys, values and compressed tokens of pages, given as pairs (from, to)."""
+        """Copy pages of keys, values and compressed tokens, given as (source, target) pairs."""
         if not copies:
             return
         source, target = torch.tensor(copies).T.to(self.count.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Make a cache: check its sizes and resolve the plan that its steps run."""
+"""Creation of a cache: check its sizes and resolve the plan of its steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def make_cache(
     device: str | torch.device | None,
     plan: Plan | None,
 ) -> NSACache:
-    """An empty cache for the layer ``attn``; see NSAttention.new_cache."""
+    """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
     from nsa_core.dispatch.device import known_device
     from nsa_core.dispatch.options import PlanOptions
     from nsa_core.dispatch.plan import resolve
 
     sizes.check()
     if not isinstance(dtype, torch.dtype):
-        raise InvalidInput(f"dtype must be a torch.dtype, as torch.float32, or None, got {dtype!r}")
-    chosen = dtype_and_device_from(attn.out).device if device is None else device
-    place = torch.empty(0, device=known_device(chosen)).device
+        raise InvalidInput(
+            f"dtype must be a torch.dtype such as torch.float32, or None, got {dtype!r}"
+        )
+    requested = dtype_and_device_from(attn.out).device if device is None else device
+    cache_device = torch.empty(0, device=known_device(requested)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         options = PlanOptions(
-            device=place,
+            device=cache_device,
             dtype=dtype,
             backends=backends,
             phase="decode",
@@ -46,6 +48,6 @@ def make_cache(
             page_size=sizes.page_size,
         )
         plan = resolve(attn.config, options)
-    cache = NSACache(attn, plan, sizes, dtype, place)
+    cache = NSACache(attn, plan, sizes, dtype, cache_device)
     check_plan(cache, plan)
     return cache

@@ -1,4 +1,4 @@
-"""The number of tokens that each sequence gets in a step, as the host and the device know it."""
+"""The number of new tokens of each sequence in a step, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ New = Sequence[int] | torch.Tensor | None  # the argument ``new`` of NSAttention
 
 
 class NewTokens(NamedTuple):
-    """How many of a step's rows are tokens; the rows past them are padding.
+    """The number of rows of a step that are tokens. The rows after them are padding.
 
     Attributes:
-        rows: rows of the step, padding included.
-        counts: tokens of each sequence as the host knows them; None in a captured graph.
-        on_device: tokens of each sequence, int32 [B]; None: every row is a token.
-        exact: ``counts`` are the numbers of tokens, not only upper bounds.
+        rows: number of rows of the step, padding included.
+        counts: number of tokens of each sequence as known on the host; None in a captured graph.
+        on_device: number of tokens of each sequence, int32 [B]; None if every row is a token.
+        exact: whether ``counts`` are exact, not only upper bounds.
     """
 
     rows: int
@@ -32,7 +32,7 @@ class NewTokens(NamedTuple):
     exact: bool
 
     def part(self, first: int, size: int) -> NewTokens:
-        """Those of the rows ``first`` .. ``first + size - 1``."""
+        """Return the new tokens among the rows ``first`` .. ``first + size - 1``."""
         if size >= self.rows:
             return self
         rows, counts, on_device = min(size, self.rows - first), self.counts, self.on_device
@@ -44,11 +44,11 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTokens:
-    """The argument ``new`` of a step of ``rows`` rows.
+    """Interpret the argument ``new`` of a step of ``rows`` rows.
 
     Raises:
-        InvalidInput: ``new`` is not one number from 0 to ``rows`` per sequence; or a graph is
-            captured and it is not on the device.
+        InvalidInput: ``new`` is not one integer from 0 to ``rows`` per sequence; or a CUDA graph is
+            being captured and ``new`` is not on the device.
     """
     if new is None:
         return NewTokens(rows, None if in_graph else [rows] * cache.batch, None, True)
@@ -56,25 +56,25 @@ def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTok
         isinstance(new, torch.Tensor) and new.device == cache.device and cache.device.type != "cpu"
     )
     if isinstance(new, torch.Tensor) and (on_device or in_graph):
-        return _of_device(cache, rows, new, in_graph)
+        return _from_device(cache, rows, new, in_graph)
     if in_graph:
         raise InvalidInput(
-            "new must be a tensor on the device while a graph is captured: a list would be its"
-            " constant"
+            "new must be a tensor on the device while a CUDA graph is captured: a list would become"
+            " a constant of the graph"
         )
     counts = integers(new)
     if counts is None or len(counts) != cache.batch:
-        raise InvalidInput(f"new must be {cache.batch} integers, got {new!r}")
+        raise InvalidInput(f"new must be {cache.batch} integers, one per sequence, got {new!r}")
     if not all(0 <= n <= rows for n in counts):
         raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {counts}")
     if min(counts) == rows:
         return NewTokens(rows, counts, None, True)
-    copied = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)
-    return NewTokens(rows, counts, copied, True)
+    device_counts = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)
+    return NewTokens(rows, counts, device_counts, True)
 
 
-def _of_device(cache: CacheState, rows: int, new: torch.Tensor, in_graph: bool) -> NewTokens:
-    """The host does not read ``new``: it counts every row as a token, which is an upper bound."""
+def _from_device(cache: CacheState, rows: int, new: torch.Tensor, in_graph: bool) -> NewTokens:
+    """Use ``new`` without reading it: on the host every row counts as a token, an upper bound."""
     fits = new.shape == (cache.batch,) and new.dtype in (torch.int32, torch.int64)
     if not fits or new.device != cache.device:
         received = f"{list(new.shape)} {new.dtype} on {new.device}"

@@ -1,6 +1,4 @@
-"""The pages of a cache: which are free, which sequences hold the others, and which of those may be
-written. Host integers only, no tensors.
-"""
+"""Page allocation of a cache, with reference counts. Host integers only, no tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +9,24 @@ from nsa_core.errors import InvalidInput
 
 
 class Changes(NamedTuple):
-    """Changes to carry out in the store and the block table."""
+    """Changes to apply to the store and the block table.
 
-    entries: list[tuple[int, int, int]]  # (sequence, place in its row of the block table, page)
-    copies: list[tuple[int, int]]  # (from page, to page)
+    Attributes:
+        entries: (sequence, column in the block table, page).
+        copies: (source page, target page).
+    """
+
+    entries: list[tuple[int, int, int]]
+    copies: list[tuple[int, int]]
 
 
 class Pages:
     """``total`` pages of ``size`` tokens, shared by sequences and snapshots by reference count.
 
-    A page with several holders is read by all of them and written by none: :meth:`own` gives a
-    writer a copy of its own.
+    A page with several references is read-only. :meth:`own` copies it for a writer.
+
+    Attributes:
+        rows: the pages of each sequence, in order.
     """
 
     def __init__(self, batch: int, size: int, total: int) -> None:
@@ -32,67 +37,69 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without references."""
         return len(self._free)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that hold ``tokens`` tokens."""
+        """Return the number of pages for ``tokens`` tokens."""
         return -(-tokens // self.size)
 
-    def own(self, wanted: Iterable[tuple[int, int, int]]) -> Changes:
-        """Make pages writable for each (sequence, first, tokens): those from place ``first`` to the
-        page of token ``tokens`` - 1 are held by that sequence alone.
+    def own(self, targets: Iterable[tuple[int, int, int]]) -> Changes:
+        """Make the pages of sequences writable.
 
-        Missing pages are taken from the free ones, shared pages are replaced by copies.
+        For each (sequence, first, tokens), the pages from column ``first`` to the page of token
+        ``tokens`` - 1 then belong to that sequence alone. Missing pages are allocated, shared pages
+        are replaced by copies.
 
         Raises:
-            InvalidInput: too few pages are free; nothing has changed.
+            InvalidInput: not enough pages are free; nothing has changed.
         """
-        wanted = list(wanted)
+        targets = list(targets)
         refs: dict[int, int] = {}
-        missing: dict[int, list[int]] = {}  # sequence -> places that need a page
-        for b, first, tokens in wanted:
-            row, places = self.rows[b], []
-            for place in range(first, max(len(row), self.pages_of(tokens))):
-                if place >= len(row):
-                    places.append(place)
-                elif refs.setdefault(row[place], self._refs[row[place]]) > 1:
-                    refs[row[place]] -= 1  # the last holder left keeps the page
-                    places.append(place)
-            if places:
-                missing[b] = places
+        missing: dict[int, list[int]] = {}  # sequence -> columns that need a page
+        for b, first, tokens in targets:
+            row, columns = self.rows[b], []
+            for column in range(first, max(len(row), self.pages_of(tokens))):
+                if column >= len(row):
+                    columns.append(column)
+                elif refs.setdefault(row[column], self._refs[row[column]]) > 1:
+                    refs[row[column]] -= 1  # the last remaining sequence keeps the page
+                    columns.append(column)
+            if columns:
+                missing[b] = columns
         needed = sum(map(len, missing.values()))
         if needed > self.free:
             sequences = ", ".join(map(str, missing))
             raise InvalidInput(
-                f"out of pages: sequences {sequences} need {needed} more of {self.size} tokens,"
-                f" {self.free} of {self.total} are free (reset sequences that are done, or take"
-                " more num_pages)"
+                f"out of pages: sequences {sequences} need {needed} more pages of {self.size}"
+                f" tokens, {self.free} of {self.total} are free; reset finished sequences, or"
+                " increase num_pages"
             )
         changes = Changes([], [])
-        for b, places in missing.items():
-            for place in places:
-                self._take(b, place, changes)
+        for b, columns in missing.items():
+            for column in columns:
+                self._allocate(b, column, changes)
         return changes
 
-    def _take(self, b: int, place: int, changes: Changes) -> None:
+    def _allocate(self, b: int, column: int, changes: Changes) -> None:
+        """Put a free page into ``column`` of sequence ``b``, and record the change."""
         page, row = self._free.pop(), self.rows[b]
         self._refs[page] = 1
-        if place < len(row):
-            changes.copies.append((row[place], page))
-            self.release([row[place]])
-            row[place] = page
+        if column < len(row):
+            changes.copies.append((row[column], page))
+            self.release([row[column]])
+            row[column] = page
         else:
             row.append(page)
-        changes.entries.append((b, place, page))
+        changes.entries.append((b, column, page))
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a holder to each page."""
+        """Add a reference to each page."""
         for page in pages:
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove a holder from each page; a page without holders is free."""
+        """Remove a reference from each page; a page without references is free."""
         for page in pages:
             self._refs[page] -= 1
             if not self._refs[page]:
@@ -105,12 +112,14 @@ class Pages:
         del row[keep:]
 
     def replace(self, rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-        """Let each sequence b share the pages ``rows[b]`` instead of its own; return the changed
-        entries (sequence, place, page) of the block table.
+        """Let each sequence b share the pages ``rows[b]`` instead of its own.
+
+        Returns:
+            The changed entries (sequence, column, page) of the block table.
         """
         for pages in rows.values():
             self.share(pages)
         for b, pages in rows.items():
             self.release(self.rows[b])
             self.rows[b] = list(pages)
-        return [(b, place, page) for b, pages in rows.items() for place, page in enumerate(pages)]
+        return [(b, column, page) for b, pages in rows.items() for column, page in enumerate(pages)]

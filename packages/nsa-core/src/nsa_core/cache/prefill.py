@@ -1,4 +1,4 @@
-"""The first tokens of empty sequences: the layer runs as without a cache, then fills the cache."""
+"""The first step of empty sequences: run the layer as without a cache, then fill the cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 def prefill(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, new: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
-    """The layer's output for x, both [B, m, dim]; every sequence that gets tokens is empty."""
+    """Return the layer's output for x, both [B, m, dim], and fill the cache.
+
+    Every sequence with new tokens must be empty.
+    """
     assert new.counts is not None
     active = [b for b, n in enumerate(new.counts) if n]
-    sequences, some = cache.stores.count[: cache.batch], len(active) < cache.batch
-    with cache.unless_done() as undo:
+    sequences, is_subset = cache.stores.count[: cache.batch], len(active) < cache.batch
+    with cache.rollback_on_error() as undo:
         cache.advance(*new)
         lengths, padding = cache.lengths, None
-        if some:
+        if is_subset:
             sequences = torch.tensor(active).to(cache.device, non_blocking=True)
             lengths, x = lengths[sequences], x[sequences]
         if new.on_device is not None:
@@ -46,7 +49,7 @@ def prefill(
         undo.pop_all()
     y: torch.Tensor = layer.out(o.flatten(-2))
     y = y if padding is None else y.masked_fill(padding, 0)
-    if some:
+    if is_subset:
         return y.new_zeros((cache.batch, *y.shape[1:])).index_copy(0, sequences, y)
     return y
 
@@ -55,20 +58,20 @@ def _fill(
     cache: CacheState,
     sequences: torch.Tensor,  # int64 [b]
     lengths: torch.Tensor,  # int32 [b]
-    ragged: bool,
+    padded: bool,
     pairs: tuple[tuple[torch.Tensor, ...], ...],  # keys and values [b, S, G, D] of raw, sel, win
     compressed: tuple[torch.Tensor, torch.Tensor],  # [b, n_c, G, D]
 ) -> None:
-    """Write whole sequences, from their first token on, into the cache."""
+    """Write sequences to the cache from their first token on."""
     store, geometry, table = cache.stores, cache.config.geometry, cache.table.entries[sequences]
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = store.count[:total].expand(len(sequences), -1)
     store.sel.write(
-        store.sel.in_pages(positions, table, positions >= ends if ragged else None), *pairs[1]
+        store.sel.in_pages(positions, table, positions >= ends if padded else None), *pairs[1]
     )
     blocks = store.count[:n_c].expand(len(sequences), -1)
     unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
-    store.cmp.write(store.cmp.in_pages(blocks, table, unfinished if ragged else None), *compressed)
+    store.cmp.write(store.cmp.in_pages(blocks, table, unfinished if padded else None), *compressed)
     sequence = torch.arange(len(sequences), device=cache.device)[:, None]
     for ring, (k, v) in ((store.raw, pairs[0]), (store.win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + store.count[: min(ring.rows, total)]

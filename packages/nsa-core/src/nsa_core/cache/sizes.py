@@ -1,4 +1,4 @@
-"""The sizes of a cache, and integers as callers pass them."""
+"""The sizes of a cache, and conversion of arguments to integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa_core.errors import InvalidInput
 
 
 class CacheSizes(NamedTuple):
-    """The sizes that NSAttention.new_cache takes; see there."""
+    """The sizes of a cache; see NSAttention.new_cache."""
 
     batch: int
     max_len: int
@@ -22,31 +22,31 @@ class CacheSizes(NamedTuple):
     max_step: int = 64
 
     def check(self) -> None:
-        """Refuse sizes that are out of range.
+        """Check that all sizes are valid.
 
         Raises:
-            InvalidInput: a size is no integer or too small; the message names every one.
+            InvalidInput: a size is invalid; the message names every invalid size and its value.
         """
-        wrong = []
+        problems = []
         for name, value in self._asdict().items():
-            least = int(name != "max_rollback")
+            minimum = int(name != "max_rollback")
             if value is None and name in ("page_size", "num_pages"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                wrong.append(f"{name} must be an integer >= {least}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                problems.append(f"{name} must be an integer >= {minimum}, got {value!r}")
         if self.num_pages is not None and self.page_size is None:
-            wrong.append(f"num_pages {self.num_pages} goes with page_size, which is None")
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+            problems.append(f"num_pages {self.num_pages} needs page_size, which is None")
+        if problems:
+            raise InvalidInput("; ".join(problems))
 
 
 def integers(argument: object, repeat: int = 1) -> list[int] | None:
-    """``argument`` as a list of integers; None if it is neither an integer nor several of them.
+    """Return ``argument`` as a list of integers; None if it is neither one nor several integers.
 
     Args:
-        argument: an integer, an iterable of integers or an integer tensor; a tensor on a GPU
+        argument: an integer, an iterable of integers or an integer tensor. A GPU tensor
             synchronises.
-        repeat: length of the list that a single integer becomes.
+        repeat: length of the list for a single integer.
     """
     values: Any = argument.tolist() if isinstance(argument, torch.Tensor) else argument
     try:

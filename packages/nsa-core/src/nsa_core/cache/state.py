@@ -1,4 +1,4 @@
-"""CacheState: the tensors and the lengths of a cache, as decode steps read and move them."""
+"""CacheState: the tensors and lengths of a cache, which decode steps read and update."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 
 class CacheState:
-    """Keys, values and lengths of ``batch`` sequences; the base of :class:`nsa_core.NSACache`.
+    """Keys, values and lengths of ``batch`` sequences; base class of :class:`nsa_core.NSACache`.
 
     Attributes:
-        attn: the layer that the cache belongs to.
-        plan: the decode plan that steps run.
+        attn: the layer of the cache.
+        plan: the decode plan of the steps.
         stores: the keys and values.
-        table: the block table, and the pages where there are any.
-        lengths: int32 [B] on the device, tokens of each sequence.
-        starts: int32 [B] on the device, their lengths before the last step.
-        overflowed: bool [B] on the device, sequences for which a replayed step had no room.
-        bounds: upper bounds of the lengths that the host knows; the lengths themselves if
-            ``exact``.
-        captured: a CUDA graph was captured, whose replays move the lengths without the host.
+        table: the block table, and the page allocation if the cache has pages.
+        lengths: int32 [B] on the device, number of tokens of each sequence.
+        starts: int32 [B] on the device, the lengths before the last step.
+        overflowed: bool [B] on the device, sequences without room in a replayed step.
+        bounds: upper bounds of the lengths, on the host; equal to the lengths if ``exact``.
+        exact: whether ``bounds`` are the lengths.
+        captured: whether a CUDA graph was captured. Its replays change the lengths on the device
+            only.
     """
 
     def __init__(
@@ -48,16 +49,14 @@ class CacheState:
     ) -> None:
         self.attn, self.config, self.plan = attn, attn.config, plan
         self.dtype, self.device = dtype, device
-        self.batch, self.max_len, self.page_size, num_pages, self.max_rollback, self.max_step = (
-            sizes
-        )
-        batch, max_len = self.batch, self.max_len
-        geometry, further = self.config.geometry, max(self.max_rollback, self.max_step - 1)
+        batch, max_len, self.page_size, num_pages, self.max_rollback, self.max_step = sizes
+        self.batch, self.max_len = batch, max_len
+        geometry, spare = self.config.geometry, max(self.max_rollback, self.max_step - 1)
         page = self.page_size or geometry.num_select_blocks(max_len) * geometry.select_block_size
         if self.page_size is not None and num_pages is None:
             num_pages = batch * -(-max_len // page)
-        rings = (geometry.window_size + further, geometry.compress_block_size + further)
-        with torch.inference_mode(False):  # a cache may outlive the mode that it is made in
+        rings = (geometry.window_size + spare, geometry.compress_block_size + spare)
+        with torch.inference_mode(False):  # a cache may outlive inference mode
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
             self.stores = KVStore(
@@ -70,25 +69,26 @@ class CacheState:
         self.bounds = [0] * batch
         self.exact = True
         self.captured = False
-        self._peaks = [0] * batch  # most tokens that each sequence has had: its rings end there
+        self._peaks = [0] * batch  # maximum length of each sequence so far, where its rings end
 
     @property
     def pages(self) -> Pages | None:
-        """The pages and their holders; None if every sequence lies in one piece."""
+        """The page allocation; None if every sequence is contiguous."""
         return self.table.pages
 
     def host_lengths(self) -> list[int]:
-        """Tokens of each sequence; synchronises if only the device knows them."""
+        """Return the number of tokens of each sequence; synchronises if only the device has it."""
         if self.captured or not self.exact:
             self.bounds, self.exact = self.lengths.tolist(), True
             self._peaks = list(map(max, self._peaks, self.bounds))
         return list(self.bounds)
 
     def admit(self, counts: Sequence[int]) -> None:
-        """Check that ``counts`` more tokens fit, and reserve pages for them; writes nothing.
+        """Check that ``counts`` more tokens fit, and reserve pages for them. Writes no tokens.
 
         Raises:
-            InvalidInput: a sequence has no room, or too few pages are free; the cache is unchanged.
+            InvalidInput: a sequence has no room, or not enough pages are free; the cache is
+                unchanged.
         """
         if self.captured:
             self.host_lengths()
@@ -103,15 +103,19 @@ class CacheState:
                 for b in too_long
             )
             raise InvalidInput(f"{text}: max_len is {self.max_len}")
-        wanted = {b: (lengths[b], n) for b, n in enumerate(grown) if n > self.table.room[b]}
-        self.table.own(wanted, self.stores)
+        targets = {b: (lengths[b], n) for b, n in enumerate(grown) if n > self.table.room[b]}
+        self.table.own(targets, self.stores)
 
     def advance(
         self, rows: int, counts: Sequence[int] | None, new: torch.Tensor | None, exact: bool
     ) -> DecodeCall:
-        """Grow the lengths by the tokens of a step, whose keys and values the caller then writes.
+        """Add the tokens of a step to the lengths. The caller then writes their keys and values.
 
-        The arguments are the fields of :class:`nsa_core.cache.new_tokens.NewTokens`.
+        Args:
+            rows, counts, new, exact: the fields of :class:`nsa_core.cache.new_tokens.NewTokens`.
+
+        Returns:
+            The call for the decode forms of the step.
         """
         self.starts.copy_(self.lengths)
         if counts is None:
@@ -131,22 +135,22 @@ class CacheState:
         geometry, scale = self.config.geometry, self.config.softmax_scale
         return DecodeCall(geometry, scale, self.starts, self.lengths, self.table.entries, longest)
 
-    def unless_done(self) -> contextlib.ExitStack:
-        """A block that sets the lengths back if an error leaves it before its ``pop_all()``."""
+    def rollback_on_error(self) -> contextlib.ExitStack:
+        """Return a context that restores the lengths if an error leaves it before ``pop_all()``."""
         undo = contextlib.ExitStack()
-        undo.callback(self._retreat, self.bounds, self.exact)
+        undo.callback(self._restore_lengths, self.bounds, self.exact)
         return undo
 
-    def _retreat(self, bounds: list[int], exact: bool) -> None:
+    def _restore_lengths(self, bounds: list[int], exact: bool) -> None:
         self.lengths.copy_(self.starts)
         self.bounds, self.exact = bounds, exact
 
 
 def check_plan(cache: CacheState, plan: Plan) -> None:
-    """Refuse a plan that is not for steps over ``cache``.
+    """Check that ``plan`` fits the steps of ``cache``.
 
     Raises:
-        InvalidInput: what the plan is for, and what the cache is.
+        InvalidInput: it does not; the message names what the plan is for and what the cache needs.
     """
     must_be_plan(plan)
     request, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
@@ -156,12 +160,12 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
         "device": cache.device.type,
         "page_size": cache.page_size,
     }
-    wrong = [
-        f"{n} is {value!r}, not {due!r}"
-        for n, due in expected.items()
-        if (value := getattr(request, n)) != due
+    problems = [
+        f"{name} is {value!r}, not {required!r}"
+        for name, required in expected.items()
+        if (value := getattr(request, name)) != required
     ]
     if plan.config != cache.config:
-        wrong.append(f"it is for {plan.config}, not {cache.config}")
-    if wrong:
-        raise InvalidInput(f"the plan does not fit the cache: {'; '.join(wrong)}")
+        problems.append(f"it is for {plan.config}, not {cache.config}")
+    if problems:
+        raise InvalidInput(f"the plan does not fit the cache: {'; '.join(problems)}")

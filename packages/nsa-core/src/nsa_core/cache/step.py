@@ -1,12 +1,12 @@
-"""A layer's step over a cache: project the new tokens, write them to the cache, attend to it.
+"""A step of a layer over a cache: project the new tokens, append them, attend to the cache.
 
-    store[starts .. lengths)  <-  rotary(k), v                        the step's own tokens
+    store[starts .. lengths)  <-  rotary(k), v                        tokens of the step
     k_cmp[i]                  <-  rotary(phi(raw[i*d .. i*d + l)))    blocks that are now complete
-    o                         =   sum over c of g^c Attn(q, store^c)  the plan's decode forms
+    o                         =   sum over c of g^c Attn(q, store^c)  Eq. 5, by the decode forms
 
-Steps run without gradient and never synchronise: lengths stay on the device, and tokens that do not
-exist are masked. Work is left out only where the host knows that there is none, because no block
-completes or no page is missing.
+Steps run without gradient and never synchronise: lengths stay on the device, and rows without a
+token are masked. Work is skipped only if the host can prove that there is none: no block completes,
+or no page is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nsa_core.layer.projection import NSAProjections
 
 FEW_TOKENS = 32  # up to this many tokens the gates are launch-bound
-MOST_ROWS = 8192  # longer chunks are split, which bounds the memory they take beside the cache
+MOST_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
@@ -56,17 +56,17 @@ def step(
     """Append the tokens of x and return the layer's output for them; see NSAttention.forward."""
     if cache is not None and not isinstance(cache, CacheState):
         raise InvalidInput(
-            f"cache must be what new_cache() of this layer gave, got {type(cache).__name__}"
+            f"cache must be a result of new_cache() of this layer, got {type(cache).__name__}"
         )
     if cache is None:
-        raise InvalidInput("new goes with cache=")
+        raise InvalidInput("new needs cache=, which is None")
     if packed:
-        raise InvalidInput("a cache takes x [B, m, dim] and new=, not cu_seqlens")
+        raise InvalidInput("cu_seqlens is not supported with a cache: pass x [B, m, dim] and new=")
     in_graph = capturing(cache.device)
     _check_fit(layer, x, cache, in_graph)
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
     with torch.no_grad():
-        # Padding behind the longest sequence costs nothing if the host knows the lengths.
+        # If the host knows the lengths, the padding after the longest sequence is not computed.
         rows = tokens.rows if tokens.counts is None else max(tokens.counts)
         if rows == 0:
             return x.new_zeros(x.shape, dtype=cache.dtype)
@@ -79,25 +79,26 @@ def step(
 
 
 def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_graph: bool) -> None:
-    """Refuse x and a cache that do not fit each other or the layer."""
+    """Check that x, the cache and the layer fit each other."""
     wrong, dtype = [], layer.out_dtype
     if cache.attn is not layer:
-        wrong.append("the cache is another layer's")
+        wrong.append("the cache is another layer's: use new_cache() of this layer")
     if x.shape[0] != cache.batch:
-        wrong.append(f"x has {x.shape[0]} sequences, the cache {cache.batch}")
+        wrong.append(f"x has {x.shape[0]} sequences, but the cache has {cache.batch}")
     if (x.device, dtype) != (cache.device, cache.dtype):
         wrong.append(
-            f"the layer computes {dtype} on {x.device}, the cache is {cache.dtype} on"
+            f"the layer computes {dtype} on {x.device}, but the cache is {cache.dtype} on"
             f" {cache.device}"
         )
     if torch.is_grad_enabled() and x.requires_grad:
         wrong.append(
-            "x requires grad, and no gradient flows through a cache: call the layer under"
+            "x requires grad, but no gradient flows through a cache: call the layer under"
             " torch.no_grad()"
         )
     if in_graph and x.shape[1] > cache.max_step:
         wrong.append(
-            f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]}"
+            f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]};"
+            " create the cache with a larger max_step"
         )
     if wrong:
         raise InvalidInput("; ".join(wrong))
@@ -106,26 +107,29 @@ def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_gra
 def _run(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
-    """Run an admitted step: a prefill of empty sequences, or one decode step or several."""
+    """Run a step that fits the cache: a prefill of empty sequences, or one or more decode steps."""
     assert tokens.counts is not None
     if tokens.rows > 1 and not any(n and c for n, c in zip(cache.bounds, tokens.counts)):
         return prefill(layer, x, cache, tokens, plan)
-    most = max(cache.max_step, MOST_ROWS)
+    limit = max(cache.max_step, MOST_ROWS)
     outputs = [
-        _decode(layer, x[:, i : i + most], cache, tokens.part(i, most), plan)
-        for i in range(0, tokens.rows, most)
+        _decode(layer, x[:, i : i + limit], cache, tokens.part(i, limit), plan)
+        for i in range(0, tokens.rows, limit)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def rehearse(cache: CacheState, rows: int) -> None:
-    """Run a step of ``rows`` rows with every sequence full, so that it writes nothing; see
-    NSACache.reserve_workspace.
+    """Run a step of ``rows`` rows on full sequences, which writes nothing.
+
+    See NSACache.reserve_workspace.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= cache.max_step:
-        longer = "a longer step, which is never captured, takes more memory while it runs"
-        allowed = f"an integer from 1 to max_step = {cache.max_step}"
-        raise InvalidInput(f"reserve_workspace: rows must be {allowed}, got {rows!r}; {longer}")
+        raise InvalidInput(
+            "reserve_workspace: rows must be an integer from 1 to max_step ="
+            f" {cache.max_step}, got {rows!r}; a longer step is never captured, and allocates more"
+            " memory while it runs"
+        )
     dtype = dtype_and_device_from(cache.attn.qkv).dtype
     lengths, overflowed = cache.lengths.clone(), cache.overflowed.clone()
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=dtype, device=cache.device)
@@ -141,10 +145,10 @@ def rehearse(cache: CacheState, rows: int) -> None:
 def _decode(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
-    """Append at most MOST_ROWS rows to the cache, and attend to all it holds."""
+    """Append at most MOST_ROWS rows to the cache, and attend to all of its tokens."""
     plan = _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
-    with cache.unless_done() as undo:
+    with cache.rollback_on_error() as undo:
         call = cache.advance(*tokens)
         positions, absent = _positions(cache, tokens, "append" not in plan.fused)
         store = chunk_store(cache, tokens.rows) if is_chunk else cache.stores
@@ -170,8 +174,10 @@ def _decode(
 def _decode_plan(
     layer: NSAProjections, cache: CacheState, plan: Plan | None, in_graph: bool
 ) -> Plan:
-    """The decode plan for this step. A layer's ``check`` reads the output of every branch on the
-    host, so it takes neither fused forms nor a captured graph.
+    """Return the decode plan for this step.
+
+    A layer with ``check`` reads the output of every branch on the host, so its plan has no fused
+    forms; a captured graph is not checked.
     """
     if plan is None:
         plan = cache.plan
@@ -185,24 +191,24 @@ def _decode_plan(
 def _positions(
     cache: CacheState, tokens: NewTokens, needed: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Positions int64 [B, m] of the step's rows, and bool [B, m], which rows are no tokens.
+    """Return the positions int64 [B, m] of the rows, and a mask of the rows without a token.
 
-    The former is None if it is not ``needed`` and every row is a token, the latter if the host
-    knows that every row is one.
+    The positions are None if they are not ``needed`` and every row is a token. The mask, bool [B,
+    m], is None if the host knows that every row is a token.
     """
-    ragged = tokens.on_device is not None
-    if not (ragged or needed):
+    has_padding = tokens.on_device is not None
+    if not (has_padding or needed):
         return None, None
     positions = cache.starts[:, None] + cache.stores.count[: tokens.rows]
     if tokens.rows > cache.max_step:
-        # The table of angles ends soon after max_len; rows past it are no tokens.
+        # The table of angles ends soon after max_len. Rows after it are not tokens.
         positions.clamp_(max=cache.max_len)
-    masked = ragged or tokens.counts is None
+    masked = has_padding or tokens.counts is None
     return positions, positions >= cache.lengths[:, None] if masked else None
 
 
 def _completes_a_block(cache: CacheState, before: Sequence[int]) -> bool:
-    """Whether a sequence has more compression blocks than when its length was ``before``."""
+    """Return whether a sequence has more compression blocks than at its length in ``before``."""
     size, stride = cache.config.compress_block_size, cache.config.compress_stride
     return any(
         n >= size and (n - size) // stride > (old - size) // stride
@@ -211,14 +217,17 @@ def _completes_a_block(cache: CacheState, before: Sequence[int]) -> bool:
 
 
 def _per_branch(parts: list[torch.Tensor]) -> Branches:
-    """The tensors of cmp, sel and win, out of three or of one that they share."""
+    """Return the tensors of (cmp, sel, win) from a list of three, or of one shared tensor."""
     return parts[0], parts[len(parts) // 3], parts[-1]
 
 
 def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
-    """The gates [B, m, Hq, 3]; by the plan's fused form where they are launch-bound."""
-    few = "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
-    linear = plain_linear_gate(layer.gate) if few else None
+    """Compute the gates [B, m, Hq, 3].
+
+    Up to FEW_TOKENS tokens the plan's fused form is used, because the gates are launch-bound.
+    """
+    use_fused = "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
+    linear = plain_linear_gate(layer.gate) if use_fused else None
     if linear is None:
         return gates_of(layer.gate, x)
     gates: torch.Tensor = plan.fused["gates"](x, linear.weight, linear.bias, call=call)
@@ -228,7 +237,7 @@ def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall)
 def _fused_append(
     plan: Plan, store: KVStore, q: torch.Tensor, pairs: tuple[Branches, Branches], call: DecodeCall
 ) -> torch.Tensor:
-    """:func:`_append` by the plan's fused form."""
+    """Do :func:`_append` with the plan's fused form."""
     rope = store.rope
     targets = [(buffer.k, buffer.v) for buffer in (store.raw, store.sel, store.win)]
     tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
@@ -246,17 +255,17 @@ def _append(
     pairs: tuple[Branches, Branches],  # keys and values, [B, m, G, D]
     call: DecodeCall,
     positions: torch.Tensor | None,  # int64 [B, m]
-    absent: torch.Tensor | None,  # bool [B, m], rows that are no tokens; None: every row is one
+    absent: torch.Tensor | None,  # bool [B, m], rows without a token; None: every row has one
 ) -> torch.Tensor:
     """Write the rotated keys and the values to the store, and return the rotated q."""
     (k_raw, k_sel, k_win), values = pairs
-    assert positions is not None  # _positions makes them where no fused form does this
+    assert positions is not None  # _positions computes them if the plan has no fused append
     rope = store.rope
     if rope is not None:
         table = RopeTable(rope.cos[positions], rope.sin[positions])
-        rows = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
-        q, k_sel, k_win, *raw = rotate(torch.cat(rows, -2), table).split(
-            [x.shape[-2] for x in rows], -2
+        to_rotate = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
+        q, k_sel, k_win, *raw = rotate(torch.cat(to_rotate, -2), table).split(
+            [x.shape[-2] for x in to_rotate], -2
         )
         k_raw = raw[0] if raw else k_raw
     store.sel.write(store.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
@@ -268,7 +277,7 @@ def _append(
 def _attend(
     plan: Plan, store: KVStore, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall
 ) -> torch.Tensor:
-    """Eq. 5 over the store, [B, m, Hq, Dv]."""
+    """Compute Eq. 5 over the store: [B, m, Hq, Dv]."""
     cmp, sel, win = store.cmp, store.sel, store.win
     if "step" in plan.fused:
         o: torch.Tensor = plan.fused["step"](

@@ -1,1 +1,1 @@
-"""The NSA layer: projection, compression, three branches, gates (arXiv 2502.11089, Figure 2)."""
+"""The NSA layer: projections, compression, gates and branches (arXiv 2502.11089, Figure 2)."""

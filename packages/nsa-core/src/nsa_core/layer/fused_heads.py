@@ -1,6 +1,4 @@
-"""Splitting the product of the fused projection into heads and rotating them, as one autograd
-node.
-"""
+"""Split the output of the fused projection into heads and rotate them, as one autograd node."""
 
 from __future__ import annotations
 
@@ -25,29 +23,29 @@ class RotatedHeads(torch.autograd.Function):
         groups: int,
         dk: int,
     ) -> tuple[torch.Tensor, ...]:
-        """Cut and rotate ``product``."""
-        # The keys of cmp are multiplied too and not used: leaving them out costs more.
+        """Split and rotate ``product``."""
+        # The keys of cmp are rotated too, but the result is not used. Skipping them costs more.
         ctx.save_for_backward(cos, sin)
         ctx.sizes, ctx.shape = (heads, groups, dk), product.shape
-        joint, v = _cut(product, heads, groups, dk)
+        joint, v = _split(product, heads, groups, dk)
         cos, sin = widened(cos, sin, dk)
-        plain, crossed, after = joint * cos, joint.roll(dk // 2, -1) * sin, heads + groups
+        plain, crossed, k_start = joint * cos, joint.roll(dk // 2, -1) * sin, heads + groups
         q = torch.add(plain[..., :heads, :], crossed[..., :heads, :], out=_new(product, heads, dk))
         k, v_copy = _new(product, groups, dk, 2), _new(product, groups, v.shape[-1], 2)
-        pairs = (t[..., after:, :].unflatten(-2, (2, groups)) for t in (plain, crossed))
+        pairs = (t[..., k_start:, :].unflatten(-2, (2, groups)) for t in (plain, crossed))
         torch.add(*pairs, out=k.movedim(0, -3))
         v_copy.movedim(0, -3).copy_(v[..., 1:, :, :])
-        return q, joint[..., heads:after, :], k[0], k[1], v[..., 0, :, :], v_copy[0], v_copy[1]
+        return q, joint[..., heads:k_start, :], k[0], k[1], v[..., 0, :, :], v_copy[0], v_copy[1]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, dq: torch.Tensor, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the product."""
+        """Return the gradient of the product."""
         (heads, groups, dk), dk_raw = ctx.sizes, grads[0]
         grad = dq.new_empty(ctx.shape)
-        joint, v = _cut(grad, heads, groups, dk)
+        joint, v = _split(grad, heads, groups, dk)
         cos, sin = ctx.saved_tensors
         rotate_pairs(torch.cat((dq, *grads[:3]), -2), cos, sin, joint, back=True)
         joint[..., heads : heads + groups, :].copy_(dk_raw)
@@ -55,10 +53,10 @@ class RotatedHeads(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _cut(
+def _split(
     product: torch.Tensor, heads: int, groups: int, dk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the product: q and k [..., Hq + 3 G, Dk], and v [..., 3, G, Dv]."""
+    """Return views of the product: q and k [..., Hq + 3 G, Dk], and v [..., 3, G, Dv]."""
     width = (heads + 3 * groups) * dk
     return (
         product[..., :width].unflatten(-1, (heads + 3 * groups, dk)),
@@ -66,27 +64,28 @@ def _cut(
     )
 
 
-def _new(like: torch.Tensor, heads: int, width: int, *several: int) -> torch.Tensor:
-    return like.new_empty((*several, *like.shape[:-1], heads, width))
+def _new(like: torch.Tensor, heads: int, width: int, *outer: int) -> torch.Tensor:
+    return like.new_empty((*outer, *like.shape[:-1], heads, width))
 
 
 def rotated_heads(
     product: torch.Tensor, table: Table, heads: int, groups: int, dk: int
 ) -> tuple[torch.Tensor, ...]:
-    """q, then the keys of cmp, sel and win, then the values of cmp, sel and win.
+    """Split the output of the fused projection into heads, and rotate q, k_sel and k_win.
 
-    q and the keys of sel and win are rotated. All tensors are copies, so that keeping one for
-    backward does not keep the product, except those of cmp, which are views.
+    q and the tensors of sel and win are copies, so that saving one for backward does not keep the
+    product alive. The tensors of cmp are views.
 
     Args:
-        product: [..., R, W], W = (Hq + 3 G) Dk + 3 G Dv.
+        product: output of the projection [..., R, W], W = (Hq + 3 G) Dk + 3 G Dv.
         table: the angles of the R rows.
-        heads: Hq.
-        groups: G.
-        dk: Dk.
+        heads: number of query heads, Hq.
+        groups: number of kv heads, G.
+        dk: width of a query or key head, Dk.
 
-    Shapes:
-        q [..., R, Hq, Dk], keys [..., R, G, Dk], values [..., R, G, Dv].
+    Returns:
+        q [..., R, Hq, Dk]; the keys of cmp, sel and win [..., R, G, Dk]; the values of cmp, sel and
+        win [..., R, G, Dv].
     """
     result: tuple[torch.Tensor, ...] = RotatedHeads.apply(  # type: ignore[no-untyped-call]
         product, *table, heads, groups, dk

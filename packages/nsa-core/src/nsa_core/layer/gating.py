@@ -1,9 +1,8 @@
-"""Sigmoid gates of the three branches, per token and query head, from the layer's input (arXiv
-2502.11089, Eq. 5).
+"""Sigmoid gates of the three branches per token and query head (arXiv 2502.11089, Eq. 5).
 
-Gates are fp32 (fp64 for fp64 inputs), under autocast too. At initialisation the logits have zero
-mean and a standard deviation of about a half over tokens of unit variance: no branch is preferred,
-and no gate is constant.
+Gates are computed from the layer's input in fp32 (fp64 for fp64 inputs), also under autocast. At
+initialisation, over tokens of unit variance, the logits have mean 0 and a standard deviation of
+about 0.5: no branch is preferred, and no gate is constant.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.plain_linear import are_plain_linear
 from nsa_core.torch_ops.torch_state import no_autocast
 
-_SPREAD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
-_SILU_RMS = 0.6  # of SiLU over a standard normal
+_LOGIT_STD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
+_SILU_RMS = 0.6  # root mean square of SiLU over a standard normal
 
 
-def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+def _plain_linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Apply ``layer`` in x's dtype. A layer that is not plain is called, with its tensors cast to
-    that dtype.
+def _any_linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Apply ``layer`` in x's dtype.
+
+    A layer that is not a plain nn.Linear is called as a module, with its tensors cast to x's dtype.
     """
     if are_plain_linear(layer):
         assert isinstance(layer, nn.Linear)
-        return _product(x, layer)
+        return _plain_linear(x, layer)
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     cast = {n: t.to(x.dtype) for n, t in tensors if t.is_floating_point() and t.dtype != x.dtype}
     result: torch.Tensor = torch.func.functional_call(layer, cast, (x,)) if cast else layer(x)
@@ -51,29 +51,32 @@ def _gates(logits: torch.Tensor) -> torch.Tensor:
 
 
 class LinearGate(nn.Linear):
-    """sigmoid(W x + b). Rows of W are head-major: head 0's (cmp, sel, win), head 1's, ..."""
+    """Gates sigmoid(W x + b).
+
+    Rows of W are head-major: (cmp, sel, win) of head 0, then of head 1, and so on.
+    """
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__(dim, n_heads * 3)
 
     def reset_parameters(self) -> None:
-        """Logits of zero mean and a standard deviation of about a half for inputs of unit
-        variance.
-        """
-        nn.init.normal_(self.weight, std=_SPREAD * self.in_features**-0.5)
+        """Initialise to logits of mean 0 and standard deviation 0.5 for unit-variance inputs."""
+        nn.init.normal_(self.weight, std=_LOGIT_STD * self.in_features**-0.5)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64
-        x.
+        """Compute the gates [..., Hq, 3] of x [..., dim], in the order cmp, sel, win.
+
+        They are fp32, or fp64 for fp64 x.
         """
         with no_autocast(x.device):
-            return _gates(_product(x.to(stats_dtype(x.dtype)), self))
+            return _gates(_plain_linear(x.to(stats_dtype(x.dtype)), self))
 
 
 class MLPGate(nn.Sequential):
-    """sigmoid(W2 SiLU(W1 x + b1) + b2) with dim / 4 hidden units; rows of W2 as in
-    :class:`LinearGate`.
+    """Gates sigmoid(W2 SiLU(W1 x + b1) + b2) with dim / 4 hidden units.
+
+    Rows of W2 are head-major, as in :class:`LinearGate`.
     """
 
     def __init__(self, dim: int, n_heads: int) -> None:
@@ -82,26 +85,28 @@ class MLPGate(nn.Sequential):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As :meth:`LinearGate.reset_parameters`, over hidden units of unit variance before
-        SiLU.
-        """
-        for layer, spread in zip((self[0], self[2]), (1.0, _SPREAD / _SILU_RMS)):
-            assert isinstance(layer, nn.Linear)  # as __init__ made it
-            nn.init.normal_(layer.weight, std=spread * layer.in_features**-0.5)
+        """Initialise to hidden units of variance 1 before SiLU, and logits as for LinearGate."""
+        for layer, std in zip((self[0], self[2]), (1.0, _LOGIT_STD / _SILU_RMS)):
+            assert isinstance(layer, nn.Linear)
+            nn.init.normal_(layer.weight, std=std * layer.in_features**-0.5)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., dim] -> gates [..., Hq, 3] in the order cmp, sel, win; fp32, or fp64 for fp64
-        x.
+        """Compute the gates [..., Hq, 3] of x [..., dim], in the order cmp, sel, win.
+
+        They are fp32, or fp64 for fp64 x.
         """
-        inner, activation, outer = self
+        up, activation, down = self
         with no_autocast(x.device):
-            return _gates(_linear(activation(_linear(x.to(stats_dtype(x.dtype)), inner)), outer))
+            return _gates(
+                _any_linear(activation(_any_linear(x.to(stats_dtype(x.dtype)), up)), down)
+            )
 
 
 def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
-    """``gate`` if a fused form may compute it from its weight and bias: a LinearGate without hooks
-    or wrappers. Else None.
+    """Return ``gate`` if a fused form may compute it from its weight and bias, else None.
+
+    This requires a LinearGate without hooks and wrappers.
     """
     if not are_plain_linear(gate, kind=LinearGate):
         return None
@@ -110,11 +115,11 @@ def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
 
 
 def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Call ``gate`` on x [..., dim] and return gates [..., Hq, 3].
+    """Return the gates [..., Hq, 3] of x [..., dim].
 
     Raises:
-        InvalidInput: ``gate`` is an adapter around one of this module's gates. Its term would be
-            added to the gates instead of the logits.
+        InvalidInput: ``gate`` is an adapter around a gate of this module. The adapter's term would
+            be added to the gates instead of the logits.
     """
     if not isinstance(gate, (LinearGate, MLPGate)):
         _refuse_adapter(gate)
@@ -123,21 +128,22 @@ def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_adapter(wrapper: nn.Module) -> None:
-    """Refuse a wrapper that adds parameters to a gate. Wrappers of torch.compile and DDP add
-    none.
+    """Raise InvalidInput for a wrapper that adds parameters to a gate.
+
+    Wrappers of torch.compile and DDP add none.
     """
-    inside = [m for m in wrapper.modules() if isinstance(m, (LinearGate, MLPGate))]
-    own = {id(p) for gate in inside for p in gate.parameters()}
+    gates = [m for m in wrapper.modules() if isinstance(m, (LinearGate, MLPGate))]
+    own = {id(p) for gate in gates for p in gate.parameters()}
     added = [name for name, p in wrapper.named_parameters() if id(p) not in own]
-    if inside and added:
+    if gates and added:
         raise InvalidInput(
             f"gate: {type(wrapper).__name__} adds {', '.join(added)} to a"
-            f" {type(inside[0]).__name__}, whose output is the sigmoid of a linear map: train the"
+            f" {type(gates[0]).__name__}, whose output is a sigmoid, not a linear map: train the"
             " gate's own parameters (peft: modules_to_save), or configure gate='mlp' and adapt its"
             " linear layers gate.0 and gate.2"
         )
 
 
 def make_gate(kind: str, dim: int, n_heads: int) -> LinearGate | MLPGate:
-    """The gate of a kind in config.GATE_KINDS."""
+    """Create a gate; ``kind`` is one of config.GATE_KINDS."""
     return LinearGate(dim, n_heads) if kind == "linear" else MLPGate(dim, n_heads)

@@ -1,4 +1,4 @@
-"""Checks of the inputs of nsa_attention: shapes, dtypes, kinds, packing and plan."""
+"""Checks of the inputs of nsa_attention: types, shapes, dtypes, packing and plan."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def check_inputs(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> bool:
-    """Refuse inputs that no backend can take.
+    """Check the inputs of nsa_attention.
 
     Args:
         inputs: tensors by name; all but q and gates may be None.
         config: the config that the tensors must fit.
-        cu_seqlens: the boundaries of packed documents. Their values are checked here unless they
-            cannot be read (:func:`nsa_core.torch_ops.tensor_checks.has_values`).
-        max_seqlen: bound of the documents' lengths.
+        cu_seqlens: boundaries of packed documents. Their values are checked if they can be read
+            (:func:`nsa_core.torch_ops.tensor_checks.has_values`).
+        max_seqlen: upper bound of the documents' lengths.
 
     Returns:
-        Whether a gradient will be wanted.
+        Whether the call needs a gradient.
 
     Raises:
-        InvalidInput: the message lists every fault and every tensor.
-        Unsupported: forward-mode differentiation.
+        InvalidInput: an input is invalid; the message lists every problem and every tensor.
+        Unsupported: forward-mode differentiation is active.
     """
     must_be_config(config)
     inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
-    _check_kinds(inputs)
+    _check_types(inputs)
     packing = _boundary_problems(inputs["q"], cu_seqlens, max_seqlen)
     if torch.compiler.is_compiling():
         wrong = _problems(config, tuple(inputs), tuple(inputs.values()), cu_seqlens is not None)
@@ -78,7 +78,7 @@ def check_inputs(
 def _problems(
     config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool
 ) -> list[str]:
-    """Misfits among the inputs that their metadata shows."""
+    """Problems that the metadata of the inputs shows."""
     inputs = dict(zip(names, tensors))
     axes: dict[str, tuple[str | int, ...]] = {
         "q": ("B", "S", "Hq", "Dk"),
@@ -103,9 +103,9 @@ def _problems(
     floats = {n: t for n, t in inputs.items() if n not in ("gates", "blocks")}
     wrong += dtype_problems(floats, {"gates": inputs["gates"]})
     if "blocks" in inputs and inputs["blocks"].dtype not in _INTEGERS:
-        wrong.append("blocks must be integers")
+        wrong.append(f"blocks must be integers, got {dtype_name(inputs['blocks'].dtype)}")
     if ("k_cmp" in inputs) != ("v_cmp" in inputs):
-        wrong.append("k_cmp and v_cmp go together: give both or neither")
+        wrong.append("k_cmp and v_cmp must be passed together: pass both or neither")
     return wrong
 
 
@@ -113,13 +113,14 @@ def _problems(
 def _cached_problems(
     config: NSAConfig, names: tuple[str, ...], metadata: tuple[tuple[Any, ...], ...], packed: bool
 ) -> list[str]:
-    """:func:`_problems`, cached; ``metadata`` holds the fields of each tensor's Metadata."""
+    """:func:`_problems`, cached; ``metadata`` contains the fields of each tensor's Metadata."""
     return _problems(config, names, tuple(Metadata(*fields) for fields in metadata), packed)
 
 
-def _check_kinds(inputs: dict[str, torch.Tensor]) -> None:
-    """Refuse objects that are not plain tensors, and dual tensors, whose tangents the operators
-    would silently drop.
+def _check_types(inputs: dict[str, torch.Tensor]) -> None:
+    """Check that all inputs are plain tensors, not DTensors or dual tensors.
+
+    The operators would silently drop the tangent of a dual tensor.
     """
     wrong = [
         f"{n} must be a tensor, got {type(t).__name__}"
@@ -128,7 +129,7 @@ def _check_kinds(inputs: dict[str, torch.Tensor]) -> None:
     ]
     if wrong:
         raise InvalidInput(
-            "; ".join(wrong) + " (a DTensor: pass its to_local())" * ("DTensor" in wrong[0])
+            "; ".join(wrong) + " (pass to_local() of a DTensor)" * ("DTensor" in wrong[0])
         )
     if torch.compiler.is_compiling():
         return
@@ -136,7 +137,7 @@ def _check_kinds(inputs: dict[str, torch.Tensor]) -> None:
         forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
     ):
         raise Unsupported(
-            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use backward"
+            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use reverse mode"
         )
 
 
@@ -154,33 +155,36 @@ def _boundary_problems(
 
 
 def check_plan(
-    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, wants_grad: bool
+    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, needs_grad: bool
 ) -> None:
-    """Refuse a plan that is not for this call.
+    """Check that ``plan`` fits this prefill call.
 
     Raises:
-        InvalidInput: what the plan is for, and what the call needs.
+        InvalidInput: it does not; the message names what the plan is for and what the call needs.
     """
     must_be_plan(plan)
     request, wrong = plan.requests["cmp"], []
     if request.phase != "prefill":
         wrong.append(
-            f"plan is for {request.phase}, not prefill, as this call and the first tokens of a"
-            " cache are"
+            f"plan is for {request.phase}, but this call is a prefill: pass a plan resolved with"
+            " phase='prefill'"
         )
     if plan.config is not config and plan.config.values != config.values:
-        wrong.append(f"plan is for {plan.config}, not for {config}")
-    if wants_grad and not request.needs_grad:
+        wrong.append(f"plan is for {plan.config}, but the call is for {config}")
+    if needs_grad and not request.needs_grad:
         wrong.append(
-            "plan was made without needs_grad=True, but a gradient is wanted: plan again, or use"
-            " no_grad"
+            "plan was resolved without needs_grad=True, but the call needs a gradient: resolve"
+            " another plan, or call under torch.no_grad()"
         )
     if packed and not request.varlen:
-        wrong.append("plan was made without varlen=True, but cu_seqlens is given")
+        wrong.append(
+            "plan was resolved without varlen=True, but cu_seqlens is given: resolve another plan"
+        )
     dtype, device = dtype_name(q.dtype), q.device.type
     if dtype != request.dtype or device not in (request.device, "meta"):
         wrong.append(
-            f"plan is for {request.dtype} on {request.device}, the tensors are {dtype} on {device}"
+            f"plan is for {request.dtype} on {request.device}, but the tensors are {dtype} on"
+            f" {device}"
         )
     if wrong:
         raise InvalidInput("; ".join(wrong))

@@ -20,8 +20,8 @@ def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
     """Whether every module is exactly of class ``kind``, without hooks and without a forward of
     its own.
 
-    Parametrisations and FSDP2 change the class. Global hooks count as hooks. One call for several
-    modules, because every forward pass and every decode step asks.
+    Parametrisations and FSDP2 change the class. Global hooks count as hooks. One call checks
+    several modules, because every forward pass and every decode step calls this function.
     """
     if _has_any_global_hook():
         return False

@@ -1,6 +1,4 @@
-"""The projections of an NSA layer: from x to queries, keys, values and compressed tokens, and from
-the branches' sum to the output.
-"""
+"""The projections of an NSA layer: queries, keys, values, compressed tokens and output."""
 
 from __future__ import annotations
 
@@ -37,41 +35,53 @@ if TYPE_CHECKING:
 
 
 class HeadNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-6) * weight over the head width, statistics in fp32."""
+    """RMS norm of a head: x / sqrt(mean(x^2) + 1e-6) * weight, with fp32 statistics."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., D] -> the same shape and dtype."""
+        """Normalise x [..., D]; shape and dtype are unchanged."""
         weight = self.weight  # read once: a parametrisation computes it
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), 1e-6)
 
 
 class Projected(NamedTuple):
-    """The inputs of :func:`nsa_core.nsa_attention` that a layer computes from x, except the gates.
+    """The inputs of :func:`nsa_core.nsa_attention`, except the gates.
 
-    Packed tensors have no B.
+    Packed tensors have no axis B.
+
+    Attributes:
+        q: [B, S, Hq, Dk], rotated.
+        k: (None, k_sel, k_win), each [B, S, G, Dk], rotated.
+        v: (None, v_sel, v_win), each [B, S, G, Dv].
+        k_cmp: [B, n_c, G, Dk], rotated.
+        v_cmp: [B, n_c, G, Dv].
     """
 
-    q: torch.Tensor  # [B, S, Hq, Dk], rotated
-    k: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dk], rotated
-    v: tuple[None, torch.Tensor, torch.Tensor]  # (None, sel, win), [B, S, G, Dv]
-    k_cmp: torch.Tensor  # [B, n_c, G, Dk], rotated
-    v_cmp: torch.Tensor  # [B, n_c, G, Dv]
+    q: torch.Tensor
+    k: tuple[None, torch.Tensor, torch.Tensor]
+    v: tuple[None, torch.Tensor, torch.Tensor]
+    k_cmp: torch.Tensor
+    v_cmp: torch.Tensor
 
 
 class NSAProjections(nn.Module):
-    """The parameters of :class:`nsa_core.NSAttention`, and its parts that are not slots. It has no
-    forward of its own: prefill (NSAttention) and decode (nsa_core.cache) both build on it.
+    """Parameters and projections of :class:`nsa_core.NSAttention`.
+
+    The class has no forward. Prefill (NSAttention) and decode (nsa_core.cache) both build on it.
 
     Attributes:
-        qkv: one linear map from x to q and a key/value pair per branch, or one pair in all.
+        config: shapes and options of the layer.
+        backends: the requested backends, in hashable form.
+        layer: name or index of the layer, for error messages.
+        check: whether every branch output is checked for NaN and Inf.
+        qkv: the linear layer from x to q and a key/value pair per branch (or one shared pair).
         q_norm, k_norm: HeadNorm, or nn.Identity without ``config.qk_norm``.
         phi_k, phi_v: the compression of keys and values.
         gate: the gates of the branches.
-        out: the linear map from all heads to the output.
+        out: the linear layer from all heads to the output.
     """
 
     def __init__(
@@ -98,11 +108,11 @@ class NSAProjections(nn.Module):
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
         self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
         self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
-        for linear in (self.qkv, self.out):  # unit variance out for unit variance in
+        for linear in (self.qkv, self.out):  # unit-variance outputs for unit-variance inputs
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
     def extra_repr(self) -> str:
-        """Shown by repr: the fields of the config that differ from their defaults."""
+        """Return the fields of the config that differ from their defaults, for repr."""
         fields = [
             (f.name, getattr(self.config, f.name), f.default)
             for f in dataclasses.fields(self.config)
@@ -111,7 +121,7 @@ class NSAProjections(nn.Module):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """The dtype that projections return now: the parameters' dtype, or that of autocast."""
+        """The current output dtype of the projections: the parameters' dtype or autocast's."""
         weight = dtype_and_device_from(self.out)
         return (
             torch.get_autocast_dtype(weight.device.type)
@@ -120,27 +130,32 @@ class NSAProjections(nn.Module):
         )
 
     def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
-        """x [B, S, dim], or packed [T, dim], to queries, keys, values and compressed pairs."""
+        """Project x [B, S, dim], or packed [T, dim], to the inputs of nsa_attention."""
         return self.project_with_raw(x, cu_seqlens)[0]
 
     def project_with_raw(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[Projected, tuple[torch.Tensor, torch.Tensor]]:
-        """:meth:`project`, and the keys [B, S, G, Dk] and values [B, S, G, Dv] that phi takes."""
+        """Project x as :meth:`project` does, and return the inputs of phi too.
+
+        Returns:
+            The projected tensors, and the pair of keys [B, S, G, Dk] and values [B, S, G, Dv] that
+            phi compresses.
+        """
         config, packed = self.config, None
         if cu_seqlens is not None:
             packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
         product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
-        separately = config.shared_kv or config.rope_before_compress or self._norms()
-        if table is not None and eager() and not separately:
+        split_separately = config.shared_kv or config.rope_before_compress or self._norms()
+        if table is not None and eager() and not split_separately:
             q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
                 product, table, config.n_heads, config.n_kv_heads, config.qk_dim
             )
             ks, vs = [k_sel, k_win], [v_sel, v_win]
         else:
             q, k_raw, k, v_raw, v = self._split(product)
-            # v is copied, so that keeping it for backward does not keep the whole product.
+            # v is copied, so that saving it for backward does not keep the whole product alive.
             ks, vs = unbind_branches(k, table), unbind_branches(v, None)
             if table is not None:
                 q = rotate(q, table)
@@ -152,12 +167,14 @@ class NSAProjections(nn.Module):
         return projected, (k_raw, v_raw)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Queries, and lists of the keys and of the values of cmp, sel and win (or of the one pair
-        that they share); views of one product, not rotated.
+        """Project x to the heads of a decode step: views of one product, not rotated.
+
+        Returns:
+            q, and lists of the keys and of the values of (cmp, sel, win), or of the shared pair.
         """
         config, product = self.config, self.qkv(x)
-        own_pairs = not (config.shared_kv or self._norms())
-        if own_pairs and config.qk_dim == config.v_dim:  # two operators instead of a dozen
+        plain_pairs = not (config.shared_kv or self._norms())
+        if plain_pairs and config.qk_dim == config.v_dim:  # two operators instead of twelve
             q, *rows = product.unflatten(-1, (-1, config.qk_dim)).split(
                 [config.n_heads, *[config.n_kv_heads] * 6], -2
             )
@@ -172,30 +189,30 @@ class NSAProjections(nn.Module):
         return self.config.qk_norm or not are_plain(nn.Identity, self.q_norm, self.k_norm)
 
     def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
-        """The product of qkv as q, k_raw, k, v_raw, v, after the norms.
+        """Split the product of qkv into q, k_raw, k, v_raw, v, and apply the norms.
 
         Shapes:
-            q: [..., Hq, Dk].
-            k_raw, v_raw: [..., G, D], of cmp.
-            k, v: [..., n, G, D], of sel and win (n = 2), or of the pair that all share (n = 1).
+            q: [..., Hq, Dk]
+            k_raw, v_raw: [..., G, D], of cmp
+            k, v: [..., n, G, D], of sel and win (n = 2) or of the shared pair (n = 1)
         """
         config, (q_width, *widths) = self.config, self._widths
         groups, k_width, v_width = config.n_kv_heads, widths[0], widths[-1]
-        joint = (
-            [k_width, v_width] if config.shared_kv else [k_width, 2 * k_width, v_width, 2 * v_width]
-        )
-        q, *rest = product.split([q_width, *joint], dim=-1)
+        pair_widths = [k_width, v_width]
+        if not config.shared_kv:
+            pair_widths = [k_width, 2 * k_width, v_width, 2 * v_width]
+        q, *pairs = product.split([q_width, *pair_widths], dim=-1)
         q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
         if config.shared_kv:
-            k, v = (part.unflatten(-1, (groups, -1)) for part in rest)
+            k, v = (part.unflatten(-1, (groups, -1)) for part in pairs)
             k = self.k_norm(k)
             return [q, k, k.unsqueeze(-3), v, v.unsqueeze(-3)]
-        k_raw, v_raw = (part.unflatten(-1, (groups, -1)) for part in rest[::2])
-        k, v = (part.unflatten(-1, (2, groups, -1)) for part in rest[1::2])
+        k_raw, v_raw = (part.unflatten(-1, (groups, -1)) for part in pairs[::2])
+        k, v = (part.unflatten(-1, (2, groups, -1)) for part in pairs[1::2])
         return [q, self.k_norm(k_raw), self.k_norm(k), v_raw, v]
 
     def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
-        """The angles of every token's position in its sequence or document."""
+        """Return the angles of every token's position in its sequence or document."""
         rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
         if cu_seqlens is None:
             return table_for(product, rows, 1, dim, base)
@@ -205,7 +222,7 @@ class NSAProjections(nn.Module):
     def _rope_of_blocks(
         self, k_cmp: torch.Tensor, packed: PackedBlocks | None, token_table: Table | None
     ) -> Table:
-        """The angles of the position of every compression block's first token."""
+        """Return the angles of the first token of every compression block."""
         step, dim, base = self.config.compress_stride, self.config.qk_dim, self.config.rope_base
         if packed is None:
             return table_for(k_cmp, k_cmp.shape[-3], step, dim, base, token_table)
@@ -213,16 +230,17 @@ class NSAProjections(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The prefill plan of the last eager call; before any call, that of the parameters' device
-        and dtype.
+        """The prefill plan of the last eager call.
+
+        Before any call, it is the plan for the parameters' device and dtype.
         """
         weight = dtype_and_device_from(self.qkv)
         device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
         return default_plan(
-            self.config, device, dtype, varlen, self._wants_grad(), self.backends, long
+            self.config, device, dtype, varlen, self._needs_grad(), self.backends, long
         )
 
-    def _wants_grad(self, *inputs: torch.Tensor) -> bool:
+    def _needs_grad(self, *inputs: torch.Tensor) -> bool:
         return torch.is_grad_enabled() and any(
             x.requires_grad for x in chain(inputs, self.parameters())
         )
@@ -230,10 +248,19 @@ class NSAProjections(nn.Module):
     def plan_of(
         self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None
     ) -> Plan:
-        """The prefill plan for this call: ``plan``, or without one the plan of ``backends``."""
+        """Return the prefill plan for this call: ``plan``, or the cached plan of ``backends``.
+
+        Args:
+            x: input of the layer.
+            q: queries of the call.
+            varlen: whether the call is packed.
+            plan: an explicit plan.
+        """
         if plan is None:
-            grad, long = self._wants_grad(x), is_long(q.shape[1], varlen)
-            plan = default_plan(self.config, q.device, q.dtype, varlen, grad, self.backends, long)
+            needs_grad, long = self._needs_grad(x), is_long(q.shape[1], varlen)
+            plan = default_plan(
+                self.config, q.device, q.dtype, varlen, needs_grad, self.backends, long
+            )
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)
         else:

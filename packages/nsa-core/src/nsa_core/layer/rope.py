@@ -1,9 +1,8 @@
-"""Rotary position embedding of queries, keys and compressed keys, on half-split pairs (x_i,
-x_{i + D/2}).
+"""Rotary position embedding of queries, keys and compressed keys.
 
-Eagerly a rotation is one autograd node of four kernels, over tables as wide as a head. For
-torch.compile, which fuses operators, and for torch.func it is written operator by operator. Both
-give the same bits.
+The pairs are half-split: (x_i, x_{i + D/2}). In eager mode a rotation is one autograd node of four
+kernels, which uses tables as wide as a head. For torch.compile, which fuses operators, and for
+torch.func, the rotation is written operator by operator. Both forms give the same bits.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope_op import cos_sin
 from nsa_core.torch_ops.torch_state import capturing, eager
 
-# Longer tables are not cached. One of this length takes 8 MiB at D = 128, and eight are cached;
-# longer sequences are not bound by the host.
+# Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
+# Calls on longer sequences are not limited by the host.
 MOST_ROWS = 1 << 13
 
 
 class RopeTable(NamedTuple):
-    """cos and sin of every position's angles, both [R, 1, D/2], fp32 (fp64 for fp64 inputs)."""
+    """cos and sin of the angles of R positions, both [R, 1, D/2], fp32 (fp64 for fp64 inputs)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def wide(self) -> WideTable:
-        """The same angles over the whole head width."""
+        """Return the same angles in the wide form."""
         return WideTable(torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1))
 
 
 class WideTable(NamedTuple):
-    """(cos, cos) and (-sin, sin) of every position's angles, both [R, 1, D]."""
+    """(cos, cos) and (-sin, sin) of the angles of R positions, both [R, 1, D]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -49,14 +48,19 @@ def rope_table(
     base: float,
     dtype: torch.dtype,
 ) -> RopeTable:
-    """Angles position * base^(-2i/D), i < D/2, for tensors of ``dtype`` and even head width
-    ``dim``.
+    """Compute the angles position * base^(-2i/D), 0 <= i < D/2.
+
+    Args:
+        positions: integer positions [R].
+        dim: head width D, even.
+        base: base of the frequencies.
+        dtype: dtype of the tensors to rotate; the table is fp32, or fp64 for fp64.
     """
     return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
 
 
 def wide_if_eager(table: RopeTable) -> Table:
-    """``table`` in the form that :func:`rotate` takes without converting it for every tensor."""
+    """Return ``table`` in the form that :func:`rotate` uses without a conversion per tensor."""
     return table.wide() if eager() else table
 
 
@@ -68,25 +72,25 @@ def table_for(
     base: float,
     token_table: Table | None = None,
 ) -> Table:
-    """Angles of the ``rows`` positions 0, step, 2 * step, ...
+    """Return the angles of the ``rows`` positions 0, step, 2 * step, ...
 
-    Eagerly a table is cached for the next layer and the next call of the same length.
+    In eager mode the table is cached for the next layer and the next call of the same length.
 
     Args:
-        x: a tensor of the dtype and the device of those to be rotated.
+        x: a tensor with the dtype and the device of the tensors to rotate.
         rows: number of positions.
-        step: distance between two positions.
-        dim: head width.
-        base: base of the angles' frequencies.
-        token_table: the table of all positions up to the last, if there is one. Compiled code takes
-            its rows, because a second table would add ten kernels to every layer.
+        step: difference between two positions.
+        dim: head width D.
+        base: base of the frequencies.
+        token_table: a table of all positions up to the last one, if it exists. Compiled code takes
+            rows of it, because another table would add ten kernels to every layer.
     """
     if token_table is not None and not eager():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
     if rows > MOST_ROWS or not eager():
         return _new_table(*arguments)
-    if type(x) is not torch.Tensor or capturing(x.device):  # a graph's memory is its own
+    if type(x) is not torch.Tensor or capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments).wide()
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     return _cached_table(*arguments, stream)
@@ -109,13 +113,13 @@ def _cached_table(
     device: torch.device,
     stream: int,
 ) -> WideTable:
-    """One table per CUDA ``stream``: another stream would not wait for the kernels that fill it."""
+    """One table per CUDA stream: another stream would not wait for the kernels that fill it."""
     with torch.inference_mode(False):  # backward cannot save an inference tensor
         return _new_table(rows, step, dim, base, dtype, device).wide()
 
 
 def _rotate_by_operators(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """Upcast once, before the split, so that forward and backward each round to x's dtype once."""
+    """Rotate with one upcast before the split, so forward and backward round to x's dtype once."""
     half = x.shape[-1] // 2
     cos, sin = table.cos[..., :half], table.sin[..., -half:]
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
@@ -123,18 +127,18 @@ def _rotate_by_operators(x: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 def widened(cos: torch.Tensor, sin: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensors of a table of either kind as those of a :class:`WideTable`."""
+    """Return the tensors of a table, narrow or wide, as those of a :class:`WideTable`."""
     return (cos, sin) if cos.shape[-1] == dim else RopeTable(cos, sin).wide()
 
 
 def rotate_pairs(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, back: bool = False
 ) -> torch.Tensor:
-    """Write x, rotated, to ``out``, without autograd.
+    """Write the rotated x to ``out``, without autograd.
 
     Args:
         x: [..., R, heads, D].
-        cos, sin: the tensors of a table of either kind.
+        cos, sin: the tensors of a table, narrow or wide.
         out: a tensor of x's shape and dtype.
         back: rotate by the negative angles.
     """
@@ -144,7 +148,7 @@ def rotate_pairs(
 
 
 class _Rotate(torch.autograd.Function):
-    """Its gradient is rotated back by the same angles."""
+    """A rotation whose gradient is rotated by the negative angles."""
 
     @staticmethod
     def forward(
@@ -173,25 +177,26 @@ def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
     table: Table,
 ) -> torch.Tensor:
-    """(x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis; computed in the
-    table's dtype, returned in x's.
+    """Return (x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis.
+
+    The result is computed in the table's dtype and rounded to x's dtype.
     """
     return _rotated(x, *table) if eager() else _rotate_by_operators(x, table)
 
 
 class _Unbind(torch.autograd.Function):
-    """See :func:`unbind_branches`; ``angles`` are the tensors of a table, or none."""
+    """See :func:`unbind_branches`; ``angles`` are the tensors of a table, or empty."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*angles)
         out = x.new_empty((x.shape[-3], *x.shape[:-3], *x.shape[-2:]))
-        in_order_of_x = out.movedim(0, -3)
+        permuted = out.movedim(0, -3)
         if angles:
             cos, sin = angles
-            rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), in_order_of_x)
+            rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), permuted)
         else:
-            in_order_of_x.copy_(x)
+            permuted.copy_(x)
         return tuple(out.unbind(0))
 
     @staticmethod
@@ -204,10 +209,9 @@ class _Unbind(torch.autograd.Function):
 
 
 def unbind_branches(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
-    """Copy x [..., R, n, heads, D] to n contiguous tensors [..., R, heads, D], rotated by ``table``
-    if there is one.
+    """Copy x [..., R, n, heads, D] to n contiguous tensors [..., R, heads, D] and rotate them.
 
-    Keeping one of them for backward does not keep x.
+    Without a table they are not rotated. Saving one of them for backward does not keep x alive.
     """
     if eager():
         return list(_Unbind.apply(x, *(table or ())))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""cos and sin of the rotary angles, as one operator under torch.compile."""
+"""cos and sin of the rotary angles; one operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _table_fake(
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-# torch.compile would fuse the table into every product with it, and so compute powers, sines and
-# cosines once per element of q: twice 220 us a layer for 16k tokens of 12 heads on an H200, instead
-# of 12 us.
+# Without an operator, torch.compile fuses the table into every product with it, and computes
+# powers, sines and cosines once per element of q. For 16k tokens of 12 heads on an H200 that takes
+# twice 220 us per layer instead of 12 us.
 _lib = torch.library.Library("nsa_core", "DEF")
 _lib.define(
     "rope_table(Tensor positions, int dim, float base, ScalarType dtype) -> (Tensor, Tensor)",
@@ -38,6 +38,6 @@ def cos_sin(
     base: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [R, 1, dim / 2] of position * base^(-2i/dim), in ``dtype``."""
+    """Return cos and sin [R, 1, dim / 2] of position * base^(-2i/dim), in ``dtype``."""
     table = torch.ops.nsa_core.rope_table.default if torch.compiler.is_compiling() else _table
     return table(positions, dim, base, dtype)

@@ -1,5 +1,4 @@
-"""Deferred SIGINT and SIGTERM, so that a long run can stop between two units of work.
-"""
+"""Deferred SIGINT and SIGTERM, so that a long run can stop between two units of work."""
 
 from __future__ import annotations
 

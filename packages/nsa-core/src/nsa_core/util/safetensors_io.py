@@ -1,5 +1,4 @@
-"""Tensor files in the safetensors format, with a file kind and JSON values in the header.
-"""
+"""Tensor files in the safetensors format, with a file kind and JSON values in the header."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Safe display of untrusted text: plugin names, exception messages and hints.
-"""
+"""Safe display of untrusted text: plugin names, exception messages and hints."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""phi, the compression of blocks of keys and values (arXiv 2502.11089, Equation 7)."""
+"""phi, the compression of blocks of keys and values (arXiv 2502.11089, Eq. 7)."""

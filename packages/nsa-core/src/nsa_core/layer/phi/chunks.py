@@ -1,4 +1,4 @@
-"""The chunks of d tokens that compression blocks consist of, in dense and in packed sequences."""
+"""Chunks of d tokens, of which compression blocks consist, in dense and packed sequences."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ from nsa_core.packing import compressed_cu_seqlens, token_places
 
 
 class PackedBlocks(NamedTuple):
-    """The positions of the chunks and blocks of packed documents, int64 on the device, for T tokens
-    and m = T // d rows.
+    """The chunks and compression blocks of packed documents: T tokens, m = T // d rows.
 
-    Rows past those of the last document are in bounds, have no meaning and are never read.
+    Rows after those of the last document have valid indices but no meaning, and are never read.
+
+    Attributes:
+        tokens: int64 [m * d], the token of each entry of each chunk.
+        chunks: int64 [m], the first chunk of each compressed token.
+        starts: int64 [m], the position of each compressed token's first token in its document.
     """
 
-    tokens: torch.Tensor  # [m * d] token at each place of each chunk
-    chunks: torch.Tensor  # [m] first chunk of each compressed token
-    starts: torch.Tensor  # [m] position of each compressed token's first token inside its document
+    tokens: torch.Tensor
+    chunks: torch.Tensor
+    starts: torch.Tensor
 
 
 def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry) -> PackedBlocks:
-    """The chunks and blocks of documents with boundaries ``cu_seqlens`` int32 [documents + 1];
-    never synchronises.
+    """Compute the chunks and blocks of packed documents, without synchronisation.
 
-    A document of n tokens has n // d chunks and no more blocks than that, so T // d rows hold those
-    of all documents.
+    A document of n tokens has n // d chunks and at most as many blocks, so T // d rows suffice for
+    all documents.
+
+    Args:
+        cu_seqlens: int32 [documents + 1].
+        total: number of packed rows, T.
+        geometry: the block sizes.
     """
     stride, rows = geometry.compress_stride, geometry.max_compressed(total)
     first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
@@ -44,37 +52,49 @@ def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry)
 
 
 class Chunks:
-    """x as chunks of d tokens: ``tokens`` [B, m, G, d, D], or packed [m, G, d, D]."""
+    """The tokens of x [B, S, G, D], or packed [T, G, D], as chunks of d tokens.
+
+    Attributes:
+        tokens: [B, m, G, d, D], or packed [m, G, d, D].
+        rows: number of chunks, m.
+        per_block: number of chunks per block, r = l / d.
+    """
 
     def __init__(
         self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None
     ) -> None:
         stride = geometry.compress_stride
         self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
-        self.places = geometry.compress_block_size // stride
+        self.per_block = geometry.compress_block_size // stride
         self._blocks = geometry.num_compressed(x.shape[-3])
         x = x if packed is None else x.index_select(0, packed.tokens)
-        # Slice after the transpose: a slice of x itself would make torch.compile specialise on
-        # S = m * d.
+        # Slice after the transpose: torch.compile would specialise a slice of x on S = m * d.
         x = x.transpose(-3, -2)[..., : self.rows * stride, :]
         self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
-    def at(self, place: int, y: torch.Tensor) -> torch.Tensor:
-        """For each block the row of y that belongs to its chunk number ``place``.
+    def at(self, index: int, y: torch.Tensor) -> torch.Tensor:
+        """Return, for each block, the row of y of its chunk number ``index``.
 
         Shapes:
-            y: one row per chunk, [B, m, ...] or packed [m, ...].
-            Returns: one row per block, [B, n_c, ...] or packed [m, ...].
+            y: one row per chunk, [B, m, ...] or packed [m, ...]
+
+        Returns:
+            One row per block, [B, n_c, ...] or packed [m, ...].
         """
         if self._packed is None:
-            return y[:, place : place + self._blocks]
-        return y.index_select(0, (self._packed.chunks + place).clamp(0, max(self.rows - 1, 0)))
+            return y[:, index : index + self._blocks]
+        return y.index_select(0, (self._packed.chunks + index).clamp(0, max(self.rows - 1, 0)))
 
     def total(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum over each block's r chunks, [..., n_c, G, X], in fp32 (fp64 for fp64). The last
-        axis of y [..., m, G, X, r] is the place of the chunk in the block.
+        """Return the sum of y over the r chunks of each block, in fp32 (fp64 for fp64).
+
+        Shapes:
+            y: [..., m, G, X, r]; the last axis is the index of the chunk in the block
+
+        Returns:
+            [..., n_c, G, X]
         """
         total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
-        for place in range(1, self.places):
-            total = total + self.at(place, y[..., place])
+        for index in range(1, self.per_block):
+            total = total + self.at(index, y[..., index])
         return total

@@ -1,12 +1,11 @@
-"""phi of kinds mlp and linear, for one tensor or for keys and values together, as one autograd
-node.
+"""phi of kinds mlp and linear as one autograd node, for one tensor or for keys and values together.
 
-W flatten(block + position) + b is split in two. The rows of W [out, l*D], token outermost, are cut
-into r = l/d parts W_j. The sum of W_j x_j over a block's r chunks depends on the tokens; W e + b,
-with e the flattened position encoding, is the same vector for every block.
+W flatten(block + position) + b has two terms. The rows of W [out, l*D], token outermost, are cut
+into r = l/d parts W_j. The sum of W_j x_j over the r chunks of a block depends on the tokens. W e +
+b, where e is the flattened position encoding, is the same vector for every block.
 
-Operator by operator PyTorch takes three times the kernels for the gradient, and again as many for
-the second tensor. A short sequence is bound by their launches.
+Written operator by operator, the gradient takes three times as many kernels, and as many again for
+the second tensor. Short sequences are launch-bound.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from nsa_core.torch_ops.torch_state import autocasts, no_autocast
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product of x with parameters like ``weight`` has x's dtype under the current
-    autocast.
-    """
+    """Return whether the product of x and ``weight`` has x's dtype under the current autocast."""
     device = x.device
     return x.dtype == (torch.get_autocast_dtype(device.type) if autocasts(device) else weight.dtype)
 
@@ -35,36 +32,44 @@ def _stack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 class JointPhi(torch.autograd.Function):
-    """P tensors x [B, S, G, D] -> P tensors [B, n_c, G, out], S > l.
+    """Compress P tensors x [B, S, G, D] to P tensors [B, n_c, G, out], with S > l.
 
-    ``parameters``: position [l, D], weight [hidden, l*D] and bias [hidden] of each, and for an mlp,
-    after its GELU, weight [out, hidden] and bias [out]: P positions, then P weights, and so on.
+    The parameters of each tensor are position [l, D], weight [hidden, l*D] and bias [hidden]. A phi
+    of kind mlp has, after its GELU, also weight [out, hidden] and bias [out]. They are passed as P
+    positions, then P weights, and so on.
     """
 
     @staticmethod
     def forward(
         ctx: Any, stride: int, count: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """``tensors``: ``count`` times x, then the parameters; d is ``stride``."""
+        """Compress ``count`` tensors.
+
+        Args:
+            ctx: the autograd context.
+            stride: d.
+            count: number of tensors, P.
+            tensors: P times x, then the parameters.
+        """
         x, position, weight, bias, *down = (
             tensors[i : i + count] for i in range(0, len(tensors), count)
         )
-        (batch, length, heads, width), places = x[0].shape, len(position[0]) // stride
+        (batch, length, heads, width), per_block = x[0].shape, len(position[0]) // stride
         rows, dtype = length // stride, x[0].dtype
-        blocks, hidden_width = rows - places + 1, len(weight[0])
+        blocks, hidden_width = rows - per_block + 1, len(weight[0])
         with no_autocast(x[0].device):
-            whole = [t if rows * stride == length else t[:, : rows * stride] for t in x]
-            chunks = _stack([t.unflatten(1, (rows, stride)).transpose(2, 3) for t in whole], dtype)
+            full = [t if rows * stride == length else t[:, : rows * stride] for t in x]
+            chunks = _stack([t.unflatten(1, (rows, stride)).transpose(2, 3) for t in full], dtype)
             tokens = chunks.reshape(count, -1, stride * width)
             cast, e = _stack(weight, dtype), _stack(position, position[0].dtype).flatten(1)
             parts = torch.bmm(tokens, cast.view(count, -1, stride * width).mT)
-            parts = parts.view(count, batch, rows, heads, hidden_width, places)
+            parts = parts.view(count, batch, rows, heads, hidden_width, per_block)
             constant = [torch.addmv(*each) for each in zip(bias, weight, e)]
             total = _stack(constant, stats_dtype(dtype)).view(count, 1, 1, 1, hidden_width)
-            for place in range(places - 1):
-                total = total + parts[:, :, place : place + blocks, ..., place]
+            for j in range(per_block - 1):
+                total = total + parts[:, :, j : j + blocks, ..., j]
             hidden = x[0].new_empty((count, batch, blocks, heads, hidden_width))
-            torch.add(total, parts[:, :, places - 1 :, ..., places - 1], out=hidden)
+            torch.add(total, parts[:, :, per_block - 1 :, ..., per_block - 1], out=hidden)
             saved, out = [tokens, cast, e], hidden
             if down:
                 inner, outer = F.gelu(hidden).view(count, -1, hidden_width), _stack(down[0], dtype)
@@ -78,10 +83,8 @@ class JointPhi(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of every tensor, in the order of forward; those of parameters in their
-        dtype.
-        """
-        count, after = ctx.count, []
+        """Return the gradients of all tensors in the order of forward, in their dtypes."""
+        count, d_down = ctx.count, []
         tensors = ctx.saved_tensors  # read once: a checkpoint refuses to unpack twice
         saved, weight = tensors[:-count], tensors[-count:]
         precise, master = stats_dtype(grads[0].dtype), weight[0].dtype
@@ -90,33 +93,34 @@ class JointPhi(torch.autograd.Function):
             if ctx.down:
                 hidden, inner, outer = saved[3:]
                 rows = grad.reshape(count, -1, grad.shape[-1])
-                after += [*torch.bmm(rows.mT, inner).to(master).unbind(0)]
-                after += [*rows.sum(1, dtype=precise).to(master).unbind(0)]
+                d_down += [*torch.bmm(rows.mT, inner).to(master).unbind(0)]
+                d_down += [*rows.sum(1, dtype=precise).to(master).unbind(0)]
                 grad = torch.ops.aten.gelu_backward(torch.bmm(rows, outer).view_as(hidden), hidden)
-            dx, dw = _of_products(grad, saved[0], saved[1], ctx.shape, ctx.stride)
+            dx, dw = _product_gradients(grad, saved[0], saved[1], ctx.shape, ctx.stride)
             db = grad.sum((1, 2, 3), dtype=precise).to(master)
             dw = dw.to(master).addcmul_(db.unsqueeze(2), saved[2].unsqueeze(1))
             de = [torch.mv(w.t(), b).view(-1, ctx.shape[-1]) for w, b in zip(weight, db)]
-        return None, None, *dx.unbind(0), *de, *dw.unbind(0), *db.unbind(0), *after
+        return None, None, *dx.unbind(0), *de, *dw.unbind(0), *db.unbind(0), *d_down
 
 
-def _of_products(
+def _product_gradients(
     grad: torch.Tensor,  # [P, B, n_c, G, hidden]
     tokens: torch.Tensor,  # [P, B*m*G, d*D]
     cast: torch.Tensor,  # [P, hidden, l*D]
     shape: torch.Size,  # of x, [B, S, G, D]
     stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [P, B, S, G, D] and of W [P, hidden, l*D], the latter without the term from
-    W e.
+    """Return the gradients of x [P, B, S, G, D] and of W [P, hidden, l*D].
+
+    The latter lacks the term of W e.
     """
     (batch, length, heads, width), (count, _, blocks, _, hidden) = shape, grad.shape
-    rows, places = length // stride, cast.shape[-1] // (stride * width)
-    parts = grad.new_zeros((count, batch, rows, heads, hidden, places))
-    for place in range(places):
-        parts[:, :, place : place + blocks, ..., place].copy_(grad)
-    flat = parts.view(count, -1, hidden * places)
-    chunks = torch.bmm(flat, cast.view(count, hidden * places, -1)).view(
+    rows, per_block = length // stride, cast.shape[-1] // (stride * width)
+    parts = grad.new_zeros((count, batch, rows, heads, hidden, per_block))
+    for j in range(per_block):
+        parts[:, :, j : j + blocks, ..., j].copy_(grad)
+    flat = parts.view(count, -1, hidden * per_block)
+    chunks = torch.bmm(flat, cast.view(count, hidden * per_block, -1)).view(
         count, batch, rows, heads, stride, width
     )
     dx = grad.new_empty((count, *shape))

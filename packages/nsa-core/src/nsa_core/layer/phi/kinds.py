@@ -1,10 +1,9 @@
-"""phi: the l tokens of each compression block to one compressed token, k_cmp[i] = phi(k[i*d : i*d +
-l]) (Eq. 7).
+"""The kinds of phi: k_cmp[i] = phi(k[i*d : i*d + l]) (Eq. 7), and the same for values.
 
-Each token lies in l/d blocks, so a copy of every block would be l/d times the sequence. Instead the
-sequence is cut into chunks of d tokens; block i consists of the r = l/d chunks i .. i+r-1. Every
-phi maps single chunks, with one result per place j in a block, and then combines r results. So the
-tokens are copied once.
+Each token belongs to l/d blocks, so a copy of every block would take l/d times the memory of the
+sequence. Instead the sequence is cut into chunks of d tokens: block i consists of the r = l/d
+chunks i .. i+r-1. Every phi maps single chunks, with one result per index j of the chunk in a
+block, and then combines r results per block. The tokens are copied once.
 """
 
 from __future__ import annotations
@@ -25,21 +24,23 @@ from nsa_core.torch_ops.torch_state import eager
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
+    """Mean of each block of x [B, S, G, D]."""
     rows, blocks = x.shape[1] // stride, (x.shape[1] - size) // stride + 1
     if blocks == 1:
         return x[:, :size].mean(1, keepdim=True)
-    whole = x if rows * stride == x.shape[1] else x[:, : rows * stride]
-    chunks = whole.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
+    full = x if rows * stride == x.shape[1] else x[:, : rows * stride]
+    chunks = full.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
     total = chunks if blocks == rows else chunks[:, :blocks]
-    for place in range(1, size // stride):
-        total = total + chunks[:, place : place + blocks]
+    for j in range(1, size // stride):
+        total = total + chunks[:, j : j + blocks]
     mean: torch.Tensor = total.div_(size).to(x.dtype)
     return mean
 
 
 class _Mean(torch.autograd.Function):
-    """mean_compress of a dense tensor as one autograd node, whose gradient takes fewer operators
-    than that of the operators one by one.
+    """mean_compress of a dense tensor as one autograd node.
+
+    The gradient takes fewer operators than the gradients of the single operators.
     """
 
     @staticmethod
@@ -49,13 +50,15 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        batch, length, *rest = ctx.shape
-        rows, places = length // ctx.stride, ctx.size // ctx.stride
-        # padded, so that every chunk lies in ``places`` blocks
-        padded = F.pad(grad, (0, 0, 0, 0, places - 1, rows - grad.shape[1]))
-        chunks = padded.unfold(1, places, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
+        batch, length, *head_shape = ctx.shape
+        rows, per_block = length // ctx.stride, ctx.size // ctx.stride
+        # Padded, so that every chunk belongs to ``per_block`` blocks.
+        padded = F.pad(grad, (0, 0, 0, 0, per_block - 1, rows - grad.shape[1]))
+        chunks = (
+            padded.unfold(1, per_block, 1).sum(-1, dtype=stats_dtype(grad.dtype)).div_(ctx.size)
+        )
         tokens = (
-            grad.new_empty((batch, rows, ctx.stride, *rest))
+            grad.new_empty((batch, rows, ctx.stride, *head_shape))
             .copy_(chunks.unsqueeze(2))
             .flatten(1, 2)
         )
@@ -68,26 +71,35 @@ def mean_compress(
     geometry: BlockGeometry,
     packed: PackedBlocks | None = None,
 ) -> torch.Tensor:
-    """Average of each block's tokens: [B, n_c, G, D], or packed [T // d, G, D]; summed in fp32
-    (fp64 for fp64).
+    """Return the mean over the tokens of each block, summed in fp32 (fp64 for fp64).
+
+    Args:
+        x: [B, S, G, D], or packed [T, G, D].
+        geometry: the block sizes.
+        packed: the blocks of packed documents.
+
+    Returns:
+        [B, n_c, G, D], or packed [T // d, G, D], in x's dtype.
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
-    if packed is None and x.shape[1] >= size and eager():  # else op by op, for PyTorch to transform
+    if packed is None and x.shape[1] >= size and eager():  # transforms need single operators
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if needs_grad else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)
     sums = (
         chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype))
         .unsqueeze(-1)
-        .expand(*(-1,) * x.dim(), chunks.places)
+        .expand(*(-1,) * x.dim(), chunks.per_block)
     )
     mean = (chunks.total(sums) / size).to(x.dtype)
     return mean
 
 
 class Phi(nn.Module):
-    """The base of all kinds. ``forward(x, packed=None)`` compresses x [B, S, G, D] to [B, n_c, G,
-    D], or packed [T, G, D] to [T // d, G, D], in x's dtype. The heads G share the parameters.
+    """The base class of all kinds of phi.
+
+    ``forward(x, packed=None)`` compresses x [B, S, G, D] to [B, n_c, G, D], or packed [T, G, D] to
+    [T // d, G, D], in x's dtype. The heads G share the parameters.
     """
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
@@ -95,7 +107,7 @@ class Phi(nn.Module):
         self.geometry, self.width = geometry, width
 
     def extra_repr(self) -> str:
-        """Shown by repr."""
+        """Return the sizes, for repr."""
         return (
             f"l={self.geometry.compress_block_size}, d={self.geometry.compress_stride},"
             f" D={self.width}"
@@ -103,7 +115,7 @@ class Phi(nn.Module):
 
 
 class MeanPhi(Phi):
-    """Average over the l tokens; no parameters."""
+    """Mean over the l tokens, without parameters."""
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
@@ -117,34 +129,35 @@ def _block_linear(
     geometry: BlockGeometry,
     packed: PackedBlocks | None,
 ) -> torch.Tensor:
-    """``layer`` on flatten(block + position), [..., n_c, G, out]: the formula of
-    :mod:`nsa_core.layer.phi.joint`, operator by operator.
+    """Apply ``layer`` to flatten(block + position), operator by operator: [..., n_c, G, out].
 
-    A single block takes one product. A layer that is not a plain nn.Linear is called on whole
-    blocks, which are copied.
+    The formula is that of :mod:`nsa_core.layer.phi.joint`. A single block takes one product. A
+    layer that is not a plain nn.Linear is called on copied blocks.
     """
     if not are_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
-        blocks = torch.cat([chunks.at(place, chunks.tokens) for place in range(chunks.places)], -2)
-        of_blocks: torch.Tensor = layer((blocks + position).flatten(-2))
-        return of_blocks
+        blocks = torch.cat([chunks.at(j, chunks.tokens) for j in range(chunks.per_block)], -2)
+        result: torch.Tensor = layer((blocks + position).flatten(-2))
+        return result
     constant = F.linear(position.flatten(), layer.weight, layer.bias)
     if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
-        of_block: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
-        return of_block.unsqueeze(-3)
+        single: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
+        return single.unsqueeze(-3)
     chunks = Chunks(x, geometry, packed)
     parts = F.linear(
-        chunks.tokens.flatten(-2), layer.weight.view(layer.out_features * chunks.places, -1)
+        chunks.tokens.flatten(-2),
+        layer.weight.view(layer.out_features * chunks.per_block, -1),
     )
-    total: torch.Tensor = constant + chunks.total(parts.unflatten(-1, (-1, chunks.places)))
+    total: torch.Tensor = constant + chunks.total(parts.unflatten(-1, (-1, chunks.per_block)))
     return total.to(parts.dtype)
 
 
 def _joint(
     phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
 ) -> Sequence[torch.Tensor] | None:
-    """Apply phis of one kind to tensors of one shape, as one autograd node; None where only the
-    operator-by-operator form is right.
+    """Apply phis of one kind to tensors of one shape, as one autograd node.
+
+    Returns None if only the operator-by-operator form is correct for these arguments.
     """
     geometry, first = phis[0].geometry, xs[0]
     if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
@@ -162,7 +175,7 @@ def _joint(
 
 
 class LinearPhi(Phi):
-    """W flatten(block + position) + b."""
+    """Linear map of the flattened block: W flatten(block + position) + b."""
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
         super().__init__(geometry, width)
@@ -172,7 +185,7 @@ class LinearPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Unit variance out for unit variance in."""
+        """Initialise to unit-variance outputs for unit-variance inputs."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.proj.weight, std=self.proj.in_features**-0.5)
         nn.init.zeros_(self.proj.bias)
@@ -184,16 +197,19 @@ class LinearPhi(Phi):
         return _block_linear(x, self.position, self.proj, self.geometry, packed).to(x.dtype)
 
     def linears(self) -> tuple[nn.Linear, ...]:
-        """The linear layers. The joint form needs all of them to be plain."""
+        """Return the linear layers, which must all be plain for the joint form."""
         return (self.proj,)
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """In the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
+        """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
         return self.position, self.proj.weight, self.proj.bias
 
 
 class MLPPhi(Phi):
-    """W_down GELU(W_up flatten(block + position) + b_up) + b_down, with 2D hidden units."""
+    """MLP of the flattened block: W_down GELU(W_up flatten(block + position) + b_up) + b_down.
+
+    It has 2D hidden units.
+    """
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
         super().__init__(geometry, width)
@@ -204,8 +220,9 @@ class MLPPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """About unit variance out for unit variance in (GELU's mean square over a standard normal
-        is 0.43).
+        """Initialise to outputs of about unit variance for unit-variance inputs.
+
+        The mean square of GELU over a standard normal is 0.43.
         """
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.up.weight, std=self.up.in_features**-0.5)
@@ -223,16 +240,16 @@ class MLPPhi(Phi):
         return hidden.to(x.dtype)
 
     def linears(self) -> tuple[nn.Linear, ...]:
-        """The linear layers. The joint form needs all of them to be plain."""
+        """Return the linear layers, which must all be plain for the joint form."""
         return self.up, self.down
 
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """In the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
+        """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
         return self.position, self.up.weight, self.up.bias, self.down.weight, self.down.bias
 
 
 class ConvPhi(Phi):
-    """Depthwise convolution of length l and stride d over the tokens; starts near the average."""
+    """Depthwise convolution of length l and stride d over the tokens, initially near their mean."""
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
         super().__init__(geometry, width)
@@ -241,7 +258,7 @@ class ConvPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The average of the tokens, plus noise of about a tenth of it."""
+        """Initialise to the mean of the tokens, plus noise of about a tenth of it."""
         size = self.geometry.compress_block_size
         nn.init.normal_(self.weight, mean=1 / size, std=0.1 / size)
         nn.init.zeros_(self.bias)
@@ -249,16 +266,17 @@ class ConvPhi(Phi):
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
         chunks = Chunks(x, self.geometry, packed)
-        weight = self.weight.view(self.width, chunks.places, -1)
+        weight = self.weight.view(self.width, chunks.per_block, -1)
         total = chunks.total(torch.einsum("...gtc,cjt->...gcj", chunks.tokens, weight))
         return (total + self.bias).to(x.dtype)
 
 
 class AttnPoolPhi(Phi):
-    """Sum over the l tokens of softmax(query . (token + position) / sqrt(D)) (token + position).
+    """Attention pooling: softmax over the l tokens of a learned query's scores, weighted sum.
 
-    A softmax inside each chunk and one over the r chunks of a block, weighted by the chunks'
-    log-sums, are together the softmax over the block.
+    With x = token + position, the result is sum over tokens of softmax(query . x / sqrt(D)) x. It
+    is computed as a softmax inside each chunk, and a softmax over the r chunks of a block weighted
+    by the log-sum-exp of the chunks.
     """
 
     def __init__(self, geometry: BlockGeometry, width: int) -> None:
@@ -268,15 +286,15 @@ class AttnPoolPhi(Phi):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Logits of unit variance for tokens of unit variance."""
+        """Initialise to unit-variance logits for unit-variance tokens."""
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.query)
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
         chunks, precise = Chunks(x, self.geometry, packed), stats_dtype(x.dtype)
-        position = self.position.unflatten(0, (chunks.places, -1))  # [r, d, D]
-        tokens = chunks.tokens.contiguous()  # backward keeps this copy, not what x is a view of
+        position = self.position.unflatten(0, (chunks.per_block, -1))  # [r, d, D]
+        tokens = chunks.tokens.contiguous()  # backward keeps this copy, not the base of x
         query = self.query  # read once: a parametrisation computes it
         token_logits = (tokens @ query.to(x.dtype)).unsqueeze(-2)  # [..., G, 1, d]
         logits = (
@@ -284,7 +302,7 @@ class AttnPoolPhi(Phi):
         ) * self.width**-0.5  # [..., G, r, d]
         weights = logits.softmax(-1).to(x.dtype)
         pooled = weights @ tokens + torch.einsum("...jt,jtc->...jc", weights, position.to(x.dtype))
-        members = range(chunks.places)
+        members = range(chunks.per_block)
         shares = torch.stack(
             [chunks.at(j, logits.logsumexp(-1)[..., j]) for j in members], -1
         ).softmax(-1)
@@ -302,18 +320,18 @@ _KINDS: dict[str, type[Phi]] = {
 
 
 def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
-    """The compression of a kind in config.COMPRESS_KINDS for heads of ``width``."""
+    """Create a phi for heads of ``width``; ``kind`` is one of config.COMPRESS_KINDS."""
     return _KINDS[kind](geometry, width)
 
 
 def compress_pair(
     phi_k: Phi, phi_v: Phi, k: torch.Tensor, v: torch.Tensor, packed: PackedBlocks | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
+    """Return phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
     phis, kind = (phi_k, phi_v), type(phi_k)
     alike = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
     if alike and are_plain(kind, phi_k, phi_v):
-        joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # of kind
+        joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # phis are of type kind
         if joint is not None:
             return joint[0], joint[1]
     return phi_k(k, packed), phi_v(v, packed)
