@@ -1,6 +1,4 @@
-"""The fold: plain causal attention over folded queries is compressed attention; every form against
-an explicit mask.
-"""
+"""The fold: causal attention over folded queries equals compressed attention with an explicit mask."""
 
 from __future__ import annotations
 
@@ -27,13 +25,16 @@ def values(*shape: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """q [..., S, h, D] over k, v [..., I, D]; ``seen`` bool [S, I]. Rows without a key are 0."""
+    """Attention of q [..., S, h, D] over k, v [..., I, D] under a mask ``seen`` bool [S, I].
+
+    Rows without a visible key are 0.
+    """
     scores = torch.einsum("...shd,...id->...shi", q, k).masked_fill(~seen[:, None], -torch.inf)
     return scores.softmax(-1).nan_to_num() @ v.unsqueeze(-3)
 
 
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry) -> Tensor:
-    """[S, Hq, D] over [I, G, D] by the visibility rule: i * d + l - 1 <= t."""
+    """Attention of [S, Hq, D] over [I, G, D] under the visibility rule i * d + l - 1 <= t."""
     token, block = torch.arange(len(q))[:, None], torch.arange(len(k))
     seen = block * geometry.compress_stride + geometry.compress_block_size - 1 <= token
     grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1)
@@ -41,7 +42,7 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometr
 
 
 def causal(runs: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Folded queries [I, G, d, h, D] over [I, G, D], each run up to its own key."""
+    """Causal attention of folded queries [I, G, d, h, D] over [I, G, D]: run r sees keys 0 .. r."""
     rows = runs.flatten(2, 3).transpose(0, 1)
     seen = torch.ones(len(k), len(k), dtype=torch.bool).tril()
     o = attend(rows, k.transpose(0, 1), v.transpose(0, 1), seen)
@@ -51,7 +52,7 @@ def causal(runs: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @EACH
 @pytest.mark.parametrize("group_major", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_folded_queries_under_a_causal_mask(
+def test_causal_attention_over_folded_queries(
     length: int, group_major: bool, geometry: BlockGeometry
 ) -> None:
     count = geometry.num_compressed(length)
@@ -72,7 +73,7 @@ def test_folded_queries_under_a_causal_mask(
 
 @EACH
 @pytest.mark.parametrize("length", LENGTHS)
-def test_places_without_a_token_are_zero(length: int, geometry: BlockGeometry) -> None:
+def test_entries_without_a_token_are_zero(length: int, geometry: BlockGeometry) -> None:
     runs = fold(values(1, length, 2, 3), 1, geometry)
     seen = length - (geometry.compress_block_size - 1)
     assert not runs.transpose(2, 3).flatten(1, 2)[:, seen:].any()
@@ -80,14 +81,16 @@ def test_places_without_a_token_are_zero(length: int, geometry: BlockGeometry) -
 
 @EACH
 @pytest.mark.parametrize("lengths", [(9, 14, 30), (0, 3, 17, 0), (23,), (3, 8)])
-def test_packed_documents(lengths: tuple[int, ...], geometry: BlockGeometry) -> None:
+def test_packed_fold_equals_compressed_attention_per_document(
+    lengths: tuple[int, ...], geometry: BlockGeometry
+) -> None:
     total = sum(lengths)
     bounds = [0, *itertools.accumulate(lengths)]
     packed = PackedFold.of(torch.tensor(bounds, dtype=torch.int32), total, geometry)
     rows = geometry.max_compressed(total)
     q, k, v = values(total, 6, 5), values(rows, 2, 5), values(rows, 2, 5)
     runs, expected, o = packed.fold(q, 2), torch.zeros_like(q), values(rows, 2, 1, 1, 5)
-    o = o.expand(*runs.shape).clone()  # of runs of no document: not 0
+    o = o.expand(*runs.shape).clone()  # runs of no document are not 0
     for first, last, key, end in zip(bounds, bounds[1:], packed.cu, packed.cu[1:]):
         if key < end:
             expected[first:last] = compressed_attention(
@@ -99,7 +102,7 @@ def test_packed_documents(lengths: tuple[int, ...], geometry: BlockGeometry) -> 
     assert int((~packed.empty[: packed.cu[-1]]).sum()) == int((~packed.blank).sum())
 
 
-def test_residues_are_views_of_every_run() -> None:
+def test_residues_are_views() -> None:
     geometry, x = GEOMETRIES["l=8 d=4"], values(40, 3, 2)[2:, :, :]
     part = Residues(first=7 + 1, residues=3, runs=5, keys=4, stride=4)
     view = part.queries(x)

@@ -1,4 +1,4 @@
-"""Configurations and inputs the module's tests share."""
+"""Configurations and inputs that the tests of the layer share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SMALL = {
 
 
 def small(**changes: object) -> NSAConfig:
-    """l=8, d=4, l'=8, n=4, w=9, 4 query heads over 2, 8/6 wide; ``changes`` replace fields."""
+    """A config with l=8, d=4, l'=8, n=4, w=9, 4/2 heads, widths 8/6; ``changes`` replace fields."""
     return NSAConfig(**{**SMALL, **changes})
 
 
 def layer_of(dtype: torch.dtype = torch.float64, **changes: object) -> NSAttention:
-    """A layer of :func:`small` in ``dtype``."""
+    """A layer with the config of :func:`small`, in ``dtype``."""
     return NSAttention(small(**changes)).to(dtype)
 
 
 class Inputs(NamedTuple):
-    """Arguments of nsa_attention."""
+    """The tensor arguments of nsa_attention."""
 
     q: torch.Tensor
     k: tuple[torch.Tensor, ...]
@@ -44,8 +44,9 @@ class Inputs(NamedTuple):
 def inputs(
     config: NSAConfig, *lead: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False
 ) -> Inputs:
-    """Random q, three keys and values, and gates for tokens of shape ``lead``: (B, S), or (T,)
-    packed.
+    """Random q, keys and values of three branches, and gates.
+
+    ``lead`` is (B, S), or (T,) if packed.
     """
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -63,5 +64,5 @@ def inputs(
 
 
 def boundaries(*lengths: int) -> torch.Tensor:
-    """cu_seqlens of documents of these lengths."""
+    """cu_seqlens of documents with these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

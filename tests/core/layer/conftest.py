@@ -1,4 +1,4 @@
-"""Fixtures of the module's tests: small configurations, and plans of the dense test backend."""
+"""Fixtures of the tests of the layer: default plans from the dense test backend, and a seed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nsa_core.dispatch import default_plan
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """Default plans come from the dense test backend; the requests made are listed."""
-    asked: list[dict[str, object]] = []
+    """Resolve default plans to the dense test backend; return the list of requested options."""
+    requested: list[dict[str, object]] = []
 
     def resolve(config, options):
-        asked.append(dataclasses.asdict(options))
-        needs = {"varlen": options.varlen, "needs_grad": options.needs_grad}
-        return dense_plan(config, options.dtype, **needs)
+        requested.append(dataclasses.asdict(options))
+        flags = {"varlen": options.varlen, "needs_grad": options.needs_grad}
+        return dense_plan(config, options.dtype, **flags)
 
     monkeypatch.setattr(default_plan, "resolve", resolve)
     monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
-    return asked
+    return requested
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""A backend of dense masks in plain PyTorch, for tests: every slot in a few lines, backward by
-torch.func.vjp.
+"""A test backend with dense masks in plain PyTorch: short forwards, backwards by torch.func.vjp.
 
-Dense inputs become packed ones whose documents are the batch entries, so there is one code path.
+Dense inputs are converted to packed inputs whose documents are the batch entries, so there is one
+code path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nsa_core.torch_ops.slot_op import Kernel, slot_op
 def _rows(
     tensors: tuple[torch.Tensor, ...], call: SlotCall
 ) -> tuple[list[torch.Tensor], Any, Any, torch.Tensor]:
-    """Tensors as rows, places of tokens, places of compressed tokens, which of those exist."""
+    """Tensors as rows, positions of tokens and compressed tokens, and which of the latter exist."""
     q = tensors[0]
     if call.cu_seqlens is not None:
         cu, flat = call.cu_seqlens, list(tensors)
@@ -40,8 +40,10 @@ def _rows(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> Any:
-    """mask [T, G, keys]; the keys no query sees may hold NaN. Returns o [T, Hq, Dv], lse [Hq,
-    T].
+    """Attention under a mask [T, G, keys]; keys that no query sees may be NaN.
+
+    Returns:
+        o [T, Hq, Dv], lse [Hq, T].
     """
     high, group = stats_dtype(q.dtype), q.shape[1] // k.shape[1]
     q, k, v = (t.to(high) for t in (q, k, v))
@@ -66,7 +68,7 @@ def _restore(
     return o.to(q.dtype).contiguous(), lse.contiguous()
 
 
-def _same(tokens: Any, keys: Any) -> torch.Tensor:
+def _same_document(tokens: Any, keys: Any) -> torch.Tensor:
     return tokens.document[:, None] == keys.document[None, :]
 
 
@@ -74,22 +76,22 @@ def cmp_forward(q, k, v, *, call):
     (fq, fk, fv), tokens, blocks, exists = _rows((q, k, v), call)
     g = call.geometry
     last = blocks.position * g.compress_stride + g.compress_block_size - 1
-    mask = _same(tokens, blocks) & exists & (last[None, :] <= tokens.position[:, None])
+    mask = _same_document(tokens, blocks) & exists & (last[None, :] <= tokens.position[:, None])
     return _restore(*_attend(fq, fk, fv, mask[:, None].expand(-1, k.shape[-2], -1), call.scale), q)
 
 
 def win_forward(q, k, v, *, call):
     (fq, fk, fv), tokens, _, _ = _rows((q, k, v), call)
     back = tokens.position[:, None] - tokens.position[None, :]
-    mask = _same(tokens, tokens) & (back >= 0) & (back < call.geometry.window_size)
+    mask = _same_document(tokens, tokens) & (back >= 0) & (back < call.geometry.window_size)
     return _restore(*_attend(fq, fk, fv, mask[:, None].expand(-1, k.shape[-2], -1), call.scale), q)
 
 
 def sel_forward(q, k, v, blocks, *, call):
     (fq, fk, fv, fb), tokens, _, _ = _rows((q, k, v, blocks), call)
-    of_key = tokens.position // call.geometry.select_block_size
-    chosen = (fb[..., None] == of_key).any(-2)  # [T, G, keys]
-    causal = _same(tokens, tokens) & (tokens.position[None, :] <= tokens.position[:, None])
+    key_block = tokens.position // call.geometry.select_block_size
+    chosen = (fb[..., None] == key_block).any(-2)  # [T, G, keys]
+    causal = _same_document(tokens, tokens) & (tokens.position[None, :] <= tokens.position[:, None])
     return _restore(*_attend(fq, fk, fv, chosen & causal[:, None], call.scale), q)
 
 
@@ -99,7 +101,7 @@ def select_forward(q, k, lse, *, call):
     g, high = call.geometry, stats_dtype(q.dtype)
     group = q.shape[-2] // k.shape[-2]
     last = blocks.position * g.compress_stride + g.compress_block_size - 1
-    mask = _same(tokens, blocks) & exists & (last[None, :] <= tokens.position[:, None])
+    mask = _same_document(tokens, blocks) & exists & (last[None, :] <= tokens.position[:, None])
     logits = (
         torch.einsum("thd,khd->htk", fq.to(high), fk.to(high).repeat_interleave(group, 1))
         * call.scale
@@ -118,17 +120,19 @@ def select_forward(q, k, lse, *, call):
     scores = torch.where((j < g.init_blocks) | (j > current - g.local_blocks), torch.inf, scores)
     scores = torch.where(j <= current, scores, -torch.inf)
     best = scores.sort(dim=-1, descending=True, stable=True)
-    picked = torch.where(
+    selected = torch.where(
         best.values[..., : g.num_selected_blocks] == -torch.inf,
         count,
         best.indices[..., : g.num_selected_blocks],
     )
-    picked = (
-        torch.nn.functional.pad(picked, (0, g.num_selected_blocks - picked.shape[-1]), value=count)
+    selected = (
+        torch.nn.functional.pad(
+            selected, (0, g.num_selected_blocks - selected.shape[-1]), value=count
+        )
         .sort(-1)
         .values
     )
-    out = torch.where(picked == count, -1, picked).to(torch.int32)
+    out = torch.where(selected == count, -1, selected).to(torch.int32)
     return out if q.dim() == 3 else out.unflatten(0, q.shape[:2])
 
 
@@ -138,35 +142,33 @@ def combine_forward(gates, o_cmp, o_sel, o_win, *, call):
     return total.to(o_cmp.dtype)
 
 
-def _pull(forward, grad, inputs, *rest, call):
+def _vjp(forward, grad, inputs, *others, call):
     def output(*inputs):
-        result = forward(*inputs, *rest, call=call)
+        result = forward(*inputs, *others, call=call)
         return result[0] if isinstance(result, tuple) else result
 
     return torch.func.vjp(output, *inputs)[1](grad)
 
 
 def cmp_backward(do, q, k, v, o, lse, *, call):
-    return _pull(cmp_forward, do, (q, k, v), call=call)
+    return _vjp(cmp_forward, do, (q, k, v), call=call)
 
 
 def win_backward(do, q, k, v, o, lse, *, call):
-    return _pull(win_forward, do, (q, k, v), call=call)
+    return _vjp(win_forward, do, (q, k, v), call=call)
 
 
 def sel_backward(do, q, k, v, blocks, o, lse, *, call):
-    return _pull(sel_forward, do, (q, k, v), blocks, call=call)
+    return _vjp(sel_forward, do, (q, k, v), blocks, call=call)
 
 
 def combine_backward(do, gates, o_cmp, o_sel, o_win, *, call):
-    return _pull(combine_forward, do, (gates, o_cmp, o_sel, o_win), call=call)
+    return _vjp(combine_forward, do, (gates, o_cmp, o_sel, o_win), call=call)
 
 
 def _spec(slot: str) -> SlotSpec:
-    here = __name__
-    return SlotSpec(
-        f"{here}:{slot}_forward", None if slot == "select" else f"{here}:{slot}_backward"
-    )
+    backward = None if slot == "select" else f"{__name__}:{slot}_backward"
+    return SlotSpec(f"{__name__}:{slot}_forward", backward)
 
 
 def dense_plan(
@@ -177,7 +179,7 @@ def dense_plan(
     needs_grad: bool = True,
     device: str = "cpu",
 ) -> Plan:
-    """A plan in which this file's functions fill every slot."""
+    """A plan that runs every slot with the functions of this module."""
     requests = {
         slot: request_of(
             config, slot, dtype=dtype, device=device, needs_grad=needs_grad, varlen=varlen

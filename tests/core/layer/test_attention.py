@@ -1,4 +1,4 @@
-"""nsa_attention: what it composes, what it refuses, and how torch's transforms meet it."""
+"""nsa_attention: composition of the branches, options, errors and default plans."""
 
 import contextlib
 
@@ -16,28 +16,28 @@ from nsa_core.torch_ops.slot_op import record_dispatch
 CONFIG = small()
 
 
-def attend(given, config=CONFIG, **others):
-    others.setdefault("plan", dense_plan(config, given.q.dtype, varlen=True))
-    return nsa_attention(*given, config=config, **others)
+def attend(tensors, config=CONFIG, **others):
+    others.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
+    return nsa_attention(*tensors, config=config, **others)
 
 
 def test_output_is_the_gated_sum_of_the_branches():
-    given, plan = inputs(CONFIG, 2, 37), dense_plan(CONFIG)
-    o, lse, blocks = attend(given, return_lse=True, return_blocks=True)
-    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (given.k, given.v))
+    tensors, plan = inputs(CONFIG, 2, 37), dense_plan(CONFIG)
+    o, lse, blocks = attend(tensors, return_lse=True, return_blocks=True)
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (tensors.k, tensors.v))
     branches = [
-        plan.cmp(given.q, k_cmp, v_cmp),
-        plan.sel(given.q, given.k[1], given.v[1], plan.select(given.q, k_cmp, lse[0])),
-        plan.win(given.q, given.k[2], given.v[2]),
+        plan.cmp(tensors.q, k_cmp, v_cmp),
+        plan.sel(tensors.q, tensors.k[1], tensors.v[1], plan.select(tensors.q, k_cmp, lse[0])),
+        plan.win(tensors.q, tensors.k[2], tensors.v[2]),
     ]
-    expected = sum(given.gates[..., c, None] * o_c for c, (o_c, _) in enumerate(branches))
+    expected = sum(tensors.gates[..., c, None] * o_c for c, (o_c, _) in enumerate(branches))
     torch.testing.assert_close(o, expected, rtol=1e-14, atol=1e-14)
-    assert torch.equal(blocks, plan.select(given.q, k_cmp, branches[0][1]))
-    for got, (_, of_branch) in zip(lse, branches):
-        assert torch.equal(got, of_branch)
+    assert torch.equal(blocks, plan.select(tensors.q, k_cmp, branches[0][1]))
+    for got, (_, branch_lse) in zip(lse, branches):
+        assert torch.equal(got, branch_lse)
 
 
-def test_one_tensor_serves_all_branches():
+def test_one_tensor_for_all_branches():
     q, k, v, gates = inputs(CONFIG, 1, 30)
     assert torch.equal(
         attend(type(inputs(CONFIG, 1, 1))(q, k[0], v[0], gates)),
@@ -46,16 +46,16 @@ def test_one_tensor_serves_all_branches():
 
 
 @pytest.mark.parametrize("cmp_entry", ["None", "ignored"])
-def test_given_compressed_tensors_replace_the_cmp_entry(cmp_entry):
-    given = inputs(CONFIG, 1, 30)
-    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (given.k, given.v))
+def test_compressed_tensors_replace_the_cmp_entry(cmp_entry):
+    tensors = inputs(CONFIG, 1, 30)
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (tensors.k, tensors.v))
     other = None if cmp_entry == "None" else torch.full((3,), torch.nan)
-    replaced = given._replace(k=(other, *given.k[1:]), v=(other, *given.v[1:]))
-    assert torch.equal(attend(replaced, k_cmp=k_cmp, v_cmp=v_cmp), attend(given))
+    replaced = tensors._replace(k=(other, *tensors.k[1:]), v=(other, *tensors.v[1:]))
+    assert torch.equal(attend(replaced, k_cmp=k_cmp, v_cmp=v_cmp), attend(tensors))
 
 
 @pytest.mark.parametrize("extras", [(), ("lse",), ("blocks",), ("lse", "blocks")])
-def test_returns_are_as_asked(extras):
+def test_optional_outputs(extras):
     got = attend(inputs(CONFIG, 1, 12), **{f"return_{e}": True for e in extras})
     if not extras:
         assert got.shape == (1, 12, 4, 6)
@@ -70,15 +70,15 @@ def test_returns_are_as_asked(extras):
 
 
 def test_selection_gets_no_gradient_and_keys_of_cmp_do():
-    given = inputs(CONFIG, 1, 40, requires_grad=True)
-    o, lse, blocks = attend(given, return_lse=True, return_blocks=True)
+    tensors = inputs(CONFIG, 1, 40, requires_grad=True)
+    o, lse, blocks = attend(tensors, return_lse=True, return_blocks=True)
     assert not any(x.requires_grad for x in (*lse, blocks))
     with record_dispatch() as calls:
         o.square().sum().backward()
     assert sorted(c.slot for c in calls) == ["cmp", "combine", "sel", "win"]
     assert all(
         x.grad is not None and x.grad.abs().sum() > 0
-        for x in (given.q, given.gates, *given.k, *given.v)
+        for x in (tensors.q, tensors.gates, *tensors.k, *tensors.v)
     )
 
 
@@ -86,36 +86,36 @@ def test_selection_gets_no_gradient_and_keys_of_cmp_do():
 @pytest.mark.parametrize("max_seqlen", ["longest", None])
 def test_row_18_packed_equals_separate(lengths, max_seqlen):
     cu = boundaries(*lengths)
-    given = inputs(CONFIG, int(cu[-1]))
+    tensors = inputs(CONFIG, int(cu[-1]))
     longest = max(lengths) if max_seqlen else None
-    packed, blocks = attend(given, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
+    packed, blocks = attend(tensors, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
     for a, b in zip(cu.tolist(), cu.tolist()[1:]):
-        alone = type(given)(
+        alone = type(tensors)(
             *(
                 x[a:b][None] if isinstance(x, torch.Tensor) else [y[a:b][None] for y in x]
-                for x in given
+                for x in tensors
             )
         )
-        o, of_alone = attend(alone, return_blocks=True)
+        o, blocks_alone = attend(alone, return_blocks=True)
         torch.testing.assert_close(packed[a:b], o[0], rtol=1e-13, atol=1e-13)
-        assert torch.equal(blocks[a:b], of_alone[0])
+        assert torch.equal(blocks[a:b], blocks_alone[0])
 
 
 @pytest.mark.parametrize("lead", [(0, 5), (2, 0), (1, 1)])
 def test_rows_01_02_03_empty_and_single(lead):
-    given = inputs(CONFIG, *lead, requires_grad=True)
-    o = attend(given)
+    tensors = inputs(CONFIG, *lead, requires_grad=True)
+    o = attend(tensors)
     assert o.shape == (*lead, 4, 6)
     o.sum().backward()
-    if o.numel():  # one token: o_win and o_sel are v, o_cmp is 0
-        expected = given.gates[..., 1, None] * given.v[1].repeat_interleave(2, 2)
-        expected = expected + given.gates[..., 2, None] * given.v[2].repeat_interleave(2, 2)
+    if o.numel():  # with one token, o_win and o_sel are v, and o_cmp is 0
+        expected = tensors.gates[..., 1, None] * tensors.v[1].repeat_interleave(2, 2)
+        expected = expected + tensors.gates[..., 2, None] * tensors.v[2].repeat_interleave(2, 2)
         torch.testing.assert_close(o, expected, rtol=1e-14, atol=1e-14)
-        assert torch.equal(given.gates.grad[..., 0], torch.zeros_like(given.gates.grad[..., 0]))
-    assert all(x.grad.shape == x.shape for x in (given.q, *given.k, *given.v))
+        assert torch.equal(tensors.gates.grad[..., 0], torch.zeros_like(tensors.gates.grad[..., 0]))
+    assert all(x.grad.shape == x.shape for x in (tensors.q, *tensors.k, *tensors.v))
 
 
-# What is refused, and what the message must name. Rows are those of the fault table.
+# Changes to valid arguments, and texts of the error. Rows refer to the fault table.
 REFUSED = {
     "row11-heads": (lambda g: {"q": g.q[:, :, :3]}, ["q has Hq = 3, expected 4"]),
     "row15-rank": (lambda g: {"q": g.q[0]}, ["q must have 4 axes"]),
@@ -139,7 +139,7 @@ REFUSED = {
         },
         ["k_cmp has C = 3, expected 2"],
     ),
-    "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["give both or neither"]),
+    "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["pass both or neither"]),
     "row15-two": (lambda g: {"k": g.k[:2]}, ["k must be one tensor or three", "tuple of length 2"]),
     "row15-hole": (lambda g: {"v": (g.v[0], None, None)}, ["v lacks its sel, win entry"]),
     "row15-number": (lambda g: {"q": 3.0}, ["q must be a tensor, got float"]),
@@ -194,8 +194,8 @@ def _map(x, dtype):
 @pytest.mark.parametrize("plan", ["given", "default"])
 def test_refused_before_any_launch(name, plan, planned):
     change, expected = REFUSED[name]
-    given = inputs(CONFIG, 1, 12)
-    arguments = {**given._asdict(), **change(given)}
+    tensors = inputs(CONFIG, 1, 12)
+    arguments = {**tensors._asdict(), **change(tensors)}
     with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
         nsa_attention(
             **arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "given" else None
@@ -219,25 +219,26 @@ def test_refused_before_any_launch(name, plan, planned):
     ],
 )
 def test_row_17_boundaries_on_the_cpu_are_read(bounds, text):
-    given = inputs(CONFIG, 30)
+    tensors = inputs(CONFIG, 30)
     with pytest.raises(InvalidInput, match=text):
-        attend(given, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        attend(tensors, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
 def test_max_seqlen_below_the_longest_document_is_refused():
-    given, cu = inputs(CONFIG, 30), boundaries(20, 10)
+    tensors, cu = inputs(CONFIG, 30), boundaries(20, 10)
     with pytest.raises(InvalidInput, match="longest document's 20 tokens, got 19"):
-        attend(given, cu_seqlens=cu, max_seqlen=19)
+        attend(tensors, cu_seqlens=cu, max_seqlen=19)
     assert torch.equal(
-        attend(given, cu_seqlens=cu, max_seqlen=20), attend(given, cu_seqlens=cu, max_seqlen=500)
+        attend(tensors, cu_seqlens=cu, max_seqlen=20),
+        attend(tensors, cu_seqlens=cu, max_seqlen=500),
     )
 
 
 def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
-    given = inputs(CONFIG, 1, 37)
-    expected, blocks = attend(given, return_blocks=True)
+    tensors = inputs(CONFIG, 1, 37)
+    expected, blocks = attend(tensors, return_blocks=True)
     with record_dispatch() as calls:
-        assert torch.equal(attend(given, blocks=blocks), expected)
+        assert torch.equal(attend(tensors, blocks=blocks), expected)
     assert "select" not in [c.slot for c in calls]
     wide = blocks.long()
     shuffled = wide.flip(-1)
@@ -250,20 +251,20 @@ def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
         torch.cat((wide, junk, future), -1),
         blocks.to(torch.int8),
     ):
-        torch.testing.assert_close(attend(given, blocks=other), expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(attend(tensors, blocks=other), expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16])
 def test_row_30_large_integers_do_not_wrap_into_range(dtype):
-    given = inputs(CONFIG, 1, 37)
+    tensors = inputs(CONFIG, 1, 37)
     largest = torch.iinfo(dtype).max  # -1 if wrapped
     blocks = torch.tensor([0, largest]).to(dtype).expand(1, 37, 2, 2)
-    expected = attend(given, blocks=torch.zeros(1, 37, 2, 1, dtype=torch.int32))
-    assert torch.equal(attend(given, blocks=blocks), expected)
+    expected = attend(tensors, blocks=torch.zeros(1, 37, 2, 1, dtype=torch.int32))
+    assert torch.equal(attend(tensors, blocks=blocks), expected)
 
 
-def test_plan_for_something_else_is_refused():
-    given = inputs(CONFIG, 1, 12)
+def test_plan_for_another_call_is_refused():
+    tensors = inputs(CONFIG, 1, 12)
     for plan, text in (
         (dense_plan(small(window_size=3)), "plan is for NSAConfig"),
         (
@@ -273,25 +274,25 @@ def test_plan_for_something_else_is_refused():
         (dense_plan(CONFIG, device="cuda"), "plan is for float64 on cuda"),
     ):
         with pytest.raises(InvalidInput, match=text):
-            attend(given, plan=plan)
+            attend(tensors, plan=plan)
     with pytest.raises(InvalidInput, match="without varlen=True"):
         attend(inputs(CONFIG, 12), plan=dense_plan(CONFIG), cu_seqlens=boundaries(12))
 
 
-def test_plan_without_gradient_serves_inference_only():
-    plan, given = dense_plan(CONFIG, needs_grad=False), inputs(CONFIG, 1, 12, requires_grad=True)
+def test_plan_without_gradient_is_for_inference_only():
+    plan, tensors = dense_plan(CONFIG, needs_grad=False), inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(InvalidInput, match="without needs_grad=True"):
-        attend(given, plan=plan)
+        attend(tensors, plan=plan)
     with torch.no_grad():
-        expected = attend(given, plan=plan)
-    assert torch.equal(attend(given).detach(), expected)
+        expected = attend(tensors, plan=plan)
+    assert torch.equal(attend(tensors).detach(), expected)
 
 
-def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
-    given = inputs(CONFIG, 1, 12, requires_grad=True)
+def test_default_plan_is_resolved_once_for_all_grad_modes(planned):
+    tensors = inputs(CONFIG, 1, 12, requires_grad=True)
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with mode():
-            nsa_attention(*given, config=CONFIG)
+            nsa_attention(*tensors, config=CONFIG)
     assert [(a["dtype"], a["varlen"], a["needs_grad"]) for a in planned] == [
         (torch.float64, False, True)
     ]
@@ -299,7 +300,7 @@ def test_default_plan_is_made_once_and_does_not_depend_on_grad_mode(planned):
     assert [(a["varlen"], a["needs_grad"]) for a in planned[1:]] == [(True, True)]
 
 
-def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkeypatch):
+def test_forward_only_plan_is_used_if_no_gradient_is_needed(planned, monkeypatch):
     resolve = nsa_core.dispatch.default_plan.resolve
 
     def cannot_train(config, options):
@@ -308,14 +309,14 @@ def test_forward_only_backends_serve_where_no_gradient_is_wanted(planned, monkey
         return resolve(config, options)
 
     monkeypatch.setattr(nsa_core.dispatch.default_plan, "resolve", cannot_train)
-    given = inputs(CONFIG, 1, 12, requires_grad=True)
+    tensors = inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(Unsupported, match="forward only"):
-        nsa_attention(*given, config=CONFIG)
+        nsa_attention(*tensors, config=CONFIG)
     with torch.no_grad():
-        assert torch.equal(nsa_attention(*given, config=CONFIG), attend(given))
+        assert torch.equal(nsa_attention(*tensors, config=CONFIG), attend(tensors))
 
 
-def test_long_sequences_have_a_plan_of_their_own(planned, monkeypatch):
+def test_long_sequences_have_their_own_plan(planned, monkeypatch):
     monkeypatch.setattr(nsa_core.dispatch.default_plan, "LONG_SEQUENCE", 20)
     layer = nsa_core.NSAttention(CONFIG).double()
     for length in (12, 19, 20, 40):

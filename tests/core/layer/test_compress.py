@@ -1,4 +1,4 @@
-"""Every phi against its formula, written block by block."""
+"""Every kind of phi against its formula, written block by block."""
 
 import math
 
@@ -23,8 +23,8 @@ GEOMETRIES = {
 LENGTHS = {"paper": (0, 31, 32, 47, 48, 101)}
 
 
-def of_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
-    """phi of one block [l, D] of one head: the formulas of docs/semantics.md."""
+def compress_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
+    """phi of one block [l, D] of one head, by the formulas of docs/semantics.md."""
     if kind == "mean":
         return block.mean(0)
     if kind == "conv":
@@ -51,7 +51,7 @@ def reference(
     for b in range(x.shape[0]):
         for i, start in enumerate(starts):
             for head in range(x.shape[2]):
-                out[b, i, head] = of_block(
+                out[b, i, head] = compress_block(
                     kind, p, x[b, start : start + g.compress_block_size, head]
                 )
     return out
@@ -60,7 +60,9 @@ def reference(
 def phi_of(kind: str, geometry: BlockGeometry, width: int = 5) -> torch.nn.Module:
     phi = make_phi(kind, geometry, width).double()
     with torch.no_grad():
-        for parameter in phi.parameters():  # biases start at zero, and would hide a lost one
+        for (
+            parameter
+        ) in phi.parameters():  # biases are initially zero, which would hide a missing bias
             parameter.add_(torch.randn_like(parameter) * 0.3)
     return phi
 
@@ -88,8 +90,8 @@ def test_dense_is_the_formula_forward_and_backward(kind, name):
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize(("batch", "length"), [(0, 21), (0, 8), (0, 5), (0, 0), (2, 0), (2, 7)])
-def test_a_call_without_blocks_is_empty_forward_and_backward(kind, batch, length):
-    """No sequences, no tokens, or fewer than l: for phi on one tensor, on two, and in a layer."""
+def test_calls_without_blocks_are_empty_forward_and_backward(kind, batch, length):
+    """No sequence, no token, or fewer than l tokens: phi of one tensor, of two, and in a layer."""
     phis = [phi_of(kind, GEOMETRIES["l8d4"]) for _ in range(2)]
     xs = [
         torch.randn(batch, length, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)
@@ -182,36 +184,34 @@ def test_mean_sums_in_fp32():
 def test_backward_keeps_one_copy_of_the_tokens(kind):
     geometry, width = BlockGeometry(), 16
     x = torch.randn(1, 2048, 2, width, requires_grad=True)
-    phi, kept = make_phi(kind, geometry, width), {}
+    phi, saved = make_phi(kind, geometry, width), {}
     parameters = {p.untyped_storage().data_ptr() for p in phi.parameters()}
 
     def keep(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         phi(x)
-    held = sum(size for pointer, size in kept.items() if pointer not in parameters)
+    saved_bytes = sum(size for pointer, size in saved.items() if pointer not in parameters)
     # One copy of x, and S/d rows of hidden units or weights, not the l/d copies of overlapping
     # blocks.
-    assert held <= 1.7 * x.numel() * x.element_size()
+    assert saved_bytes <= 1.7 * x.numel() * x.element_size()
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
-def test_output_has_the_spread_of_its_input_at_the_start(kind):
+def test_initial_output_has_about_the_variance_of_the_input(kind):
     phi = make_phi(kind, BlockGeometry(), 64)
     out = phi(torch.randn(1, 1024, 2, 64))
-    # averages of 32 tokens: 1 / sqrt(32)
-    least = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)
-    assert least < out.std().item() < 1.4
+    # Means of 32 tokens have a standard deviation of 1 / sqrt(32).
+    minimum = {"mean": 0.15, "conv": 0.15, "attn_pool": 0.2}.get(kind, 0.7)
+    assert minimum < out.std().item() < 1.4
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("length", [33, 64, 71])
-def test_mean_as_one_node_is_the_mean_op_by_op(name, length):
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
-    ours.
-    """
+def test_mean_node_equals_the_single_operators(name, length):
+    """Under torch.func the mean consists of PyTorch's operators, in eager mode of one node."""
     geometry = GEOMETRIES[name]
     x = torch.randn(2, length, 3, 4, dtype=torch.float64, requires_grad=True)
     mean = mean_compress(x, geometry)
@@ -219,8 +219,8 @@ def test_mean_as_one_node_is_the_mean_op_by_op(name, length):
     by_ops, pull = torch.func.vjp(lambda y: mean_compress(y, geometry), x.detach())
     torch.testing.assert_close(mean, by_ops, rtol=1e-14, atol=1e-15)
     grad = torch.randn_like(mean)
-    (found,) = torch.autograd.grad(mean, x, grad, create_graph=True)
-    torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
+    (grads,) = torch.autograd.grad(mean, x, grad, create_graph=True)
+    torch.testing.assert_close(grads, pull(grad)[0], rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradgradcheck(lambda y: mean_compress(y, geometry), x[:1, :, :1, :1])
 
 
@@ -234,22 +234,20 @@ def pair_of(kind, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
-def test_keys_and_values_together_are_each_alone(kind):
+def test_joint_compression_equals_separate_compression(kind):
     phis, xs = pair_of(kind)
     wrt = [*xs, *(p for phi in phis for p in phi.parameters())]
     together = compress_pair(*phis, *xs, None)
     assert (type(together[0].grad_fn).__name__ == "JointPhiBackward") == (kind in PAIRED)
     alone, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in together]
     torch.testing.assert_close(list(together), alone, rtol=1e-13, atol=1e-13)
-    found, expected = (torch.autograd.grad(list(y), wrt, do) for y in (together, alone))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    grads, expected = (torch.autograd.grad(list(y), wrt, do) for y in (together, alone))
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", PAIRED)
-def test_as_one_node_phi_is_itself_op_by_op(kind):
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
-    ours.
-    """
+def test_phi_node_equals_the_single_operators(kind):
+    """Under torch.func phi consists of PyTorch's operators, in eager mode of one node."""
     (phi, _), (x, _) = pair_of(kind)
     parameters = dict(phi.named_parameters())
     by_ops, pull = torch.func.vjp(lambda p, y: torch.func.functional_call(phi, p, y), parameters, x)
@@ -258,12 +256,12 @@ def test_as_one_node_phi_is_itself_op_by_op(kind):
     torch.testing.assert_close(got, by_ops, rtol=1e-13, atol=1e-13)
     do = torch.randn_like(got)
     dp, dx = pull(do)
-    found = torch.autograd.grad(got, [x, *parameters.values()], do)
-    torch.testing.assert_close(list(found), [dx, *dp.values()], rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(got, [x, *parameters.values()], do)
+    torch.testing.assert_close(list(grads), [dx, *dp.values()], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", PAIRED)
-def test_under_autocast_products_are_low_and_gradients_of_the_parameters_dtype(kind):
+def test_dtypes_of_outputs_and_gradients_under_autocast(kind):
     phis, xs = pair_of(kind, torch.float32)
     low = [x.detach().bfloat16().requires_grad_() for x in xs]
     with torch.autocast("cpu", torch.bfloat16):
@@ -271,18 +269,18 @@ def test_under_autocast_products_are_low_and_gradients_of_the_parameters_dtype(k
     assert [y.dtype for y in got] == [torch.bfloat16] * 2
     exact, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in got]
     parameters = [p for phi in phis for p in phi.parameters()]
-    found = torch.autograd.grad(list(got), [*low, *parameters], do)
+    grads = torch.autograd.grad(list(got), [*low, *parameters], do)
     expected = torch.autograd.grad(exact, [*xs, *parameters], [t.float() for t in do])
-    assert [g.dtype for g in found] == [torch.bfloat16] * 2 + [torch.float32] * len(parameters)
-    for one, other in zip([*got, *found], [*exact, *expected]):
+    assert [g.dtype for g in grads] == [torch.bfloat16] * 2 + [torch.float32] * len(parameters)
+    for one, other in zip([*got, *grads], [*exact, *expected]):
         assert (one.float() - other).norm() < 0.02 * other.norm()
 
 
-def test_a_hook_on_phi_is_called_and_other_widths_go_apart():
+def test_hooks_on_phi_are_called_and_other_widths_are_compressed_separately():
     phis, xs = pair_of("mlp")
     seen = []
     phis[1].register_forward_hook(lambda *_: seen.append("v"))
-    phis[0].forward = lambda *given, own=phis[0].forward: seen.append("k") or own(*given)
+    phis[0].forward = lambda *args, own=phis[0].forward: seen.append("k") or own(*args)
     k, v = compress_pair(*phis, *xs, None)
     assert seen == ["k", "v"]
     phis[1].register_full_backward_pre_hook(lambda *_: seen.append("gradient"))
@@ -294,7 +292,7 @@ def test_a_hook_on_phi_is_called_and_other_widths_go_apart():
 
 
 @pytest.mark.parametrize("frozen", ["position", "up.weight", "up.bias", "down.weight", "x"])
-def test_what_is_frozen_changes_no_other_gradient(frozen):
+def test_frozen_inputs_do_not_change_other_gradients(frozen):
     (phi, _), (x, _) = pair_of("mlp")
     leaves = {"x": x, **dict(phi.named_parameters())}
     do = torch.randn_like(phi(x))

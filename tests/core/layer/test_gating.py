@@ -1,4 +1,4 @@
-"""Gates: fp32 always, balanced and varying at the start."""
+"""Gates: computed in fp32, balanced and varying at initialisation."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def formula(kind, p, x):
 
 
 @pytest.mark.parametrize("kind", GATE_KINDS)
-def test_gate_is_its_formula_head_major(kind):
+def test_gates_equal_the_formula_head_major(kind):
     gate, x = make_gate(kind, 24, 4).double(), torch.randn(2, 7, 24, dtype=torch.float64)
     with torch.no_grad():
         for parameter in gate.parameters():
@@ -45,10 +45,10 @@ def test_gates_are_computed_in_fp32_under_autocast(kind):
     gate, x = make_gate(kind, 64, 4), torch.randn(2, 7, 64)
     plain = gate(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = gate(x)
-        assert torch.mm(x[0], x[0].T).dtype == torch.bfloat16  # autocast is on, and stays on
-    assert inside.dtype == torch.float32
-    assert torch.equal(inside, plain)
+        under_autocast = gate(x)
+        assert torch.mm(x[0], x[0].T).dtype == torch.bfloat16  # autocast is still on
+    assert under_autocast.dtype == torch.float32
+    assert torch.equal(under_autocast, plain)
 
 
 @pytest.mark.parametrize("kind", GATE_KINDS)
@@ -58,5 +58,5 @@ def test_report_row_19_gates_start_balanced_and_vary(kind, dim):
     branch = gates.mean((0, 1))
     assert (branch - 0.5).abs().max() < 0.06  # no branch is preferred
     per_head = gates.std(0)
-    assert per_head.median() > 0.06  # and no gate is a constant
-    assert gates.std() < 0.25  # nor stuck at 0 or 1
+    assert per_head.median() > 0.06  # no gate is constant
+    assert gates.std() < 0.25  # no gate is saturated

@@ -1,4 +1,4 @@
-"""From the first step on every parameter learns, except those that cannot by construction."""
+"""Every parameter has a gradient at the first step, unless it is zero by construction."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from nsa_core import NSAttention
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
 
 pytestmark = pytest.mark.usefixtures("planned")
-LENGTH = 44  # >= 4*l = 32, and more than n*l' = 32: some block is left out
+LENGTH = 44  # at least 4*l = 32, and more than n*l' = 32: some block is not selected
 
-# Without a rotation of k_cmp after phi, a vector added to all compressed keys moves every score of
-# a query alike, and no softmax. These parameters do nothing else:
+# If k_cmp is not rotated after phi, a vector added to all compressed keys adds one constant to all
+# scores of a query, which no softmax changes. These parameters add only such a vector.
 ONLY_SHIFT = {
     "mlp": {"phi_k.down.bias"},
     "linear": {"phi_k.proj.bias", "phi_k.position"},
@@ -33,9 +33,9 @@ def gradients(**options):
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("shared_kv", [False, True])
 def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, shared_kv):
-    found, attn = gradients(compress=kind, gate=gate, qk_norm=qk_norm, shared_kv=shared_kv)
-    assert {n: g for n, g in found.items() if not g > 1e-5} == {}
-    # Row by row of the fused projection: every head of q and every branch's k and v.
+    norms, attn = gradients(compress=kind, gate=gate, qk_norm=qk_norm, shared_kv=shared_kv)
+    assert {n: g for n, g in norms.items() if not g > 1e-5} == {}
+    # Every row of the fused projection: all heads of q, and k and v of every branch.
     assert (attn.qkv.weight.grad.norm(dim=1) > 1e-5).all()
     for name, parameter in attn.named_parameters():
         assert (parameter.grad != 0).double().mean() > 0.99, name
@@ -46,34 +46,34 @@ def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, s
     "options", [{"rope": False}, {"rope_before_compress": True}], ids=["rope-off", "rope-first"]
 )
 def test_gradients_that_are_zero_by_construction(kind, options):
-    found, _ = gradients(compress=kind, **options)
-    assert {n for n, g in found.items() if g < 1e-12} == ONLY_SHIFT[kind]
-    assert {n for n, g in found.items() if g < 1e-5} == ONLY_SHIFT[kind]
+    norms, _ = gradients(compress=kind, **options)
+    assert {n for n, g in norms.items() if g < 1e-12} == ONLY_SHIFT[kind]
+    assert {n for n, g in norms.items() if g < 1e-5} == ONLY_SHIFT[kind]
 
 
-def test_a_window_of_one_key_teaches_its_key_nothing():
-    found, attn = gradients(window_size=1)
+def test_window_of_one_key_gives_its_key_no_gradient():
+    norms, attn = gradients(window_size=1)
     rows = attn.qkv.weight.grad.norm(dim=1)
     k_win = slice(4 * 8 + 2 * 2 * 8, 4 * 8 + 3 * 2 * 8)
     assert rows[k_win].max() < 1e-12
     assert min(rows[: k_win.start].min(), rows[k_win.stop :].min()) > 1e-5
-    assert min(found.values()) > 1e-5
+    assert min(norms.values()) > 1e-5
 
 
-def test_the_docstring_lists_them():
+def test_docstring_lists_the_zero_gradients():
     names = set().union(*ONLY_SHIFT.values())
     for name in names:
         assert f"``{name}``" in NSAttention.__doc__
 
 
-def test_one_step_of_descent_moves_everything_and_helps():
+def test_one_optimiser_step_changes_all_parameters_and_lowers_the_loss():
     attn, x = NSAttention(small()).double(), torch.randn(2, LENGTH, 24, dtype=torch.float64)
     target = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     before = {n: p.detach().clone() for n, p in attn.named_parameters()}
-    step = torch.optim.SGD(attn.parameters(), lr=1e-3)
+    optimiser = torch.optim.SGD(attn.parameters(), lr=1e-3)
     loss = (attn(x) - target).square().mean()
     loss.backward()
-    step.step()
+    optimiser.step()
     assert all(not torch.equal(p, before[n]) for n, p in attn.named_parameters())
     assert (attn(x) - target).square().mean() < loss
 
@@ -83,7 +83,7 @@ def test_report_row_19_gates_of_twelve_layers():
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     gates = []
     for layer in layers:
-        layer.gate.register_forward_hook(lambda module, given, out: gates.append(out))
+        layer.gate.register_forward_hook(lambda module, args, out: gates.append(out))
         x = torch.nn.functional.rms_norm(x + layer(x), (24,))
     x.square().mul(torch.randn_like(x)).sum().backward()
     for layer, gate in zip(layers, gates):

@@ -1,4 +1,4 @@
-"""NSAttention: its parts in order, what it refuses, and how it travels."""
+"""NSAttention: composition, state_dict, copies, packing and invalid inputs."""
 
 import copy
 import dataclasses
@@ -28,8 +28,8 @@ OPTIONS = {
 }
 
 
-def by_hand(attn, x):
-    """The layer from its parameters, for x [B, S, dim], with the parts tested elsewhere."""
+def composed_layer(attn, x):
+    """The layer composed from its parameters and parts that other tests check; x is [B, S, dim]."""
     c, state = attn.config, dict(attn.named_parameters())
     flat = x @ state["qkv.weight"].T
 
@@ -38,15 +38,15 @@ def by_hand(attn, x):
             -1, (heads, width)
         ), start + heads * width
 
-    q, at = part(0, c.n_heads, c.qk_dim)
+    q, offset = part(0, c.n_heads, c.qk_dim)
     k, v = [], []
     for _ in range(1 if c.shared_kv else 3):
-        taken, at = part(at, c.n_kv_heads, c.qk_dim)
-        k.append(taken)
+        head, offset = part(offset, c.n_kv_heads, c.qk_dim)
+        k.append(head)
     for _ in range(1 if c.shared_kv else 3):
-        taken, at = part(at, c.n_kv_heads, c.v_dim)
-        v.append(taken)
-    assert at == flat.shape[-1]
+        head, offset = part(offset, c.n_kv_heads, c.v_dim)
+        v.append(head)
+    assert offset == flat.shape[-1]
     k, v = k * (3 // len(k)), v * (3 // len(v))
     if c.qk_norm:
         q, *k = (
@@ -54,7 +54,7 @@ def by_hand(attn, x):
             for y, name in zip((q, *k), ("q_norm.weight", *["k_norm.weight"] * 3))
         )
 
-    def turn(y, step=1):
+    def rotated(y, step=1):
         if not c.rope:
             return y
         return rotate(
@@ -62,13 +62,13 @@ def by_hand(attn, x):
         )
 
     k_cmp = (
-        attn.phi_k(turn(k[0]))
+        attn.phi_k(rotated(k[0]))
         if c.rope_before_compress
-        else turn(attn.phi_k(k[0]), c.compress_stride)
+        else rotated(attn.phi_k(k[0]), c.compress_stride)
     )
     o = nsa_attention(
-        turn(q),
-        (None, turn(k[1]), turn(k[2])),
+        rotated(q),
+        (None, rotated(k[1]), rotated(k[2])),
         (None, v[1], v[2]),
         attn.gate(x),
         config=c,
@@ -85,7 +85,7 @@ def test_the_layer_is_its_parts_in_order(name):
     with torch.no_grad():
         for parameter in attn.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    torch.testing.assert_close(attn(x), by_hand(attn, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attn(x), composed_layer(attn, x), rtol=1e-12, atol=1e-12)
 
 
 EXPECTED_NAMES = {
@@ -99,7 +99,7 @@ EXPECTED_NAMES = {
 
 @pytest.mark.parametrize("v_head_dim", [6, 4])
 @pytest.mark.parametrize("options", [{}, {"shared_kv": True}, {"qk_norm": True}], ids=str)
-def test_a_step_takes_its_heads_from_the_columns_of_the_projection(options, v_head_dim):
+def test_heads_are_columns_of_the_projection(options, v_head_dim):
     config = NSAConfig(24, 4, 2, head_dim=6, v_head_dim=v_head_dim, **options)
     attn, x = NSAttention(config).double(), torch.randn(2, 3, 24, dtype=torch.float64)
     q, k, v = attn.heads(x)
@@ -108,10 +108,10 @@ def test_a_step_takes_its_heads_from_the_columns_of_the_projection(options, v_he
     columns = (x @ attn.qkv.weight.T).split(sizes, -1)
     norms = [attn.q_norm, *[attn.k_norm] * pairs, *[torch.nn.Identity()] * pairs]
     assert (pairs, len(v)) == ((1, 1) if config.shared_kv else (3, 3))
-    for found, part, norm in zip([q, *k, *v], columns, norms, strict=True):
-        heads = 4 if found is q else 2
+    for actual, part, norm in zip([q, *k, *v], columns, norms, strict=True):
+        heads = 4 if actual is q else 2
         torch.testing.assert_close(
-            found, norm(part.unflatten(-1, (heads, -1))), rtol=1e-12, atol=1e-12
+            actual, norm(part.unflatten(-1, (heads, -1))), rtol=1e-12, atol=1e-12
         )
 
 
@@ -137,15 +137,15 @@ def test_state_dict_has_the_documented_names_and_shapes(kind, gate, shared_kv):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_state_dict_round_trip(name):
-    one, two = layer_of(**OPTIONS[name]), layer_of(**OPTIONS[name])
+    first, second = layer_of(**OPTIONS[name]), layer_of(**OPTIONS[name])
     x = torch.randn(1, 30, 24, dtype=torch.float64)
-    before = one(x)
+    before = first(x)
     file = io.BytesIO()
-    torch.save(one.state_dict(), file)
+    torch.save(first.state_dict(), file)
     file.seek(0)
-    assert not torch.equal(two(x), before)
-    two.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(two(x), before)
+    assert not torch.equal(second(x), before)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(second(x), before)
 
 
 def test_copies_and_pickles_carry_no_plan():
@@ -155,10 +155,14 @@ def test_copies_and_pickles_carry_no_plan():
     )
     before = attn(x)
     assert "plan" not in str(pickle.dumps(attn))
-    for twin in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
-        assert torch.equal(twin(x), before)
-        assert (twin.config, twin.backends, twin.layer) == (attn.config, attn.backends, 3)
-        assert twin.qkv.weight is not attn.qkv.weight
+    for duplicate in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
+        assert torch.equal(duplicate(x), before)
+        assert (duplicate.config, duplicate.backends, duplicate.layer) == (
+            attn.config,
+            attn.backends,
+            3,
+        )
+        assert duplicate.qkv.weight is not attn.qkv.weight
 
 
 @pytest.mark.parametrize("lengths", [(20, 1, 16), (0, 30, 0, 7)])
@@ -188,7 +192,7 @@ def test_padded_batch_through_unpad_and_pad():
     assert torch.equal(y[mask == 0], torch.zeros(28, 24, dtype=torch.float64))
 
 
-def test_unpad_and_pad_refuse_what_does_not_fit():
+def test_unpad_and_pad_refuse_invalid_arguments():
     x = torch.randn(2, 5, 3)
     with pytest.raises(InvalidInput, match=r"must be \[2, 5\], got \[2, 4\]"):
         unpad(x, torch.ones(2, 4).bool())
@@ -236,7 +240,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_before_any_launch(name):
+def test_invalid_inputs_are_refused_before_any_launch(name):
     arguments, expected = REFUSED[name]
     with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
         layer_of()(**{"x": torch.randn(2, 9, 24).double(), **arguments})
@@ -246,17 +250,17 @@ def test_refused_by_name_before_any_launch(name):
 
 
 @pytest.mark.parametrize(("field", "value"), [("dropout", 0.1), ("causal", False)])
-def test_no_such_form_of_nsa(field, value):
+def test_dropout_and_non_causal_attention_are_refused(field, value):
     with pytest.raises(InvalidInput, match=field):
         small(**{field: value})
 
 
-def test_a_replaced_config_keeps_its_head_widths_unless_told():
+def test_replaced_config_keeps_its_head_widths_unless_none():
     config = NSAConfig(dim=256, n_heads=8, n_kv_heads=2)
     assert config == NSAConfig(dim=256, n_heads=8, n_kv_heads=2, head_dim=32, v_head_dim=32)
     assert dataclasses.replace(config, n_heads=16).head_dim == 32
-    anew = dataclasses.replace(config, n_heads=16, head_dim=None, v_head_dim=None)
-    assert anew == NSAConfig(dim=256, n_heads=16, n_kv_heads=2)
+    derived = dataclasses.replace(config, n_heads=16, head_dim=None, v_head_dim=None)
+    assert derived == NSAConfig(dim=256, n_heads=16, n_kv_heads=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""NSAttention while it runs: dtypes, checkpointing, grad modes, its plan and its checks."""
+"""NSAttention under dtypes, checkpointing and grad modes; its plan and its output checks."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("planned")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_dtype_forward_and_backward(dtype):
+def test_all_dtypes_forward_and_backward(dtype):
     attn, x = (
         layer_of(dtype, gate="mlp", qk_norm=True),
         torch.randn(2, 37, 24).to(dtype).requires_grad_(),
@@ -31,8 +31,8 @@ def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, pla
     attn, x = layer_of(torch.float32), torch.randn(2, 60, 24)
     chosen = []
 
-    def spy(*given, **others):
-        o, blocks = nsa_attention(*given, **others, return_blocks=True)
+    def spy(*args, **others):
+        o, blocks = nsa_attention(*args, **others, return_blocks=True)
         chosen.append(blocks)
         return o
 
@@ -58,7 +58,7 @@ def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, pla
     assert torch.equal(chosen[0], chosen[1])
     assert torch.equal(chosen[0], chosen[2])
     assert all(map(torch.equal, plain, again))
-    assert len(planned) == 1  # one plan for the run without gradient and the one with it
+    assert len(planned) == 1  # one plan with and without gradient
 
 
 def test_rows_33_42_grad_modes_give_the_same_bits(planned):
@@ -77,7 +77,7 @@ def test_rows_33_42_grad_modes_give_the_same_bits(planned):
     assert attn.qkv.weight.grad is None
 
 
-def test_plan_says_what_runs(planned):
+def test_plan_is_the_plan_of_the_last_call(planned):
     attn = NSAttention(small(), backends={"sel": "one", "win": "two"}).double()
     assert attn.plan.requests["cmp"].dtype == "float64"  # before any forward
     assert planned[-1]["backends"] == {"sel": "one", "win": "two"}
@@ -104,20 +104,20 @@ def test_check_names_layer_branch_and_backend(slot, value, monkeypatch):
 
     attn = NSAttention(small(), layer="model.layers.7", check=True).double()
     x = torch.randn(1, 20, 24, dtype=torch.float64)
-    quiet = copy.deepcopy(attn)
-    quiet.check = False
-    assert torch.equal(attn(x), quiet(x))
-    op = attn.plan
-    assert op is quiet.plan
-    broken = getattr(dense_backend, f"{slot}_forward")
+    unchecked = copy.deepcopy(attn)
+    unchecked.check = False
+    assert torch.equal(attn(x), unchecked(x))
+    plan = attn.plan
+    assert plan is unchecked.plan
+    original = getattr(dense_backend, f"{slot}_forward")
 
     def poison(*tensors, call):
-        result = broken(*tensors, call=call)
+        result = original(*tensors, call=call)
         (result if slot == "combine" else result[0])[0, 13, 1, 2] = value
         return result
 
     monkeypatch.setattr(_slot_of(slot), "_forward", poison)
-    quiet(x)
+    unchecked(x)
     with pytest.raises(NSAError) as caught:
         attn(x)
     for text in (
@@ -131,14 +131,14 @@ def test_check_names_layer_branch_and_backend(slot, value, monkeypatch):
 
 
 def _slot_of(slot):
-    """The operator whose overload the plan calls."""
+    """The operator that the plan calls for ``slot``."""
     from dense_backend import _spec
     from nsa_core.torch_ops.slot_op import slot_op
 
     return slot_op("dense", slot, _spec(slot))
 
 
-def test_check_blames_the_first_branch_and_not_its_inputs():
+def test_check_names_the_first_branch_with_nan():
     attn = NSAttention(small(), check=True).double()
     x = torch.randn(1, 40, 24, dtype=torch.float64)
     x[0, 30] = math.nan
@@ -167,20 +167,20 @@ def test_rows_01_02_04_empty_and_short_inputs():
     assert attn(x, boundaries(0, 0)).shape == (0, 24)
 
 
-def test_backward_does_not_keep_the_fused_projection():
-    attn, x, kept = layer_of(torch.float32), torch.randn(1, 64, 24), {}
-    whole = sum(attn._widths) * 64 * 4
+def test_backward_does_not_save_the_fused_projection():
+    attn, x, saved = layer_of(torch.float32), torch.randn(1, 64, 24), {}
+    projection_bytes = sum(attn._widths) * 64 * 4
 
     def keep(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         attn(x)
-    assert kept
-    assert whole not in kept.values()
+    assert saved
+    assert projection_bytes not in saved.values()
 
 
-def test_repr_shows_what_differs_from_the_default():
+def test_repr_shows_fields_that_differ_from_the_defaults():
     assert "window_size=9" in repr(layer_of())
     assert "rope_base" not in repr(layer_of())

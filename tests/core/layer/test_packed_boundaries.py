@@ -1,6 +1,4 @@
-"""The boundaries of packed documents: checked once a call, and read by the host once a batch, not
-once a layer.
-"""
+"""Boundaries of packed documents: checked once per call, and read by the host once per batch."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ CONFIG = NSAConfig(
 
 @pytest.fixture
 def reads(monkeypatch):
-    """As on a GPU: tensors that cost a synchronisation; every read of one is noted."""
+    """Simulate GPU tensors, whose reads synchronise, and record every read."""
     seen, read = [], torch.Tensor.tolist
 
-    class Noting(packing.WeakTensorKeyDictionary):
+    class Recording(packing.WeakTensorKeyDictionary):
         def __setitem__(self, key, value):
             seen.append(read(key))
             super().__setitem__(key, value)
 
-    monkeypatch.setattr(packing, "_read", Noting())
+    monkeypatch.setattr(packing, "_read", Recording())
     monkeypatch.setattr(packing, "_on_gpu", lambda cu_seqlens: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
@@ -48,35 +46,37 @@ def layers():
     return [NSAttention(CONFIG, backends="sdpa") for _ in range(2)]
 
 
-def passed_through(attns, x, cu_seqlens):
+def forward_and_backward(attns, x, cu_seqlens):
     for attn in attns:
         x = attn(x, cu_seqlens)
     x.square().sum().backward()
     return x.detach(), [p.grad.clone() for attn in attns for p in attn.parameters()]
 
 
-def test_all_layers_and_both_passes_read_once(reads):
+def test_all_layers_and_passes_share_one_read(reads):
     x = torch.randn(60, 16, requires_grad=True)
     cu_seqlens = torch.tensor([0, 25, 60], dtype=torch.int32)
-    passed_through(layers(), x, cu_seqlens)
+    forward_and_backward(layers(), x, cu_seqlens)
     assert reads == [[0, 25, 60]]
-    passed_through(layers(), x, cu_seqlens.clone())
+    forward_and_backward(layers(), x, cu_seqlens.clone())
     assert len(reads) == 2
 
 
 def test_boundaries_that_change_in_place_are_read_again(reads):
     x = torch.randn(60, 16)
     cu_seqlens = torch.tensor([0, 25, 60], dtype=torch.int32)
-    passed_through(layers(), x, cu_seqlens)
+    forward_and_backward(layers(), x, cu_seqlens)
     cu_seqlens[1] = 40
-    y, grads = passed_through(layers(), x, cu_seqlens)
-    golden, expected = passed_through(layers(), x, torch.tensor([0, 40, 60], dtype=torch.int32))
-    assert torch.equal(y, golden)
-    assert all(map(torch.equal, grads, expected))
+    y, grads = forward_and_backward(layers(), x, cu_seqlens)
+    expected_y, expected_grads = forward_and_backward(
+        layers(), x, torch.tensor([0, 40, 60], dtype=torch.int32)
+    )
+    assert torch.equal(y, expected_y)
+    assert all(map(torch.equal, grads, expected_grads))
     assert [bounds[1] for bounds in reads] == [25, 40, 40]
 
 
-def test_what_inference_mode_made_is_not_remembered(reads):
+def test_inference_tensors_are_not_cached(reads):
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
     with torch.inference_mode():
         cu_seqlens = torch.tensor([0, 25, 60], dtype=torch.int32)
@@ -86,31 +86,32 @@ def test_what_inference_mode_made_is_not_remembered(reads):
     assert not reads
 
 
-def test_capture_is_refused(reads, monkeypatch):
+def test_host_reads_during_capture_are_refused(reads, monkeypatch):
     attn = layers()[0].requires_grad_(False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(
-        Unsupported, match="cannot be captured in a CUDA graph: use a backend that keeps cu_seqlens on"
+        Unsupported,
+        match="cannot be captured in a CUDA graph: use a backend that keeps cu_seqlens on",
     ):
         attn(torch.randn(60, 16), torch.tensor([0, 25, 60], dtype=torch.int32))
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The arguments of every check of the boundaries' values, wherever it is called from."""
+    """Record the arguments of every check of boundary values."""
     calls = []
 
     def counting(cu_seqlens, total, max_seqlen=None):
         calls.append((cu_seqlens, total, max_seqlen))
         check_cu_seqlens(cu_seqlens, total, max_seqlen)
 
-    users = [
+    modules = [
         module
         for name, module in list(sys.modules.items())
         if name.startswith("nsa_") and getattr(module, "check_cu_seqlens", None) is check_cu_seqlens
     ]
-    assert users
-    for module in users:
+    assert modules
+    for module in modules:
         monkeypatch.setattr(module, "check_cu_seqlens", counting)
     return calls
 
@@ -132,9 +133,10 @@ def by_function():
 
 @pytest.mark.parametrize("run", [by_layer, by_function])
 @pytest.mark.parametrize("profiled", [False, True])
-def test_boundaries_are_checked_once_a_call(run, profiled, checks):
-    """Forward and backward. A profiler sees every slot as an operator, which must not check
-    either.
+def test_boundaries_are_checked_once_per_call(run, profiled, checks):
+    """Forward and backward share one check.
+
+    Under a profiler every slot runs as an operator, which must not check again.
     """
     with torch.profiler.profile() if profiled else contextlib.nullcontext():
         y = run()
@@ -144,14 +146,14 @@ def test_boundaries_are_checked_once_a_call(run, profiled, checks):
     assert checks[0][0] is BOUNDARIES
 
 
-def test_a_checkpoint_checks_once_in_each_forward(checks):
+def test_checkpoint_checks_once_per_forward(checks):
     y = by_layer(checkpointed=True)
     assert len(checks) == 1
     y.sum().backward()
     assert len(checks) == 2
 
 
-def test_a_slot_called_on_its_own_checks(checks):
+def test_slot_called_directly_checks(checks):
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
     q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
     plan = attn.plan_of(x, q, True)
@@ -168,8 +170,8 @@ def test_a_slot_called_on_its_own_checks(checks):
     assert len(checks) == 4
 
 
-def test_only_the_boundaries_that_were_checked_count_as_checked(checks):
-    """Another tensor, or another bound, is checked by the slot; so is everything afterwards."""
+def test_unchecked_boundaries_are_checked_by_the_slot(checks):
+    """A slot checks another tensor or another bound, and every call after the context."""
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
     q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
     plan, other = attn.plan_of(x, q, True), torch.tensor([0, 25, 20], dtype=torch.int32)

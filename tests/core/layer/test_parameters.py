@@ -1,6 +1,4 @@
-"""The whole layer against the oracle: output and every gradient in float64, and the replay for
-other dtypes.
-"""
+"""The layer against the oracle: output and all gradients in float64, and replay in other dtypes."""
 
 import pytest
 import torch
@@ -66,7 +64,7 @@ def test_output_and_every_gradient_against_the_oracle(name, packed):
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp gate, qk_norm", "attn_pool", "conv"])
-def test_every_gradient_is_held_to_its_rounding(name, monkeypatch):
+def test_judge_rejects_a_gradient_error_of_2e_13(name, monkeypatch):
     attn, (x, do, cu) = layer_of(**OPTIONS[name]), problem(packed=False)
     for parameter in attn.parameters():
         parameter.register_hook(lambda grad: grad * (1 + 2e-13))
@@ -78,22 +76,22 @@ def _unrotated(attn, monkeypatch):
     monkeypatch.setattr("nsa_core.layer.projection.rotate", lambda x, table: x)
 
 
-def _late_blocks(attn, monkeypatch):
-    right = attn._rope_of_blocks
+def _shifted_block_angles(attn, monkeypatch):
+    original = attn._rope_of_blocks
 
-    def late(*given):
-        cos, sin = right(*given)
-        return type(right(*given))(cos.roll(1, 0), sin.roll(1, 0))
+    def shifted(*args):
+        cos, sin = original(*args)
+        return type(original(*args))(cos.roll(1, 0), sin.roll(1, 0))
 
-    monkeypatch.setattr(attn, "_rope_of_blocks", late)
+    monkeypatch.setattr(attn, "_rope_of_blocks", shifted)
 
 
 def _untrained_key(attn, monkeypatch):
-    attn.phi_k.register_forward_hook(lambda module, given, out: out.detach())
+    attn.phi_k.register_forward_hook(lambda module, args, out: out.detach())
 
 
 def _swapped_gates(attn, monkeypatch):
-    attn.gate.register_forward_hook(lambda module, given, out: out.flip(-1))
+    attn.gate.register_forward_hook(lambda module, args, out: out.flip(-1))
 
 
 def _swapped_branches(attn, monkeypatch):
@@ -107,9 +105,9 @@ def _swapped_branches(attn, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [_unrotated, _late_blocks, _untrained_key, _swapped_gates, _swapped_branches]
+    "fault", [_unrotated, _shifted_block_angles, _untrained_key, _swapped_gates, _swapped_branches]
 )
-def test_planted_faults_are_found(fault, monkeypatch):
+def test_judge_rejects_planted_faults(fault, monkeypatch):
     attn, (x, do, cu) = layer_of(), problem(packed=True)
     fault(attn, monkeypatch)
     assert not all(judge_layer(attn, x, do, cu).values())

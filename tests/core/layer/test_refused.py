@@ -1,6 +1,4 @@
-"""What the layer and nsa_attention refuse by name, and no raw error, whichever way they are
-called.
-"""
+"""Invalid arguments of the layer and nsa_attention are refused with an error that names them."""
 
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ CONFIG = small()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_max_seqlen_below_a_document_is_refused_compiled_too(compiled):
+def test_max_seqlen_below_the_longest_document_is_refused(compiled):
     torch._dynamo.reset()
     attn, x = layer_of(), torch.randn(30, 24, dtype=torch.float64)
     run = torch.compile(attn, backend="aot_eager", fullgraph=True) if compiled else attn
@@ -26,7 +24,7 @@ def test_max_seqlen_below_a_document_is_refused_compiled_too(compiled):
     assert run(x, boundaries(20, 10), 20).shape == x.shape
 
 
-def test_max_seqlen_on_a_device_is_read_only_when_asked(monkeypatch):
+def test_boundaries_on_a_gpu_are_read_with_nsa_check_only(monkeypatch):
     on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda: [0, 20, 30])
     check_cu_seqlens(on_gpu, 30, 16)
     monkeypatch.setenv("NSA_CHECK", "1")
@@ -36,7 +34,7 @@ def test_max_seqlen_on_a_device_is_read_only_when_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_unpad_takes_no_mask_of_floats(dtype):
+def test_unpad_refuses_floating_point_masks(dtype):
     x, additive = (
         torch.randn(1, 4, 2),
         torch.tensor([[0.0, 0.0, 0.0, torch.finfo(dtype).min]], dtype=dtype),
@@ -49,13 +47,13 @@ def test_unpad_takes_no_mask_of_floats(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
-def test_unpad_takes_bool_and_integers(dtype):
+def test_unpad_accepts_bool_and_integer_masks(dtype):
     x = torch.randn(1, 4, 2)
     assert torch.equal(unpad(x, torch.tensor([[1, 1, 1, 0]]).to(dtype))[0], x[0, :3])
 
 
 @pytest.mark.parametrize("wrong", [None, [[1, 1, 1, 0]]])
-def test_unpad_names_what_is_no_tensor(wrong):
+def test_unpad_refuses_arguments_that_are_not_tensors(wrong):
     with pytest.raises(
         InvalidInput, match=f"attention_mask must be a tensor, got {type(wrong).__name__}"
     ):
@@ -102,29 +100,29 @@ PACKING = {
 
 
 @pytest.mark.parametrize("name", PACKING)
-def test_packing_is_refused_by_name_in_both_entries(name):
-    arguments, said = PACKING[name]
-    with pytest.raises(InvalidInput, match=said):
+def test_invalid_packing_is_refused_by_layer_and_function(name):
+    arguments, message = PACKING[name]
+    with pytest.raises(InvalidInput, match=message):
         layer_of()(torch.randn(9, 24).double(), **arguments)
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         nsa_attention(*inputs(CONFIG, 9), config=CONFIG, **arguments)
 
 
-def test_max_seqlen_may_be_any_integer_of_the_host():
+def test_max_seqlen_accepts_all_host_integers():
     torch._dynamo.reset()
     attn, x, cu = layer_of(), torch.randn(30, 24, dtype=torch.float64), boundaries(20, 10)
     expected, compiled = attn(x, cu), torch.compile(attn, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(
         attn(x, cu, torch.tensor(20).numpy()[()]), expected, rtol=1e-12, atol=1e-12
     )
-    for bound in (20, 21, 29):  # a symbol, from the second on
+    for bound in (20, 21, 29):  # symbolic from the second call on
         torch.testing.assert_close(compiled(x, cu, bound), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "x", [None, torch.zeros(2, 9, 24).numpy(), [[[1.0]]]], ids=["None", "numpy", "list"]
 )
-def test_what_is_no_tensor_is_refused_in_both_entries(x):
+def test_inputs_that_are_not_tensors_are_refused(x):
     for cache in ({}, {"cache": layer_of().new_cache(2, 16)}):
         with pytest.raises(InvalidInput, match=f"x must be a tensor, got {type(x).__name__}"):
             layer_of()(x, **cache)
@@ -132,7 +130,7 @@ def test_what_is_no_tensor_is_refused_in_both_entries(x):
         nsa_attention(x, *inputs(CONFIG, 2, 9)[1:], config=CONFIG)
 
 
-def test_a_plan_for_decode_is_no_plan_for_prefill():
+def test_decode_plan_is_refused_for_prefill():
     plan = resolve(CONFIG, dtype="float64", phase="decode")
     attn, x = layer_of().requires_grad_(False), torch.randn(2, 9, 24).double()
     message = "plan is for decode, but this call is a prefill: pass a plan resolved with"
@@ -146,9 +144,9 @@ def test_a_plan_for_decode_is_no_plan_for_prefill():
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("plan", ["sdpa", 3])
-def test_what_is_no_plan_is_refused(plan, check):
+def test_arguments_that_are_not_plans_are_refused(plan, check):
     attn, x = NSAttention(CONFIG, check=check).double(), torch.randn(2, 9, 24).double()
-    cache, said = (
+    cache, message = (
         attn.new_cache(2, 16),
         rf"plan must be what nsa_core.resolve\(\) returns, got {type(plan).__name__}",
     )
@@ -159,7 +157,7 @@ def test_what_is_no_plan_is_refused(plan, check):
         lambda: attn.new_cache(2, 16, plan=plan),
         lambda: nsa_attention(*inputs(CONFIG, 2, 9), config=CONFIG, plan=plan),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=message):
             run()
     assert cache.host_lengths() == [0, 0]
 
@@ -168,31 +166,31 @@ def test_what_is_no_plan_is_refused(plan, check):
     "field", ["rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"]
 )
 @pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True)])
-def test_a_switch_of_the_config_is_a_bool(field, value):
+def test_config_flags_must_be_bool(field, value):
     with pytest.raises(InvalidInput, match=rf"^{field} must be True or False, got "):
         small(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["scale", "rope_base", "dropout"])
 @pytest.mark.parametrize("value", ["1", True, torch.tensor(1.0), 10**400, [1.0], 1j])
-def test_a_number_of_the_config_is_a_finite_number(field, value):
-    said = {
+def test_config_numbers_must_be_finite(field, value):
+    messages = {
         "scale": r"scale must be finite \(a number\) or None",
         "rope_base": "rope_base must be a finite number > 0",
     }
     with pytest.raises(
-        InvalidInput, match=f"^{said.get(field, 'dropout is not part of NSA')}, got "
+        InvalidInput, match=f"^{messages.get(field, 'dropout is not part of NSA')}, got "
     ):
         small(**{field: value})
 
 
-def test_a_number_of_the_config_may_be_numpys():
-    half = torch.tensor(0.5).numpy()[()]  # a float32, which is no float
+def test_config_numbers_may_be_numpy_scalars():
+    half = torch.tensor(0.5).numpy()[()]  # a numpy float32, not a Python float
     assert small(scale=half).softmax_scale == 0.5
 
 
 @pytest.mark.parametrize(
-    ("backends", "said"),
+    ("backends", "message"),
     [
         (
             ["sdpa"],
@@ -204,30 +202,30 @@ def test_a_number_of_the_config_may_be_numpys():
         ({3: "sdpa", "win": "sdpa"}, "unknown slot 3"),
     ],
 )
-def test_backends_are_refused_when_a_layer_is_made(backends, said):
-    for made in (NSAttention, resolve):
-        with pytest.raises(InvalidInput, match=said):
-            made(CONFIG, backends=backends)
+def test_invalid_backends_are_refused_on_construction(backends, message):
+    for construct in (NSAttention, resolve):
+        with pytest.raises(InvalidInput, match=message):
+            construct(CONFIG, backends=backends)
 
 
 @pytest.mark.parametrize("config", [None, {"dim": 64}])
-def test_what_is_no_config_is_refused(config):
-    given = inputs(CONFIG, 2, 9)
-    for made in (NSAttention, resolve, lambda config: nsa_attention(*given, config=config)):
+def test_arguments_that_are_not_configs_are_refused(config):
+    tensors = inputs(CONFIG, 2, 9)
+    for construct in (NSAttention, resolve, lambda config: nsa_attention(*tensors, config=config)):
         with pytest.raises(
             InvalidInput, match=f"config must be an NSAConfig, got {type(config).__name__}"
         ):
-            made(config)
+            construct(config)
 
 
 @pytest.mark.parametrize("name", ["gates", "q"])
-def test_what_an_attention_cannot_lack(name):
+def test_missing_q_and_gates_are_refused(name):
     with pytest.raises(InvalidInput, match=f"{name} must be a tensor, got NoneType"):
         nsa_attention(**inputs(CONFIG, 2, 9)._replace(**{name: None})._asdict(), config=CONFIG)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("batch", -1, "an integer >= 0 or None"),
         ("batch", 2.5, "an integer >= 0 or None"),
@@ -240,11 +238,11 @@ def test_what_an_attention_cannot_lack(name):
         ("varlen", None, "True or False"),
     ],
 )
-def test_what_resolve_is_told_is_of_its_kind(field, value, said):
-    with pytest.raises(InvalidInput, match=f"{field} must be {said}, got {value!r}"):
+def test_resolve_refuses_options_of_a_wrong_type(field, value, message):
+    with pytest.raises(InvalidInput, match=f"{field} must be {message}, got {value!r}"):
         resolve(CONFIG, **{field: value})
 
 
-def test_a_caches_dtype_is_torchs():
+def test_cache_dtype_must_be_a_torch_dtype():
     with pytest.raises(InvalidInput, match=r"dtype must be a torch\.dtype, .* got 'float32'"):
         layer_of().new_cache(2, 16, dtype="float32")

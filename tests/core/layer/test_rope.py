@@ -12,11 +12,13 @@ from nsa_core.layer.rope import rope_table, rotate, table_for, unbind_branches
 def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
     x = x.double()
     half = x.shape[-1] // 2
-    turns = torch.tensor([base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(
-        1j * positions.double()[:, None, None] * turns
+    frequencies = torch.tensor(
+        [base ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64
     )
-    return torch.cat((turned.real, turned.imag), -1)
+    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.exp(
+        1j * positions.double()[:, None, None] * frequencies
+    )
+    return torch.cat((rotated.real, rotated.imag), -1)
 
 
 @pytest.mark.parametrize("width", [2, 6, 64])
@@ -38,7 +40,7 @@ def test_low_precision_is_rounded_once(dtype):
     got = rotate(x, rope_table(positions, 16, 1e4, dtype))
     assert got.dtype == dtype
     exact = complex_rope(x, positions, 1e4)
-    # Half a unit in the last place, and what fp32 angles at position 40 may move.
+    # Half a unit in the last place, plus the error of fp32 angles at position 40.
     assert ((got.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() + 2e-5).all()
 
 
@@ -52,50 +54,49 @@ def test_gradient_is_rounded_once():
     ).all()
 
 
-def test_backward_keeps_nothing_of_x():
-    x, kept = torch.randn(50, 4, 16, requires_grad=True), []
+def test_backward_does_not_save_x():
+    x, saved = torch.randn(50, 4, 16, requires_grad=True), []
     table = rope_table(torch.arange(50), 16, 1e4, x.dtype)
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.numel()) or t, lambda t: t
+        lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
         rotate(x, table)
-    assert max(kept) <= table.cos.numel()
+    assert max(saved) <= table.cos.numel()
 
 
-def test_angles_are_fp32_beside_low_precision_and_fp64_beside_fp64():
+def test_angles_are_fp32_or_fp64_for_fp64():
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         assert rope_table(torch.arange(3), 8, 1e4, dtype).cos.dtype == expected
 
 
-def test_as_one_node_it_is_the_rotation_op_by_op():
-    """Under torch.func the ops are PyTorch's own; eagerly there is one node with a gradient of
-    ours.
-    """
+def test_rotation_node_equals_the_single_operators():
+    """Under torch.func it consists of PyTorch's operators, in eager mode of one node."""
     x = torch.randn(2, 7, 3, 6, dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), 6, 1e4, x.dtype)
-    turned = rotate(x, table)
-    assert type(turned.grad_fn).__name__ == "_RotateBackward"
+    rotated = rotate(x, table)
+    assert type(rotated.grad_fn).__name__ == "_RotateBackward"
     by_ops, pull = torch.func.vjp(lambda y: rotate(y, table), x.detach())
-    grad = torch.randn_like(turned)
-    (found,) = torch.autograd.grad(turned, x, grad)
-    assert torch.equal(turned, by_ops)
-    torch.testing.assert_close(found, pull(grad)[0], rtol=1e-14, atol=1e-15)
+    grad = torch.randn_like(rotated)
+    (grad_x,) = torch.autograd.grad(rotated, x, grad)
+    assert torch.equal(rotated, by_ops)
+    torch.testing.assert_close(grad_x, pull(grad)[0], rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradgradcheck(lambda y: rotate(y, table), x)
 
 
-def test_the_table_stays_one_operator_of_a_compiled_graph():
+def test_table_is_one_operator_in_a_compiled_graph():
     targets = []
 
     def backend(graph, _):
         targets.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    def turn(x, positions):
+    def apply_rope(x, positions):
         return rotate(x, rope_table(positions, 8, 1e4, x.dtype))
 
     x, positions = torch.randn(5, 3, 8), torch.arange(5)
     assert torch.equal(
-        torch.compile(turn, backend=backend, fullgraph=True)(x, positions), turn(x, positions)
+        torch.compile(apply_rope, backend=backend, fullgraph=True)(x, positions),
+        apply_rope(x, positions),
     )
     assert "nsa_core.rope_table.default" in targets
     assert not [t for t in targets if "cos" in t or "pow" in t]
@@ -103,49 +104,51 @@ def test_the_table_stays_one_operator_of_a_compiled_graph():
 
 
 @pytest.mark.parametrize("with_table", [True, False])
-def test_parts_are_what_each_would_be_alone_forward_and_backward(with_table):
+def test_unbind_branches_equals_single_rotations(with_table):
     joint = torch.randn(2, 7, 3, 2, 6, dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), 6, 1e4, joint.dtype) if with_table else None
     parts, do = unbind_branches(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
-    alone = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
+    separate = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
     assert all(
         torch.equal(one, other) and one.is_contiguous()
-        for one, other in zip(parts, alone, strict=True)
+        for one, other in zip(parts, separate, strict=True)
     )
-    found, expected = (
-        torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, alone)
+    grad_x, expected = (
+        torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, separate)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(grad_x, expected)
     assert torch.autograd.gradgradcheck(lambda x: unbind_branches(x, table), joint[:1, :, :2, :1])
     by_ops = torch.func.vmap(lambda x: torch.stack(unbind_branches(x, table)), out_dims=1)(
         joint.detach()
     )
-    assert torch.equal(by_ops, torch.stack(alone))
+    assert torch.equal(by_ops, torch.stack(separate))
 
 
-def test_a_table_is_kept_for_its_rows_step_width_base_dtype_and_no_other():
-    def asked(rows=5, step=1, width=8, base=1e4, dtype=torch.float32):
+def test_table_cache_key():
+    def cached_table(rows=5, step=1, width=8, base=1e4, dtype=torch.float32):
         return table_for(torch.empty(1, dtype=dtype), rows, step, width, base)
 
-    first = asked()
-    assert asked() is first
-    assert asked(dtype=torch.bfloat16) is first  # the same fp32 angles
+    first = cached_table()
+    assert cached_table() is first
+    assert cached_table(dtype=torch.bfloat16) is first  # the same fp32 angles
     for other in ({"rows": 6}, {"step": 2}, {"width": 6}, {"base": 7.0}, {"dtype": torch.float64}):
-        facts = {"rows": 5, "step": 1, "width": 8, "base": 1e4, "dtype": torch.float32} | other
-        places = torch.arange(facts["rows"]) * facts["step"]
-        expected = rope_table(places, facts["width"], facts["base"], facts["dtype"]).wide()
-        for found, wanted in zip(asked(**other), expected, strict=True):
-            assert found.dtype == wanted.dtype
-            assert torch.equal(found, wanted)
+        key = {"rows": 5, "step": 1, "width": 8, "base": 1e4, "dtype": torch.float32} | other
+        positions = torch.arange(key["rows"]) * key["step"]
+        expected = rope_table(positions, key["width"], key["base"], key["dtype"]).wide()
+        for actual, required in zip(cached_table(**other), expected, strict=True):
+            assert actual.dtype == required.dtype
+            assert torch.equal(actual, required)
 
 
 @pytest.mark.parametrize("by", ["eager", "compiled"])
-def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch):
-    """Blocks begin at tokens: their angles are rows of the tokens' table."""
-    made = []
-    stock = rope.rope_table
+def test_compiled_layer_computes_one_table(by, monkeypatch):
+    """Block angles are rows of the token table, because blocks start at tokens."""
+    tables = []
+    original = rope.rope_table
     monkeypatch.setattr(
-        rope, "rope_table", lambda at, *rest: made.append(at.shape[0]) or stock(at, *rest)
+        rope,
+        "rope_table",
+        lambda positions, *rest: tables.append(positions.shape[0]) or original(positions, *rest),
     )
     config = NSAConfig(
         32, 2, 1, compress_block_size=8, compress_stride=4, select_block_size=8, window_size=9
@@ -153,15 +156,15 @@ def test_a_layer_makes_one_table_when_compiled_and_the_same_bits(by, monkeypatch
     attn, x = NSAttention(config), torch.randn(1, 41, 32)
     with torch.no_grad():
         golden = attn(x)
-        del made[:]
+        del tables[:]
         monkeypatch.setattr(rope, "eager", lambda: by == "eager")
         monkeypatch.setattr("nsa_core.layer.projection.eager", lambda: by == "eager")
         rope._cached_table.cache_clear()
         assert torch.equal(attn(x), golden)
-    assert sorted(made) == ([9, 41] if by == "eager" else [41])
+    assert sorted(tables) == ([9, 41] if by == "eager" else [41])
 
 
-def test_a_table_first_made_for_inference_serves_training_and_fake_tensors_leave_none():
+def test_table_cached_in_inference_mode_serves_training():
     with torch._subclasses.FakeTensorMode():
         table_for(torch.empty(1), 11, 1, 8, 3.0)
     with torch.inference_mode():
@@ -171,31 +174,31 @@ def test_a_table_first_made_for_inference_serves_training_and_fake_tensors_leave
     assert x.grad is not None
 
 
-def test_a_table_too_long_to_keep_gives_the_same_bits(monkeypatch):
+def test_uncached_long_table_gives_the_same_bits(monkeypatch):
     x = torch.randn(1, 11, 1, 8, requires_grad=True)
-    kept = rotate(x, table_for(x, 11, 1, 8, 1e4))
+    cached = rotate(x, table_for(x, 11, 1, 8, 1e4))
     monkeypatch.setattr(rope, "MOST_ROWS", 10)
-    assert torch.equal(rotate(x, table_for(x, 11, 1, 8, 1e4)), kept)
+    assert torch.equal(rotate(x, table_for(x, 11, 1, 8, 1e4)), cached)
 
 
 @pytest.mark.parametrize("lead", [(2, 7), (7,)])
 @pytest.mark.parametrize("wide", [True, False])
-def test_heads_as_one_node_are_cut_and_rotated_one_by_one(lead, wide):
+def test_rotated_heads_equal_separate_split_and_rotation(lead, wide):
     heads, groups, dk, dv = 4, 2, 6, 5
     widths = [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3]
     product = torch.randn(*lead, sum(widths), dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), dk, 1e4, product.dtype)
     together = rotated_heads(product, table.wide() if wide else table, heads, groups, dk)
-    cut = [
+    split = [
         p.unflatten(-1, (heads if not i else groups, -1))
         for i, p in enumerate(product.split(widths, -1))
     ]
-    alone = [rotate(p, table) if i in (0, 2, 3) else p for i, p in enumerate(cut)]
-    grads = [torch.randn_like(p) for p in alone]
-    for one, other in zip(together, alone, strict=True):
+    separate = [rotate(p, table) if i in (0, 2, 3) else p for i, p in enumerate(split)]
+    grads = [torch.randn_like(p) for p in separate]
+    for one, other in zip(together, separate, strict=True):
         assert torch.equal(one, other)
     assert all(together[i].is_contiguous() for i in (0, 2, 3, 5, 6))
-    (found,), (expected,) = (
-        torch.autograd.grad(list(y), product, grads) for y in (together, alone)
+    (grad_x,), (expected,) = (
+        torch.autograd.grad(list(y), product, grads) for y in (together, separate)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(grad_x, expected)

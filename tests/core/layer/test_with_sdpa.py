@@ -1,4 +1,4 @@
-"""The module on real plans: the sdpa backend, and the dense test backend as a second opinion."""
+"""The layer on plans of the sdpa backend, compared with the dense test backend."""
 
 import copy
 import pickle
@@ -19,17 +19,17 @@ CONFIG = small()
 
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast_does_not_reach_into_a_backend(backend, dtype):
-    given = inputs(CONFIG, 2, 37, dtype=dtype, requires_grad=True)
+def test_backends_run_without_autocast(backend, dtype):
+    tensors = inputs(CONFIG, 2, 37, dtype=dtype, requires_grad=True)
     plan = dense_plan(CONFIG, dtype)
     if backend == "sdpa":
         plan = nsa_core.resolve(CONFIG, backends="sdpa", dtype=dtype, needs_grad=True)
-    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (given.k, given.v))
-    wrt = [given.q, *given.k, *given.v, given.gates]
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (tensors.k, tensors.v))
+    wrt = [tensors.q, *tensors.k, *tensors.v, tensors.gates]
 
     def run():
         o, lse = nsa_attention(
-            *given, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp, return_lse=True
+            *tensors, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp, return_lse=True
         )
         return [o, *lse, *torch.autograd.grad(o.float().sum(), wrt, retain_graph=True)]
 
@@ -41,18 +41,18 @@ def test_autocast_does_not_reach_into_a_backend(backend, dtype):
 @pytest.mark.parametrize("packed", [False, True])
 def test_two_backends_agree(packed):
     lead, cu = ((50,), boundaries(30, 0, 13, 7)) if packed else ((2, 25), None)
-    given = inputs(CONFIG, *lead, requires_grad=True)
-    wrt = [given.q, *given.k, *given.v, given.gates]
+    tensors = inputs(CONFIG, *lead, requires_grad=True)
+    wrt = [tensors.q, *tensors.k, *tensors.v, tensors.gates]
     results = []
     for plan in (None, dense_plan(CONFIG, varlen=packed)):
         o, lse, blocks = nsa_attention(
-            *given, config=CONFIG, cu_seqlens=cu, plan=plan, return_lse=True, return_blocks=True
+            *tensors, config=CONFIG, cu_seqlens=cu, plan=plan, return_lse=True, return_blocks=True
         )
         results.append((o, *lse, blocks, *torch.autograd.grad(o.sin().sum(), wrt)))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
-def test_plan_of_a_layer_is_what_ran():
+def test_plan_of_a_layer_names_the_backends_that_ran():
     attn = NSAttention(CONFIG, backends={"win": "sdpa"})
     assert attn.plan.choices["win"].explicit
     assert not attn.plan.choices["sel"].explicit
@@ -63,7 +63,7 @@ def test_plan_of_a_layer_is_what_ran():
     }
 
 
-def test_row_29_meta_tensors_need_no_backend_for_meta():
+def test_row_29_meta_tensors_use_the_plan_of_the_cpu():
     with torch.device("meta"):
         attn = NSAttention(CONFIG)
         assert attn(torch.empty(2, 37, 24)).shape == (2, 37, 24)
@@ -75,11 +75,11 @@ def test_unknown_backend_is_named():
         NSAttention(CONFIG, backends="spda").plan  # noqa: B018
 
 
-def test_check_works_on_a_real_plan():
+def test_check_on_an_sdpa_plan():
     attn, x = NSAttention(CONFIG, layer=5, check=True), torch.randn(1, 20, 24)
     attn(x)
     with torch.no_grad():
-        attn.qkv.weight[-1] = torch.inf  # of v_win
+        attn.qkv.weight[-1] = torch.inf  # a row of v_win
     for plan in (None, nsa_core.resolve(CONFIG, needs_grad=True)):
         with pytest.raises(nsa_core.NSAError, match="layer 5, branch 'win', backend 'sdpa'"):
             attn(x, plan=plan)
@@ -99,9 +99,12 @@ def test_compiles_under_autocast_and_checkpoint():
     compiled = torch.compile(lambda leaf: attn(leaf), backend="aot_eager", fullgraph=True)
     eager, traced = run(attn), run(compiled)
     assert traced[0].dtype == torch.bfloat16
-    for one, two in zip(eager, traced):
+    for eager_result, compiled_result in zip(eager, traced):
         torch.testing.assert_close(
-            two.float(), one.float(), rtol=0.05, atol=0.05 * one.detach().abs().max().item()
+            compiled_result.float(),
+            eager_result.float(),
+            rtol=0.05,
+            atol=0.05 * eager_result.detach().abs().max().item(),
         )
 
 
@@ -110,20 +113,22 @@ def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
         n_heads=2, n_kv_heads=1, head_dim=2, v_head_dim=2, compress_block_size=4, compress_stride=2
     )
     cu = boundaries(9, 0, 3, 13)
-    given = inputs(config, 25, requires_grad=True)
-    # fixed: the choice jumps
-    blocks = nsa_attention(*given, config=config, cu_seqlens=cu, return_blocks=True)[1]
+    tensors = inputs(config, 25, requires_grad=True)
+    # Fixed blocks, because the selection is not continuous.
+    blocks = nsa_attention(*tensors, config=config, cu_seqlens=cu, return_blocks=True)[1]
 
     def run(q, k0, k1, k2, v0, v1, v2, gates):
         return nsa_attention(
             q, (k0, k1, k2), (v0, v1, v2), gates, config=config, cu_seqlens=cu, blocks=blocks
         )
 
-    assert torch.autograd.gradcheck(run, (given.q, *given.k, *given.v, given.gates), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        run, (tensors.q, *tensors.k, *tensors.v, tensors.gates), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_row_29_module_compiles_whole_with_dynamic_length(packed):
+def test_row_29_layer_compiles_without_graph_breaks_with_dynamic_length(packed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     attn = NSAttention(small(qk_norm=True)).double()
@@ -150,7 +155,7 @@ def test_layers_of_one_config_share_a_compilation():
     assert counter.frame_count == 1
 
 
-def test_default_plan_follows_the_demand_for_determinism():
+def test_default_plan_follows_deterministic_algorithms():
     attn, x = NSAttention(CONFIG), torch.randn(1, 20, 24)
     attn(x)
     assert not attn.plan.requests["cmp"].deterministic

@@ -1,6 +1,4 @@
-"""Linear layers that are wrapped, hooked or parametrised give one result on every path, that of
-equal plain weights.
-"""
+"""Wrapped, hooked and parametrised linear layers equal plain layers of the same weights."""
 
 import contextlib
 import copy
@@ -21,9 +19,7 @@ MEAN, MLP_GATE = {"compress": "mean"}, {"compress": "mean", "gate": "mlp"}
 
 
 class LoRA(nn.Module):
-    """base(x) + B A x, as adapter libraries wrap a linear layer; without an attribute
-    ``weight``.
-    """
+    """A LoRA adapter base(x) + B A x, without an attribute ``weight``."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -39,11 +35,11 @@ class LoRA(nn.Module):
 
 
 def hooked(layer):
-    layer.register_forward_hook(lambda module, given, out: out * 1.5)
+    layer.register_forward_hook(lambda module, args, out: out * 1.5)
 
 
 def pre_hooked(layer):
-    layer.register_forward_pre_hook(lambda module, given: (given[0] * 1.5,))
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
 
 
 def overridden(layer):
@@ -51,7 +47,7 @@ def overridden(layer):
 
 
 def old_weight_norm(layer):
-    """The form with a hook, which leaves a stale ``weight`` between calls."""
+    """The hook-based weight norm, which leaves a stale ``weight`` between calls."""
     nn.utils.weight_norm(layer)
     layer.weight_g.data.mul_(1.5)
 
@@ -64,29 +60,31 @@ def pruned(layer):
     prune.l1_unstructured(layer, "weight", 0.4)
 
 
-OFTEN = (LoRA, hooked, old_weight_norm, weight_norm, pruned)
+COMMON_CHANGES = (LoRA, hooked, old_weight_norm, weight_norm, pruned)
 CHANGES = (
-    *OFTEN,
+    *COMMON_CHANGES,
     pre_hooked,
     overridden,
     parametrizations.spectral_norm,
     parametrizations.orthogonal,
 )
 CASES = [("phi_k.up", {}, change) for change in CHANGES]
-CASES += [("phi_v.down", {}, change) for change in OFTEN]
-CASES += [("phi_k.proj", {"compress": "linear"}, change) for change in OFTEN]
-CASES += [("gate.0", MLP_GATE, change) for change in OFTEN]
+CASES += [("phi_v.down", {}, change) for change in COMMON_CHANGES]
+CASES += [("phi_k.proj", {"compress": "linear"}, change) for change in COMMON_CHANGES]
+CASES += [("gate.0", MLP_GATE, change) for change in COMMON_CHANGES]
 CASES += [
     ("gate.2", MLP_GATE, LoRA),
     ("phi_v.up", {}, LoRA),
     ("phi_v.proj", {"compress": "linear"}, LoRA),
 ]
-CASES += [("gate", MEAN, change) for change in (*OFTEN[1:], overridden)]  # an adapter is refused
+CASES += [
+    ("gate", MEAN, change) for change in (*COMMON_CHANGES[1:], overridden)
+]  # without LoRA, which is refused
 CASES += [(name, MEAN, change) for name in ("qkv", "out") for change in (LoRA, hooked, pruned)]
 
 
 def changed_copy(attn, name, change):
-    """A copy of ``attn`` whose linear layer ``name`` is changed."""
+    """A copy of ``attn`` with a changed linear layer ``name``."""
     attn = copy.deepcopy(attn)
     wrapped = change(attn.get_submodule(name))
     if wrapped is not None:
@@ -95,9 +93,7 @@ def changed_copy(attn, name, change):
 
 
 def merged(plain, attn, name):
-    """``plain`` with the weights that the linear layer ``name`` of ``attn`` has in effect, found by
-    calling it.
-    """
+    """``plain`` with the effective weights of the layer ``name`` of ``attn``, found by calls."""
     layer, result = attn.get_submodule(name), copy.deepcopy(plain)
     target = result.get_submodule(name)
     with torch.no_grad():
@@ -113,10 +109,8 @@ def merged(plain, attn, name):
     return result
 
 
-def along_every_path(attn, x):
-    """The layer over x [1, S, dim]: packed, a token at a time, as prefill then single tokens, and
-    in chunks.
-    """
+def outputs_of_every_path(attn, x):
+    """Outputs over x [1, S, dim]: packed, single tokens, prefill and single tokens, chunks."""
     results = {"packed": attn(x[0], boundaries(LENGTH))[None]}
     with torch.no_grad():
         for name, steps in {
@@ -134,7 +128,7 @@ def check(plain, attn, name, x, affine, paths=True):
     assert not torch.allclose(y, plain(x), rtol=1e-4)
     expected = merged(plain, attn, name)(x) if affine else y
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    for path, other in along_every_path(attn, x).items() if paths else ():
+    for path, other in outputs_of_every_path(attn, x).items() if paths else ():
         torch.testing.assert_close(
             other, y, rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
         )
@@ -148,14 +142,13 @@ def check(plain, attn, name, x, affine, paths=True):
 @pytest.mark.parametrize(
     ("name", "options", "change"), CASES, ids=lambda v: getattr(v, "__name__", str(v))
 )
-def test_a_changed_linear_layer_is_its_merged_weights_on_every_path(name, options, change):
-    """Before and after two steps of an optimiser, which leave stale what a call alone renews."""
-    plain = layer_of(
-        **options
-    ).eval()  # in training spectral_norm changes the weights with each call
+def test_changed_linear_layer_equals_its_merged_weights_on_every_path(name, options, change):
+    """Before and after two optimiser steps, which make cached weights stale."""
+    # In training mode spectral_norm changes the weights with each call.
+    plain = layer_of(**options).eval()
     attn = changed_copy(plain, name, change).eval()
     x = torch.randn(1, LENGTH, 24, dtype=torch.float64, requires_grad=True)
-    # these scale the gates, not their logits
+    # Hooks on the gate scale the gates, not the logits.
     affine = not (name == "gate" and change in (hooked, overridden))
     check(plain, attn, name, x, affine, paths=False)
     trained = {n: p for n, p in attn.get_submodule(name).named_parameters() if p.requires_grad}
@@ -169,7 +162,7 @@ def test_a_changed_linear_layer_is_its_merged_weights_on_every_path(name, option
 
 
 @pytest.mark.parametrize("change", [LoRA, weight_norm], ids=lambda change: change.__name__)
-def test_compiled_layers_call_what_is_wrapped(change):
+def test_compiled_layers_call_wrapped_modules(change):
     torch._dynamo.reset()
     attn, x = (
         changed_copy(layer_of(), "phi_k.up", change),
@@ -179,7 +172,7 @@ def test_compiled_layers_call_what_is_wrapped(change):
     torch.testing.assert_close(compiled(x), attn(x), rtol=1e-12, atol=1e-12)
 
 
-def test_an_adapter_around_a_linear_gate_is_refused_by_name():
+def test_adapter_around_a_linear_gate_is_refused():
     attn, x = layer_of(), torch.randn(1, LENGTH, 24, dtype=torch.float64)
     expected = attn(x)
     wrapped = changed_copy(attn, "gate", LoRA)
@@ -188,7 +181,7 @@ def test_an_adapter_around_a_linear_gate_is_refused_by_name():
             InvalidInput, match=r"gate: LoRA adds a\.weight, b\.weight to a LinearGate"
         ):
             call(x.detach())
-    # as the wrappers of DDP and torch.compile, without parameters of its own
+    # Like the wrappers of DDP and torch.compile, this one adds no parameters.
     attn.gate = nn.Sequential(attn.gate)
     assert torch.equal(attn(x), expected)
 
@@ -206,7 +199,7 @@ def test_row_22_wrapped_layers_of_gates_compute_in_fp32(change, autocast):
     torch.testing.assert_close(got, gate.float()(x.float()), rtol=0, atol=1e-6)
 
 
-def test_a_gate_cast_for_its_call_keeps_the_buffers_that_the_call_changes():
+def test_gate_in_low_precision_updates_its_buffers():
     gate = make_gate("mlp", 64, 4)
     parametrizations.spectral_norm(gate[0])
     gate.bfloat16().train()
@@ -217,13 +210,13 @@ def test_a_gate_cast_for_its_call_keeps_the_buffers_that_the_call_changes():
 
 
 @pytest.mark.parametrize("which", ["q_norm", "k_norm"])
-def test_a_hook_on_the_place_of_a_norm_is_called_on_every_path(which):
+def test_hook_on_an_identity_norm_is_called_on_every_path(which):
     plain, x = (
         layer_of(head_dim=8, v_head_dim=8, compress="mean"),
         torch.randn(1, LENGTH, 24, dtype=torch.float64),
     )
     attn = changed_copy(plain, which, hooked)
-    for path, other in along_every_path(attn, x).items():
+    for path, other in outputs_of_every_path(attn, x).items():
         torch.testing.assert_close(
             other, attn(x), rtol=1e-9, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
         )
@@ -234,14 +227,14 @@ HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backwar
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_a_layer_with_a_hook_of_any_kind_is_not_plain(kind):
+def test_layer_with_any_hook_is_not_plain(kind):
     layer = nn.Linear(3, 2)
     assert are_plain_linear(layer)
-    for owner in (
+    for register in (
         getattr(layer, f"register_{kind}"),
         getattr(nn.modules.module, f"register_module_{kind}"),
     ):
-        handle = owner(lambda *_: None)
+        handle = register(lambda *_: None)
         try:
             assert not are_plain_linear(layer)
         finally:
@@ -249,7 +242,7 @@ def test_a_layer_with_a_hook_of_any_kind_is_not_plain(kind):
         assert are_plain_linear(layer)
 
 
-def test_only_a_linear_layer_as_made_is_plain():
+def test_changed_or_biasless_layers_are_not_plain():
     layer, bare = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
     overridden(layer)
     assert not any(map(are_plain_linear, (layer, bare, LoRA(nn.Linear(3, 2)), LinearGate(3, 2))))
@@ -258,7 +251,7 @@ def test_only_a_linear_layer_as_made_is_plain():
     assert not are_plain_linear(nn.Linear(3, 2), bare)
 
 
-def test_dtype_and_device_come_from_the_largest_parameter_or_the_layer_is_refused():
+def test_dtype_and_device_come_from_the_largest_parameter():
     wrapped = LoRA(nn.Linear(30, 20).bfloat16())
     wrapped.a.float()
     assert dtype_and_device_from(wrapped).dtype == torch.bfloat16
