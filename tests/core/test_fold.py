@@ -1,4 +1,4 @@
-"""The fold: causal attention over folded queries equals compressed attention with an explicit mask."""
+"""The fold: causal attention over folded queries equals masked compressed attention."""
 
 from __future__ import annotations
 

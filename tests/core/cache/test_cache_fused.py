@@ -1,4 +1,4 @@
-"""Fused decode forms in a layer's step: same results, correct use of the gate form, few operators."""
+"""Fused decode forms in a layer's step: results, use of the gate form, number of operators."""
 
 from __future__ import annotations
 

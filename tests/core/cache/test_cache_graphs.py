@@ -184,8 +184,8 @@ def test_reserve_workspace_refuses_invalid_rows(attn):
     before = content(cache)
     for rows in (0, -1, True, 1.0, 5, 512):
         message = (
-            f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step .* allocates"
-            " more memory"
+            f"rows must be an integer from 1 to max_step = 4, got {rows}; a longer step .*"
+            " allocates more memory"
         )
         with pytest.raises(InvalidInput, match=message):
             cache.reserve_workspace(rows)

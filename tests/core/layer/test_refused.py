@@ -244,5 +244,5 @@ def test_resolve_refuses_options_of_a_wrong_type(field, value, message):
 
 
 def test_cache_dtype_must_be_a_torch_dtype():
-    with pytest.raises(InvalidInput, match=r"dtype must be a torch\.dtype, .* got 'float32'"):
+    with pytest.raises(InvalidInput, match=r"dtype must be a torch\.dtype such .* got 'float32'"):
         layer_of().new_cache(2, 16, dtype="float32")
