@@ -105,13 +105,13 @@ def test_long_step_beside_a_full_sequence(problem):
 
 
 @pytest.mark.parametrize("limit", [7, 8192])
-def test_long_chunk_takes_one_call_per_most_rows(problem, limit, monkeypatch):
-    """A chunk over a filled cache runs the decode forms once per MOST_ROWS rows.
+def test_long_chunk_is_split_into_max_chunk_rows(problem, limit, monkeypatch):
+    """A chunk over a filled cache runs the decode forms once per MAX_CHUNK_ROWS rows.
 
     Afterwards, the rings have the newest tokens.
     """
     attn, x, golden = problem
-    monkeypatch.setattr(step, "MOST_ROWS", limit)
+    monkeypatch.setattr(step, "MAX_CHUNK_ROWS", limit)
     cache = poisoned_cache(attn, 2, LENGTH, max_step=2, max_rollback=3)
     attn(x[:, :40], cache=cache, new=[9, 40])
     with record_dispatch() as trace:

@@ -111,7 +111,7 @@ def test_gate_form_is_used_for_plain_linear_gates_only(change, monkeypatch):
     if callable(change):
         change(attn.gate)
     if change == "many tokens":
-        monkeypatch.setattr(step, "FEW_TOKENS", 1)
+        monkeypatch.setattr(step, "MAX_FUSED_GATE_TOKENS", 1)
     cache, calls = attn.new_cache(2, ROOM), []
     plan = plan_without_work(cache)
     form = dataclasses.replace(

@@ -177,7 +177,7 @@ def test_table_cached_in_inference_mode_serves_training():
 def test_uncached_long_table_gives_the_same_bits(monkeypatch):
     x = torch.randn(1, 11, 1, 8, requires_grad=True)
     cached = rotate(x, table_for(x, 11, 1, 8, 1e4))
-    monkeypatch.setattr(rope, "MOST_ROWS", 10)
+    monkeypatch.setattr(rope, "MAX_CACHED_ROWS", 10)
     assert torch.equal(rotate(x, table_for(x, 11, 1, 8, 1e4)), cached)
 
 

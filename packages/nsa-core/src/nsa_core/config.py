@@ -106,71 +106,71 @@ class NSAConfig:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        wrong: list[str] = []
+        problems: list[str] = []
         for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
             if name in ("head_dim", "v_head_dim") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                wrong.append(f"{name} must be an integer >= 1, got {value!r}")
+                problems.append(f"{name} must be an integer >= 1, got {value!r}")
         for name in ("rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"):
             if not isinstance(getattr(self, name), bool):
-                wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
+                problems.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         try:
             blocks = {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockGeometry)}
             # Built once here, because torch.compile cannot trace the construction.
             object.__setattr__(self, "_geometry", BlockGeometry(**blocks))
         except InvalidInput as error:
-            wrong.append(str(error))
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+            problems.append(str(error))
+        if problems:
+            raise InvalidInput("; ".join(problems))
         if self.head_dim is None:
             if self.dim % self.n_heads:
-                wrong.append(
+                problems.append(
                     f"dim must be a multiple of n_heads, got {self.dim} and {self.n_heads}; or pass"
                     " head_dim"
                 )
             object.__setattr__(self, "head_dim", max(1, self.dim // self.n_heads))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        wrong += self._option_problems()
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+        problems += self._option_problems()
+        if problems:
+            raise InvalidInput("; ".join(problems))
         object.__setattr__(
             self, "_values", tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         )
 
     def _option_problems(self) -> list[str]:
         """Problems with fields other than the sizes, and between sizes."""
-        wrong = []
+        problems = []
         if self.n_heads % self.n_kv_heads:
-            wrong.append(
+            problems.append(
                 f"n_heads must be a multiple of n_kv_heads: {self.n_heads} query heads do not"
                 f" divide over {self.n_kv_heads} key/value heads"
             )
         if self.compress not in COMPRESS_KINDS:
-            wrong.append(
+            problems.append(
                 f"compress must be one of {', '.join(COMPRESS_KINDS)}, got {self.compress!r}"
             )
         if self.gate not in GATE_KINDS:
-            wrong.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
+            problems.append(f"gate must be one of {', '.join(GATE_KINDS)}, got {self.gate!r}")
         if self.rope and self.qk_dim % 2:
-            wrong.append(
+            problems.append(
                 f"head_dim must be even for rotary embedding, got {self.head_dim}; or set"
                 " rope=False"
             )
         if not (_is_finite(self.rope_base) and self.rope_base > 0):
-            wrong.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
+            problems.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
         if self.scale is not None and not _is_finite(self.scale):
-            wrong.append(f"scale must be finite (a number) or None, got {self.scale!r}")
+            problems.append(f"scale must be finite (a number) or None, got {self.scale!r}")
         if not (_is_finite(self.dropout) and self.dropout == 0):
-            wrong.append(
+            problems.append(
                 f"dropout is not part of NSA, got dropout={self.dropout!r}; apply dropout outside"
                 " the layer"
             )
         if not self.causal:
-            wrong.append("causal must be True, got False: NSA is causal attention")
-        return wrong
+            problems.append("causal must be True, got False: NSA is causal attention")
+        return problems
 
     @property
     def geometry(self) -> BlockGeometry:

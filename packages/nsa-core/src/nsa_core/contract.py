@@ -182,51 +182,51 @@ class Request:
     page_size: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
+        problems = []
         for name, allowed in (("slot", SLOTS), ("phase", PHASES)):
             if getattr(self, name) not in allowed:
-                wrong.append(
+                problems.append(
                     f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
-        wrong += self._invalid_sizes_and_flags()
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+        problems += self._invalid_sizes_and_flags()
+        if problems:
+            raise InvalidInput("; ".join(problems))
         if self.n_heads % self.n_kv_heads:
-            wrong.append(
+            problems.append(
                 f"n_heads must be a multiple of n_kv_heads: {self.n_heads} query heads do not"
                 f" divide over {self.n_kv_heads} key/value heads"
             )
         if self.phase == "decode" and (self.needs_grad or self.varlen):
-            wrong.append(
+            problems.append(
                 "decode has no gradient and takes no packed documents: needs_grad and varlen must"
                 f" be False, got {self.needs_grad} and {self.varlen}"
             )
         if self.page_size is not None and self.page_size % self.geometry.select_block_size:
             size = self.geometry.select_block_size
-            wrong.append(
+            problems.append(
                 f"page_size must be a multiple of select_block_size {size}, got {self.page_size}"
             )
         if self.dtype not in DTYPES:
-            wrong.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+            problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if problems:
+            raise InvalidInput("; ".join(problems))
 
     def _invalid_sizes_and_flags(self) -> list[str]:
         """Problems with integer fields and with bool fields; an empty list if all are valid."""
-        wrong = []
+        problems = []
         sizes = dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "page_size"), 1)
         for name, minimum in {**sizes, "batch": 0, "seq_len": 0}.items():
             value, optional = getattr(self, name), name in ("batch", "seq_len", "page_size")
             if optional and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                wrong.append(
+                problems.append(
                     f"{name} must be an integer >= {minimum}{' or None' * optional}, got {value!r}"
                 )
         for name in ("needs_grad", "deterministic", "varlen"):
             if not isinstance(getattr(self, name), bool):
-                wrong.append(f"{name} must be True or False, got {getattr(self, name)!r}")
-        return wrong
+                problems.append(f"{name} must be True or False, got {getattr(self, name)!r}")
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,38 +42,38 @@ class BlockGeometry:
     window_size: int = 512
 
     def __post_init__(self) -> None:
-        wrong = []
+        problems = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             minimum = 0 if field.name in ("init_blocks", "local_blocks") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                wrong.append(f"{field.name} must be an integer >= {minimum}, got {value!r}")
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+                problems.append(f"{field.name} must be an integer >= {minimum}, got {value!r}")
+        if problems:
+            raise InvalidInput("; ".join(problems))
         size, stride, select = (
             self.compress_block_size,
             self.compress_stride,
             self.select_block_size,
         )
         if size % stride:
-            wrong.append(
+            problems.append(
                 f"compress_stride must divide compress_block_size, got {stride} and {size}"
             )
         if select % stride:
-            wrong.append(
+            problems.append(
                 f"compress_stride must divide select_block_size, got {stride} and {select}"
             )
         if size > select:
-            wrong.append(
+            problems.append(
                 f"compress_block_size must be <= select_block_size, got {size} and {select}"
             )
         if self.num_selected_blocks < max(1, self.init_blocks + self.local_blocks):
-            wrong.append(
+            problems.append(
                 "num_selected_blocks must be >= init_blocks + local_blocks, "
                 f"got {self.num_selected_blocks} < {self.init_blocks} + {self.local_blocks}"
             )
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+        if problems:
+            raise InvalidInput("; ".join(problems))
 
     def num_compressed(self, length: int) -> int:
         """Return the number of compressed tokens of a document of ``length`` tokens.

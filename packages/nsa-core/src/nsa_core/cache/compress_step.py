@@ -25,7 +25,7 @@ def compress(layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int)
     compressed tokens of completed blocks are written.
     """
     number = -(-rows // call.geometry.compress_stride)
-    is_cache_ring = store.raw.rows == len(store.places.ring)  # the ring of a chunk is longer
+    is_cache_ring = store.raw.rows == len(store.locations.ring)  # the ring of a chunk is longer
     if number == 1 and is_cache_ring:
         _compress_one(layer, store, call)
     else:
@@ -34,10 +34,12 @@ def compress(layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int)
 
 def _compress_one(layer: NSAProjections, store: KVStore, call: DecodeCall) -> None:
     """Compress the one block per sequence that a step may complete, with looked-up locations."""
-    places, heads, size = store.places, store.raw.k.shape[2], call.geometry.compress_block_size
+    locations = store.locations
+    heads, size = store.raw.k.shape[2], call.geometry.compress_block_size
     block = store.compressed.index_select(0, call.starts)
-    column, row, end, ring = places.blocks.index_select(0, block).unsqueeze(-1).unbind(1)  # [B, 1]
-    index = (places.ring.index_select(0, ring[:, 0]) + places.firsts).flatten()
+    location = locations.blocks.index_select(0, block).unsqueeze(-1)
+    column, row, end, ring = location.unbind(1)  # each [B, 1]
+    index = (locations.ring.index_select(0, ring[:, 0]) + locations.firsts).flatten()
     k, v = (
         x.view(-1, x.shape[-1])
         .index_select(0, index)
@@ -46,8 +48,8 @@ def _compress_one(layer: NSAProjections, store: KVStore, call: DecodeCall) -> No
         for x in store.raw.flat
     )
     k_cmp, v_cmp = layer.phi_k(k), layer.phi_v(v)
-    if places.angles is not None:
-        cos, sin = places.angles.index_select(0, block)[:, None, None].split(
+    if locations.angles is not None:
+        cos, sin = locations.angles.index_select(0, block)[:, None, None].split(
             k_cmp.shape[-1], -1
         )  # [B, 1, 1, Dk]
         k_cmp = rotate_pairs(k_cmp, cos, sin, out=torch.empty_like(k_cmp))
@@ -62,7 +64,7 @@ def _compress_many(layer: NSAProjections, store: KVStore, call: DecodeCall, numb
     """Compress up to ``number`` blocks per sequence."""
     size, stride = call.geometry.compress_block_size, call.geometry.compress_stride
     block = store.compressed.index_select(0, call.starts)[:, None] + store.count[:number]
-    block.clamp_(max=store.most_compressed)  # block indices from here on do not exist
+    block.clamp_(max=store.max_num_compressed)  # block indices from here on do not exist
     first_token = block * stride  # [B, number]
     tokens = first_token[:, :1] + store.count[: size + (number - 1) * stride]
     k, v = store.raw.read(store.raw.in_ring(tokens, None))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.cache.block_places import block_places
+from nsa_core.cache.block_locations import block_locations
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table
@@ -149,9 +149,9 @@ class KVStore:
         rope: angles of every possible position of a step, padding included; None without rotary
             embedding.
         count: int64 [0, 1, 2, ...], at least as long as any list of positions.
-        places: location of the next compression block of each sequence.
+        locations: location of the next compression block of each sequence.
         compressed: int64 [max_len + 1], num_compressed() of every length.
-        most_compressed: num_compressed(max_len).
+        max_num_compressed: num_compressed(max_len).
     """
 
     def __init__(
@@ -172,8 +172,10 @@ class KVStore:
         self.win = KVBuffer(batch, rings[0], heads, widths, dtype, device)
         self.raw = KVBuffer(batch, rings[1], heads, widths, dtype, device)
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
-        self.places = block_places(config, batch, max_len, self.cmp.rows, rings[1], dtype, device)
-        self.most_compressed = config.geometry.num_compressed(max_len)
+        self.locations = block_locations(
+            config, batch, max_len, self.cmp.rows, rings[1], dtype, device
+        )
+        self.max_num_compressed = config.geometry.num_compressed(max_len)
         self._positions = _positions(config, max_len, longest, dtype, device)
         self.count, self.compressed = self._positions.count, self._positions.compressed
         self.rope = self._positions.rope

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
 
-FEW_TOKENS = 32  # up to this many tokens the gates are launch-bound
-MOST_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
+MAX_FUSED_GATE_TOKENS = 32  # up to this many tokens the gates are launch-bound
+MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
@@ -80,28 +80,28 @@ def step(
 
 def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_graph: bool) -> None:
     """Check that x, the cache and the layer fit each other."""
-    wrong, dtype = [], layer.out_dtype
+    problems, dtype = [], layer.out_dtype
     if cache.attn is not layer:
-        wrong.append("the cache is another layer's: use new_cache() of this layer")
+        problems.append("the cache is another layer's: use new_cache() of this layer")
     if x.shape[0] != cache.batch:
-        wrong.append(f"x has {x.shape[0]} sequences, but the cache has {cache.batch}")
+        problems.append(f"x has {x.shape[0]} sequences, but the cache has {cache.batch}")
     if (x.device, dtype) != (cache.device, cache.dtype):
-        wrong.append(
+        problems.append(
             f"the layer computes {dtype} on {x.device}, but the cache is {cache.dtype} on"
             f" {cache.device}"
         )
     if torch.is_grad_enabled() and x.requires_grad:
-        wrong.append(
+        problems.append(
             "x requires grad, but no gradient flows through a cache: call the layer under"
             " torch.no_grad()"
         )
     if in_graph and x.shape[1] > cache.max_step:
-        wrong.append(
+        problems.append(
             f"a captured step takes at most max_step = {cache.max_step} rows, got {x.shape[1]};"
             " create the cache with a larger max_step"
         )
-    if wrong:
-        raise InvalidInput("; ".join(wrong))
+    if problems:
+        raise InvalidInput("; ".join(problems))
 
 
 def _run(
@@ -111,7 +111,7 @@ def _run(
     assert tokens.counts is not None
     if tokens.rows > 1 and not any(n and c for n, c in zip(cache.bounds, tokens.counts)):
         return prefill(layer, x, cache, tokens, plan)
-    limit = max(cache.max_step, MOST_ROWS)
+    limit = max(cache.max_step, MAX_CHUNK_ROWS)
     outputs = [
         _decode(layer, x[:, i : i + limit], cache, tokens.part(i, limit), plan)
         for i in range(0, tokens.rows, limit)
@@ -145,7 +145,7 @@ def rehearse(cache: CacheState, rows: int) -> None:
 def _decode(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
-    """Append at most MOST_ROWS rows to the cache, and attend to all of its tokens."""
+    """Append at most MAX_CHUNK_ROWS rows to the cache, and attend to all of its tokens."""
     plan = _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
     with cache.rollback_on_error() as undo:
@@ -224,9 +224,10 @@ def _per_branch(parts: list[torch.Tensor]) -> Branches:
 def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:
     """Compute the gates [B, m, Hq, 3].
 
-    Up to FEW_TOKENS tokens the plan's fused form is used, because the gates are launch-bound.
+    Up to MAX_FUSED_GATE_TOKENS tokens the plan's fused form is used, because the gates are
+    launch-bound.
     """
-    use_fused = "gates" in plan.fused and x.shape[0] * x.shape[1] <= FEW_TOKENS
+    use_fused = "gates" in plan.fused and x.shape[0] * x.shape[1] <= MAX_FUSED_GATE_TOKENS
     linear = plain_linear_gate(layer.gate) if use_fused else None
     if linear is None:
         return gates_of(layer.gate, x)

@@ -66,12 +66,14 @@ def check_inputs(
     _check_types(inputs)
     packing = _boundary_problems(inputs["q"], cu_seqlens, max_seqlen)
     if torch.compiler.is_compiling():
-        wrong = _problems(config, tuple(inputs), tuple(inputs.values()), cu_seqlens is not None)
+        problems = _problems(config, tuple(inputs), tuple(inputs.values()), cu_seqlens is not None)
     else:
         metadata = tuple([(t.shape, t.dtype, t.device) for t in inputs.values()])
-        wrong = _cached_problems(config, tuple(inputs), metadata, cu_seqlens is not None)
-    if wrong := [*wrong, *packing]:
-        raise InvalidInput("; ".join(wrong) + f" ({describe(list(inputs), list(inputs.values()))})")
+        problems = _cached_problems(config, tuple(inputs), metadata, cu_seqlens is not None)
+    if problems := [*problems, *packing]:
+        raise InvalidInput(
+            "; ".join(problems) + f" ({describe(list(inputs), list(inputs.values()))})"
+        )
     return torch.is_grad_enabled() and any(t.requires_grad for t in inputs.values())
 
 
@@ -99,14 +101,14 @@ def _problems(
             if packed
             else config.geometry.num_compressed(length)
         )
-    wrong = tensor_problems(names, tensors, shapes, packed, sizes)
+    problems = tensor_problems(names, tensors, shapes, packed, sizes)
     floats = {n: t for n, t in inputs.items() if n not in ("gates", "blocks")}
-    wrong += dtype_problems(floats, {"gates": inputs["gates"]})
+    problems += dtype_problems(floats, {"gates": inputs["gates"]})
     if "blocks" in inputs and inputs["blocks"].dtype not in _INTEGERS:
-        wrong.append(f"blocks must be integers, got {dtype_name(inputs['blocks'].dtype)}")
+        problems.append(f"blocks must be integers, got {dtype_name(inputs['blocks'].dtype)}")
     if ("k_cmp" in inputs) != ("v_cmp" in inputs):
-        wrong.append("k_cmp and v_cmp must be passed together: pass both or neither")
-    return wrong
+        problems.append("k_cmp and v_cmp must be passed together: pass both or neither")
+    return problems
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,14 +124,14 @@ def _check_types(inputs: dict[str, torch.Tensor]) -> None:
 
     The operators would silently drop the tangent of a dual tensor.
     """
-    wrong = [
+    problems = [
         f"{n} must be a tensor, got {type(t).__name__}"
         for n, t in inputs.items()
         if not is_tensor(t)
     ]
-    if wrong:
+    if problems:
         raise InvalidInput(
-            "; ".join(wrong) + " (pass to_local() of a DTensor)" * ("DTensor" in wrong[0])
+            "; ".join(problems) + " (pass to_local() of a DTensor)" * ("DTensor" in problems[0])
         )
     if torch.compiler.is_compiling():
         return
@@ -144,9 +146,9 @@ def _check_types(inputs: dict[str, torch.Tensor]) -> None:
 def _boundary_problems(
     q: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> list[str]:
-    wrong = packing_problems(cu_seqlens, max_seqlen, q.device)
-    if wrong or not has_values(cu_seqlens):
-        return wrong
+    problems = packing_problems(cu_seqlens, max_seqlen, q.device)
+    if problems or not has_values(cu_seqlens):
+        return problems
     try:
         check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
     except InvalidInput as error:
@@ -163,28 +165,28 @@ def check_plan(
         InvalidInput: it does not; the message names what the plan is for and what the call needs.
     """
     must_be_plan(plan)
-    request, wrong = plan.requests["cmp"], []
+    request, problems = plan.requests["cmp"], []
     if request.phase != "prefill":
-        wrong.append(
+        problems.append(
             f"plan is for {request.phase}, but this call is a prefill: pass a plan resolved with"
             " phase='prefill'"
         )
     if plan.config is not config and plan.config.values != config.values:
-        wrong.append(f"plan is for {plan.config}, but the call is for {config}")
+        problems.append(f"plan is for {plan.config}, but the call is for {config}")
     if needs_grad and not request.needs_grad:
-        wrong.append(
+        problems.append(
             "plan was resolved without needs_grad=True, but the call needs a gradient: resolve"
             " another plan, or call under torch.no_grad()"
         )
     if packed and not request.varlen:
-        wrong.append(
-            "plan was resolved without varlen=True, but cu_seqlens is given: resolve another plan"
+        problems.append(
+            "plan was resolved without varlen=True, but cu_seqlens is passed: resolve another plan"
         )
     dtype, device = dtype_name(q.dtype), q.device.type
     if dtype != request.dtype or device not in (request.device, "meta"):
-        wrong.append(
+        problems.append(
             f"plan is for {request.dtype} on {request.device}, but the tensors are {dtype} on"
             f" {device}"
         )
-    if wrong:
-        raise InvalidInput("; ".join(wrong))
+    if problems:
+        raise InvalidInput("; ".join(problems))

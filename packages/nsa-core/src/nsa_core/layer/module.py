@@ -103,7 +103,7 @@ class NSAttention(NSAProjections):
 
         Raises:
             InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a padding mask or
-                the input of a cross-attention is given; or the cache has no room for the tokens.
+                the input of a cross-attention is passed; or the cache has no room for the tokens.
                 The cache is then unchanged.
             Unsupported: no backend supports the request.
             BackendUnavailable: no backend is usable on this machine.

@@ -18,7 +18,7 @@ from nsa_core.torch_ops.torch_state import capturing, eager
 
 # Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
 # Calls on longer sequences are not limited by the host.
-MOST_ROWS = 1 << 13
+MAX_CACHED_ROWS = 1 << 13
 
 
 class RopeTable(NamedTuple):
@@ -88,7 +88,7 @@ def table_for(
     if token_table is not None and not eager():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
-    if rows > MOST_ROWS or not eager():
+    if rows > MAX_CACHED_ROWS or not eager():
         return _new_table(*arguments)
     if type(x) is not torch.Tensor or capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments).wide()

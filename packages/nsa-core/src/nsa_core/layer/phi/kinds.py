@@ -329,8 +329,8 @@ def compress_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
     phis, kind = (phi_k, phi_v), type(phi_k)
-    alike = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
-    if alike and are_plain(kind, phi_k, phi_v):
+    can_join = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
+    if can_join and are_plain(kind, phi_k, phi_v):
         joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # phis are of type kind
         if joint is not None:
             return joint[0], joint[1]

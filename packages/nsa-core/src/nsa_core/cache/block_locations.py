@@ -11,7 +11,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.layer.rope import rope_table
 
 
-class BlockPlaces:
+class BlockLocations:
     """Location in the cache of the compression block that a step completes.
 
     A lookup takes fewer operators than the computation of the location.
@@ -53,10 +53,12 @@ class BlockPlaces:
             self.angles = torch.cat(table.wide(), -1).squeeze(1)
 
 
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], BlockPlaces] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], BlockLocations] = (
+    weakref.WeakValueDictionary()
+)
 
 
-def block_places(
+def block_locations(
     config: NSAConfig,
     batch: int,
     max_len: int,
@@ -64,10 +66,10 @@ def block_places(
     ring: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> BlockPlaces:
-    """Return the :class:`BlockPlaces` of these arguments, shared by the caches of all layers."""
+) -> BlockLocations:
+    """Return the :class:`BlockLocations` of these arguments, shared by the caches of all layers."""
     key = (config, batch, max_len, page, ring, dtype, device)
-    places = _shared.get(key)
-    if places is None:
-        places = _shared[key] = BlockPlaces(*key)
-    return places
+    locations = _shared.get(key)
+    if locations is None:
+        locations = _shared[key] = BlockLocations(*key)
+    return locations
