@@ -159,8 +159,8 @@ def test_paged_and_contiguous_caches_give_the_same_bits(problem):
     attn, x, _ = problem
     caches = [poisoned_cache(attn, 2, LENGTH, page_size=size) for size in (None, 16, 48)]
     for part in x.split([11, 1, 1, 19, 1, 1, 1, 18], 1):
-        y, *others = [attn(part, cache=cache) for cache in caches]
-        assert all(torch.equal(y, other) for other in others)
+        y, *other_outputs = [attn(part, cache=cache) for cache in caches]
+        assert all(torch.equal(y, other) for other in other_outputs)
 
 
 def test_sequences_of_a_batch_are_independent(problem):

@@ -60,11 +60,11 @@ def test_fused_forms_equal_the_slots_and_the_layer(changes, max_step):
         calls.append("step")
         o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, call=call)
         blocks = plan.select(q, k_cmp, lse, call=call)
-        others = (
+        branches = (
             plan.sel(q, k_sel, v_sel, blocks, call=call)[0],
             plan.win(q, k_win, v_win, call=call)[0],
         )
-        return plan.combine(gates, o_cmp, *others), blocks
+        return plan.combine(gates, o_cmp, *branches), blocks
 
     def gates(rows, weight, bias, *, call):
         calls.append("gates")
@@ -92,7 +92,7 @@ class OtherGate(LinearGate):
 
 
 def _hooked(gate):
-    gate.register_forward_hook(lambda module, given, out: out)
+    gate.register_forward_hook(lambda module, args, out: out)
 
 
 def _replaced(gate):

@@ -86,20 +86,20 @@ def test_crop_refuses_more_than_max_rollback(attn):
 
 @PAGES
 def test_reset_of_one_sequence_and_of_all(attn, page_size):
-    x, again = tokens(attn, 2, ROOM), tokens(attn, 2, ROOM, seed=3)
+    x, new_x = tokens(attn, 2, ROOM), tokens(attn, 2, ROOM, seed=3)
     cache = new_cache(attn, page_size)
     attn(x[:, :50], cache=cache)
     cache.reset(1)
     y = attn(
-        torch.cat([torch.zeros_like(again[1:, :30]), again[1:, :30]]), cache=cache, new=[0, 30]
+        torch.cat([torch.zeros_like(new_x[1:, :30]), new_x[1:, :30]]), cache=cache, new=[0, 30]
     )
-    assert_equal(y[1:], whole(attn, again[1:, :30]))
-    y = attn(torch.stack([x[0, 50:55], again[1, 30:35]]), cache=cache)
+    assert_equal(y[1:], whole(attn, new_x[1:, :30]))
+    y = attn(torch.stack([x[0, 50:55], new_x[1, 30:35]]), cache=cache)
     assert_equal(y[:1], whole(attn, x[:1])[:, 50:55])
     cache.reset()
     assert cache.host_lengths() == cache.lengths.tolist() == [0, 0]
     assert cache.pages is None or cache.pages.free == cache.pages.total
-    assert_equal(attn(again, cache=cache), whole(attn, again))
+    assert_equal(attn(new_x, cache=cache), whole(attn, new_x))
 
 
 @PAGES

@@ -121,12 +121,12 @@ def judge_slots(config, rows, cached, first):
             "o": padded(o, start),
             "lse": padded(lse.transpose(1, 2), start).transpose(1, 2).contiguous(),
         }
-        judged = (
+        positions = (
             decoded
             if slot != "win"
             else [t for t in decoded if t - config.window_size + 1 >= first]
         )
-        for name, verdict in judge_slot(slot, inputs, got, geometry, scale, rows=judged).items():
+        for name, verdict in judge_slot(slot, inputs, got, geometry, scale, rows=positions).items():
             assert verdict, (slot, name, verdict.why)
         if slot == "cmp":
             verdict = judge_selection(
@@ -139,7 +139,7 @@ def judge_slots(config, rows, cached, first):
                 rows=decoded,
             )
             assert verdict.ok, verdict.why
-    assert len(judged) > 20
+    assert len(positions) > 20
     for tensors, (o,) in rows["combine"]:
         inputs = dict(zip(("gates", "o_cmp", "o_sel", "o_win"), tensors))
         assert all(judge_slot("combine", inputs, {"o": o}, geometry, scale).values())

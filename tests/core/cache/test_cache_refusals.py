@@ -159,9 +159,9 @@ def test_invalid_indices_are_refused(attn):
         cache.snapshot([0, 1])
     with pytest.raises(InvalidInput, match="load: snapshot must be a result of snapshot"):
         cache.load(0, 1)
-    for wrong in (0.0, None, [0, 0.0], "ab"):
+    for lengths in (0.0, None, [0, 0.0], "ab"):
         with pytest.raises(InvalidInput, match="lengths must be an integer >= 0, or 2 of them"):
-            cache.crop(wrong)
+            cache.crop(lengths)
     cache.crop(torch.zeros(2, dtype=torch.int64).numpy())  # integers of any kind
     assert cache.host_lengths() == [0, 0]
 
@@ -181,7 +181,7 @@ def test_explicit_plans(attn):
         [attn(x[:, :9], cache=cache, plan=prefill), attn(x[:, 9:12], cache=cache, plan=decode)], 1
     )
     assert_equal(y, whole(attn, x)[:, :12])
-    decode.warmup()  # beside the cache
+    decode.warmup()  # does not change the cache
     assert cache.host_lengths() == [12, 12]
     with pytest.raises(InvalidInput, match="phase is 'prefill', not 'decode'"):
         attn(x[:, 12:13], cache=cache, plan=prefill)

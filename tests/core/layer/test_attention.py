@@ -16,9 +16,9 @@ from nsa_core.torch_ops.slot_op import record_dispatch
 CONFIG = small()
 
 
-def attend(tensors, config=CONFIG, **others):
-    others.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
-    return nsa_attention(*tensors, config=config, **others)
+def attend(tensors, config=CONFIG, **options):
+    options.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
+    return nsa_attention(*tensors, config=config, **options)
 
 
 def test_output_is_the_gated_sum_of_the_branches():
@@ -90,13 +90,13 @@ def test_row_18_packed_equals_separate(lengths, max_seqlen):
     longest = max(lengths) if max_seqlen else None
     packed, blocks = attend(tensors, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
     for a, b in zip(cu.tolist(), cu.tolist()[1:]):
-        alone = type(tensors)(
+        document = type(tensors)(
             *(
                 x[a:b][None] if isinstance(x, torch.Tensor) else [y[a:b][None] for y in x]
                 for x in tensors
             )
         )
-        o, blocks_alone = attend(alone, return_blocks=True)
+        o, blocks_alone = attend(document, return_blocks=True)
         torch.testing.assert_close(packed[a:b], o[0], rtol=1e-13, atol=1e-13)
         assert torch.equal(blocks[a:b], blocks_alone[0])
 
@@ -191,14 +191,14 @@ def _map(x, dtype):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("plan", ["given", "default"])
+@pytest.mark.parametrize("plan", ["explicit", "default"])
 def test_refused_before_any_launch(name, plan, planned):
     change, expected = REFUSED[name]
     tensors = inputs(CONFIG, 1, 12)
     arguments = {**tensors._asdict(), **change(tensors)}
     with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
         nsa_attention(
-            **arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "given" else None
+            **arguments, config=CONFIG, plan=dense_plan(CONFIG) if plan == "explicit" else None
         )
     for text in expected:
         assert text in str(caught.value)

@@ -17,9 +17,9 @@ from nsa_core.torch_ops.slot_op import slot_op
 CONFIG = small()
 
 
-def attend(tensors, config=CONFIG, **others):
-    others.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
-    return nsa_attention(*tensors, config=config, **others)
+def attend(tensors, config=CONFIG, **options):
+    options.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
+    return nsa_attention(*tensors, config=config, **options)
 
 
 def test_row_33_42_same_bits_in_every_grad_mode():
@@ -76,12 +76,12 @@ def test_operators_are_dispatched_under_profilers_and_modes_with_the_same_bits(m
         lambda op, *args, **kwargs: dispatched.append(op) or original_call(op, *args, **kwargs),
     )
     tensors = inputs(CONFIG, 1, 37, dtype=torch.float32, requires_grad=True)
-    alone, profiled = contextlib.nullcontext, torch.profiler.profile
+    no_context, profiled = contextlib.nullcontext, torch.profiler.profile
     contexts = [
-        (alone, alone, 0),
+        (no_context, no_context, 0),
         (profiled, profiled, 9),
-        (PassThroughMode, alone, 5),
-        (lambda: torch.device("cpu"), alone, 5),
+        (PassThroughMode, no_context, 5),
+        (lambda: torch.device("cpu"), no_context, 5),
     ]
     for forward, backward, expected in contexts:
         dispatched.clear()

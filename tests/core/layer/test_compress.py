@@ -237,11 +237,11 @@ def pair_of(kind, dtype=torch.float64):
 def test_joint_compression_equals_separate_compression(kind):
     phis, xs = pair_of(kind)
     wrt = [*xs, *(p for phi in phis for p in phi.parameters())]
-    together = compress_pair(*phis, *xs, None)
-    assert (type(together[0].grad_fn).__name__ == "JointPhiBackward") == (kind in PAIRED)
-    alone, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in together]
-    torch.testing.assert_close(list(together), alone, rtol=1e-13, atol=1e-13)
-    grads, expected = (torch.autograd.grad(list(y), wrt, do) for y in (together, alone))
+    joint = compress_pair(*phis, *xs, None)
+    assert (type(joint[0].grad_fn).__name__ == "JointPhiBackward") == (kind in PAIRED)
+    separate, do = [phi(x) for phi, x in zip(phis, xs)], [torch.randn_like(y) for y in joint]
+    torch.testing.assert_close(list(joint), separate, rtol=1e-13, atol=1e-13)
+    grads, expected = (torch.autograd.grad(list(y), wrt, do) for y in (joint, separate))
     torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -296,7 +296,7 @@ def test_frozen_inputs_do_not_change_other_gradients(frozen):
     (phi, _), (x, _) = pair_of("mlp")
     leaves = {"x": x, **dict(phi.named_parameters())}
     do = torch.randn_like(phi(x))
-    whole = dict(zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)))
+    all_grads = dict(zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)))
     leaves.pop(frozen).requires_grad_(False)
     for name, grad in zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)):
-        torch.testing.assert_close(grad, whole[name], rtol=0, atol=0)
+        torch.testing.assert_close(grad, all_grads[name], rtol=0, atol=0)

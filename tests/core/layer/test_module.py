@@ -270,9 +270,11 @@ def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(
     attn, x = layer_of(torch.float32, qk_norm=True), torch.randn(2, 37, 24, requires_grad=True)
     seen = {}
 
-    def spy(q, k, v, gates, **others):
-        seen.update(q=q, k=k[1], v=v[2], gates=gates, k_cmp=others["k_cmp"], v_cmp=others["v_cmp"])
-        return nsa_attention(q, k, v, gates, **others)
+    def spy(q, k, v, gates, **options):
+        seen.update(
+            q=q, k=k[1], v=v[2], gates=gates, k_cmp=options["k_cmp"], v_cmp=options["v_cmp"]
+        )
+        return nsa_attention(q, k, v, gates, **options)
 
     monkeypatch.setattr("nsa_core.layer.module.nsa_attention", spy)
     with torch.autocast("cpu", dtype=dtype):

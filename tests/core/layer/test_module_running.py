@@ -31,8 +31,8 @@ def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, pla
     attn, x = layer_of(torch.float32), torch.randn(2, 60, 24)
     chosen = []
 
-    def spy(*args, **others):
-        o, blocks = nsa_attention(*args, **others, return_blocks=True)
+    def spy(*args, **options):
+        o, blocks = nsa_attention(*args, **options, return_blocks=True)
         chosen.append(blocks)
         return o
 

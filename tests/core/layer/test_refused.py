@@ -52,12 +52,12 @@ def test_unpad_accepts_bool_and_integer_masks(dtype):
     assert torch.equal(unpad(x, torch.tensor([[1, 1, 1, 0]]).to(dtype))[0], x[0, :3])
 
 
-@pytest.mark.parametrize("wrong", [None, [[1, 1, 1, 0]]])
-def test_unpad_refuses_arguments_that_are_not_tensors(wrong):
+@pytest.mark.parametrize("argument", [None, [[1, 1, 1, 0]]])
+def test_unpad_refuses_arguments_that_are_not_tensors(argument):
     with pytest.raises(
-        InvalidInput, match=f"attention_mask must be a tensor, got {type(wrong).__name__}"
+        InvalidInput, match=f"attention_mask must be a tensor, got {type(argument).__name__}"
     ):
-        unpad(torch.randn(1, 4, 2), wrong)
+        unpad(torch.randn(1, 4, 2), argument)
     with pytest.raises(InvalidInput, match="x must be a tensor, got list"):
         unpad([[1.0]], torch.ones(1, 1).bool())
 
