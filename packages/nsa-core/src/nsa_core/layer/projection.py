@@ -107,7 +107,7 @@ class NSAProjections(nn.Module):
         self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
         self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
-        self._last_call: tuple[torch.device, torch.dtype, bool, bool] | None = None
+        self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
         for linear in (self.qkv, self.out):  # unit-variance outputs for unit-variance inputs
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
@@ -235,7 +235,7 @@ class NSAProjections(nn.Module):
         Before any call, it is the plan for the parameters' device and dtype.
         """
         weight = dtype_and_device_from(self.qkv)
-        device, dtype, varlen, long = self._last_call or (weight.device, weight.dtype, False, False)
+        device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
         return default_plan(
             self.config, device, dtype, varlen, self._needs_grad(), self.backends, long
         )
@@ -262,7 +262,7 @@ class NSAProjections(nn.Module):
                 self.config, q.device, q.dtype, varlen, needs_grad, self.backends, long
             )
             if not torch.compiler.is_compiling():
-                self._last_call = (q.device, q.dtype, varlen, long)
+                self._last = (q.device, q.dtype, varlen, long)
         else:
             must_be_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan
