@@ -152,7 +152,7 @@ def padded(x, start, value=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_same_blocks_from_the_same_tensors(dtype):
+def test_decode_selects_the_same_blocks_as_prefill(dtype):
     """From identical q, k_cmp and LSE, decode selects the same blocks as prefill."""
     attn = layer_of(dtype)
     x = tokens(attn, 2, LENGTH)

@@ -60,9 +60,8 @@ def reference(
 def phi_of(kind: str, geometry: BlockGeometry, width: int = 5) -> torch.nn.Module:
     phi = make_phi(kind, geometry, width).double()
     with torch.no_grad():
-        for (
-            parameter
-        ) in phi.parameters():  # biases are initially zero, which would hide a missing bias
+        # Initial biases are 0, which would hide a missing bias.
+        for parameter in phi.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     return phi
 

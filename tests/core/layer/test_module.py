@@ -80,7 +80,7 @@ def composed_layer(attn, x):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_layer_is_its_parts_in_order(name):
+def test_layer_equals_its_composed_parts(name):
     attn, x = layer_of(**OPTIONS[name]), torch.randn(2, 37, 24, dtype=torch.float64)
     with torch.no_grad():
         for parameter in attn.parameters():

@@ -77,9 +77,8 @@ CASES += [
     ("phi_v.up", {}, LoRA),
     ("phi_v.proj", {"compress": "linear"}, LoRA),
 ]
-CASES += [
-    ("gate", MEAN, change) for change in (*COMMON_CHANGES[1:], overridden)
-]  # without LoRA, which is refused
+# Without LoRA, which is refused.
+CASES += [("gate", MEAN, change) for change in (*COMMON_CHANGES[1:], overridden)]
 CASES += [(name, MEAN, change) for name in ("qkv", "out") for change in (LoRA, hooked, pruned)]
 
 

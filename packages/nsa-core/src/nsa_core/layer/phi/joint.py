@@ -1,8 +1,8 @@
 """phi of kinds mlp and linear as one autograd node, for one tensor or for keys and values together.
 
 W flatten(block + position) + b has two terms. The rows of W [out, l*D], token outermost, are cut
-into r = l/d parts W_j. The sum of W_j x_j over the r chunks of a block depends on the tokens. W e +
-b, where e is the flattened position encoding, is the same vector for every block.
+into r = l/d parts W_j. The sum of W_j x_j over the r chunks of a block depends on the tokens. W e
++ b, where e is the flattened position encoding, is the same vector for every block.
 
 Written operator by operator, the gradient takes three times as many kernels, and as many again for
 the second tensor. Short sequences are launch-bound.
