@@ -52,7 +52,7 @@ def tamed(
         foreign = [plugin for plugin in installed() if not plugin.first_party]
         # Before anything is loaded here: a deadly toy that slips through would end the test run,
         # some with status 0.
-        assert {plugin.distribution for plugin in trial.crashed(foreign, LIMIT_S)} == set(
+        assert {plugin.distribution for plugin in trial.failed_trials(foreign, LIMIT_S)} == set(
             toys.DEADLY
         )
         return discover(isolate=True, limit_s=LIMIT_S), cache

@@ -41,13 +41,13 @@ def test_verdict_is_dropped_when_the_plugin_changes(install):
 
 def test_survivors_are_remembered_too(install, monkeypatch):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
-    assert trial.crashed([plugin("toy-fine")]) == {}
+    assert trial.failed_trials([plugin("toy-fine")]) == {}
 
     def no_child(plugin):
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(trial, "_start", no_child)
-    assert trial.crashed([plugin("toy-fine")]) == {}
+    assert trial.failed_trials([plugin("toy-fine")]) == {}
 
 
 def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeypatch):
@@ -55,7 +55,7 @@ def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeyp
     for name, does in body.items():
         source = toys.good(name, name.replace("-", "_"), probe="own_probe")
         install(name, textwrap.dedent(source) + f"\ndef own_probe(request):\n    {does}\n")
-    assert trial.crashed([plugin(name) for name in body]) == {}
+    assert trial.failed_trials([plugin(name) for name in body]) == {}
 
 
 def test_hang_under_a_shorter_limit_is_tried_again(install):
@@ -85,7 +85,7 @@ def test_hang_under_a_shorter_limit_is_tried_again(install):
 def test_corrupted_cache_is_ignored_and_rewritten(install, content):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
     file = trial.cache_file()
-    trial.crashed([plugin("toy-fine")])
+    trial.failed_trials([plugin("toy-fine")])
     if content == "entry":
         document = json.loads(file.read_text())
         for key in document["verdicts"]:
