@@ -152,7 +152,7 @@ def backends_problems(backends: object) -> list[str]:
         return []
     if not isinstance(backends, Mapping):
         return [
-            f"backends must be None, a name, or a mapping from slots to names, got {backends!r}"
+            f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"
         ]
     problems = [
         f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}"

@@ -222,7 +222,9 @@ def load_spec(spec: BackendSpec, version: str, distribution: str) -> BackendEntr
     return _entry(Plugin(str(spec.name), distribution, version, ""), spec)
 
 
-def entry_without_spec(plugin: Plugin, status: str, reason: Reason, name: str | None = None) -> BackendEntry:
+def entry_without_spec(
+    plugin: Plugin, status: str, reason: Reason, name: str | None = None
+) -> BackendEntry:
     """Return an entry without a spec, for a plugin that cannot be used."""
     return BackendEntry(
         name or plugin.name,
