@@ -92,7 +92,7 @@ def attend(
     """
     if _exceeds_max_batch(q, attention):
         batches = zip(*(x.split(MAX_BATCH) for x in (q, k, v)))
-        parts = [attend(*tensors, attention) for tensors in batches]
+        parts = [attend(q_, k_, v_, attention) for q_, k_, v_ in batches]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = positive(q, attention.scale)
@@ -119,7 +119,12 @@ def attend_backward(
     """Return dq, dk and dv, shaped like q, k and v."""
     if _exceeds_max_batch(q, attention):
         batches = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
-        dqs, dks, dvs = zip(*(attend_backward(*tensors, attention) for tensors in batches))
+        dqs, dks, dvs = zip(
+            *(
+                attend_backward(do_, q_, k_, v_, o_, lse_, attention)
+                for do_, q_, k_, v_, o_, lse_ in batches
+            )
+        )
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = positive(q, attention.scale)

@@ -28,6 +28,6 @@ def nsa_register_backends() -> BackendSpec:
         probe=f"{_PACKAGE}.probe:probe",
         priority=20,
         slot_priority={"sel": -10},  # slow: one varlen document per token and group
-        summary="FlashAttention-2, from the flash-attn package or from PyTorch",
+        summary="FlashAttention-2, from the flash-attn package or PyTorch's own",
         detail=f"{_PACKAGE}.probe:detail",
     )

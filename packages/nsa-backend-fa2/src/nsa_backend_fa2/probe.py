@@ -41,7 +41,7 @@ def _sm(capability: tuple[int, int]) -> str:
 def _device_reasons(request: Request) -> list[Reason]:
     reasons, capability = [], request.capability
     if request.device != "cuda":
-        reasons.append(Reason("device", f"needs cuda, got {request.device}", "use sdpa there"))
+        reasons.append(Reason("device", f"needs cuda, got {request.device}", "use sdpa instead"))
     elif capability is None:
         reasons.append(
             Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
@@ -87,9 +87,7 @@ def _decode_reasons(request: Request) -> list[Reason]:
     provider = providers.first()
     if provider is None:
         return reasons + _provider_reasons(request)
-    has_cache = (
-        isinstance(provider, providers.FlashAttnPackage) and provider.with_cache is not None
-    )
+    has_cache = isinstance(provider, providers.FlashAttnPackage) and provider.with_cache is not None
     if request.slot == "cmp" and not has_cache:
         message = f"{provider.title} has no attention over a cache that returns the LSE"
         reasons.append(
@@ -103,8 +101,8 @@ def _cache_reasons(request: Request) -> Iterator[Reason]:
     size, stride = request.geometry.select_block_size, request.geometry.compress_stride
     if request.slot == "win":
         message = (
-            "needs the cached keys of a window in order; the cache is a ring, which also holds"
-            " older keys"
+            "needs the keys of a window in order of position; a ring holds them turned, with older"
+            " keys among them"
         )
         yield Reason("ring", message, "use triton or sdpa")
     if request.slot == "sel":
