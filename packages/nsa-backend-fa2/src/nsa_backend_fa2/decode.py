@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import providers
-from nsa_backend_fa2.padding import MAX_BATCH, fit, positive, width_of
+from nsa_backend_fa2.padding import MAX_BATCH, fit, width_of, with_positive_scale
 from nsa_core.contract import DecodeCall
 
 PAGE_ROWS = 256  # the page size of the library must be a multiple of this
@@ -36,7 +36,9 @@ def cmp(
     width = width_of(q.shape[-1], v_cmp.shape[-1])
     # This copies nothing: the probe refuses caches that would need a copy.
     k, v = fit(k_cmp, width), fit(v_cmp, width)
-    signed_q, scale = positive(fit(q.reshape(batch * rows, 1, heads, -1), width), call.scale)
+    signed_q, scale = with_positive_scale(
+        fit(q.reshape(batch * rows, 1, heads, -1), width), call.scale
+    )
     parts = [
         _attend(part_q, k, v, part_lengths, part_table, scale)
         for part_q, part_lengths, part_table in zip(

@@ -52,7 +52,7 @@ def fit(x: Tensor, width: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return q and a positive scale with the same scores.
 
     The kernels scale the scores after masking them with -inf, so that a negative or zero scale
@@ -95,7 +95,7 @@ def attend(
         parts = [attend(q_, k_, v_, attention) for q_, k_, v_ in batches]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
-    signed_q, scale = positive(q, attention.scale)
+    signed_q, scale = with_positive_scale(q, attention.scale)
     o, lse = providers.serving().forward(
         fit(signed_q, width),
         fit(k, width),
@@ -127,7 +127,7 @@ def attend_backward(
         )
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
-    signed_q, scale = positive(q, attention.scale)
+    signed_q, scale = with_positive_scale(q, attention.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed_q, k, v, o))
     dq, dk, dv = providers.serving().backward(
         fit_do,

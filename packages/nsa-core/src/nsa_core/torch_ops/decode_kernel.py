@@ -15,7 +15,7 @@ import torch
 from nsa_core.contract import DecodeCall, import_named
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
-from nsa_core.torch_ops.slot_op import backend_call
+from nsa_core.torch_ops.slot_op import BackendCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DecodeKernel:
             NSAError: The backend raised or returned a wrong result; the message names it.
         """
         q: torch.Tensor = tensors[0]
-        with backend_call(self.backend, self.slot, "decode", q.device):
+        with BackendCall(self.backend, self.slot, "decode", q.device):
             results = self.function(*tensors, call=call, **options)
         self._check(results, self._expected(tensors, call), q.device)
         return results

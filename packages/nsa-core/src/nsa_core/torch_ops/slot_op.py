@@ -81,10 +81,11 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-class backend_call:  # noqa: N801  a class takes half the host time of a @contextmanager function
+class BackendCall:
     """Context of a call of a backend's function.
 
-    It records the call, makes the device current, turns autocast off, and converts exceptions.
+    It records the call, makes the device current, turns autocast off, and converts exceptions. The
+    class takes half the host time of a function with @contextmanager.
 
     Raises:
         NSAError: The function raised. NSAError and torch.OutOfMemoryError pass unchanged.
@@ -234,6 +235,7 @@ class SlotOp:
         tensors: list[str],
         outputs: int,
     ) -> None:
+        """Define the operator ``short`` with its implementation and its shape inference."""
         result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
         self._lib.define(
             f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}",
@@ -243,6 +245,7 @@ class SlotOp:
         torch.library.register_fake(f"{self._lib.ns}::{short}", fake, lib=self._lib)
 
     def _forward_impl(self, *args: Any) -> Any:
+        """Check the inputs, call the backend's forward, and check its results."""
         tensors = [_unit_stride(t) for t in args[: self._n_inputs]]
         call = _slot_call(args[self._n_inputs :])
         cu, device = call.cu_seqlens, tensors[0].device
@@ -255,7 +258,7 @@ class SlotOp:
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with backend_call(self.backend, self.slot, "forward", device):
+            with BackendCall(self.backend, self.slot, "forward", device):
                 outs = _checked_results(
                     self.backend,
                     self.slot,
@@ -267,6 +270,7 @@ class SlotOp:
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _forward_fake(self, *args: Any) -> Any:
+        """Return empty tensors with the shapes and dtypes of the forward's results."""
         tensors = args[: self._n_inputs]
         geometry = BlockGeometry.from_ints(args[self._n_inputs + 3])
         check_slot(self.slot, tensors, args[self._n_inputs], geometry)
@@ -275,6 +279,7 @@ class SlotOp:
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _backward_impl(self, *args: Any) -> Any:
+        """Call the backend's backward, and check its results."""
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
         inputs = saved[: self._n_inputs]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
@@ -283,7 +288,7 @@ class SlotOp:
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
             tensors = [_unit_stride(t) for t in (grad, *saved)]
-            with backend_call(self.backend, self.slot, "backward", device):
+            with BackendCall(self.backend, self.slot, "backward", device):
                 outs = _checked_results(
                     self.backend,
                     self.slot,
@@ -295,10 +300,16 @@ class SlotOp:
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
+        """Return empty tensors with the shapes and dtypes of the backward's results."""
         outs = [args[1 + i].new_empty(args[1 + i].shape) for i in self._grads]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the inputs and results of the forward for the backward.
+
+        Raises:
+            Unsupported: The backend has no backward for this slot.
+        """
         if self._backward is None:
             raise Unsupported(
                 f"backend {self.backend!r} has no backward for {self.slot!r}; plan with"
@@ -313,6 +324,7 @@ class SlotOp:
         ctx.tail = inputs[self._n_inputs + 1 :]
 
     def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the gradient of each argument of the forward operator, None if it has none."""
         *saved, cu_seqlens = ctx.saved_tensors
         input_grads: list[Any] = [None] * (self._n_inputs + 5)
         if grads[0] is None:
@@ -327,6 +339,7 @@ class SlotOp:
         return tuple(input_grads)
 
     def _double(self, ctx: Any, *grads: Any) -> Any:
+        """Refuse to differentiate the backward."""
         raise Unsupported(
             f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once,"
             " not twice"
