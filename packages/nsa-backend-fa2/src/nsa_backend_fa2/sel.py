@@ -5,7 +5,7 @@ group. Tokens are split into chunks of a fixed number of gathered keys, so that 
 inputs and outputs does not grow with S.
 
 The slot reads n * l' keys per token and group from memory three times over, which is slow. It
-serves as an independent check of faster kernels, and as a fallback where there are none.
+serves as an independent check of faster kernels, and runs where no faster kernel is available.
 """
 
 from __future__ import annotations

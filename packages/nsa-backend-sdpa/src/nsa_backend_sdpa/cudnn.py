@@ -87,11 +87,11 @@ def _residue_sets(tokens: int, geometry: BlockGeometry) -> list[Residues]:
     """Return the residues of each call for a sequence: one or two calls, with equal row counts."""
     stride, first = geometry.compress_stride, geometry.compress_block_size - 1
     runs, longer = divmod(tokens - first, stride)  # `longer` residues have a token in the last run
-    candidates = [
+    residue_sets = [
         Residues(first, longer, runs + 1, runs + 1, stride),
         Residues(first + longer, stride - longer, runs, runs, stride),
     ]
-    return [part for part in candidates if part.residues and part.runs]
+    return [part for part in residue_sets if part.residues and part.runs]
 
 
 def _queries(x: Tensor, part: Residues) -> Tensor:

@@ -23,9 +23,9 @@ from nsa_backend_sdpa.sel import distinct
 from nsa_backend_sdpa.select import choose, columns, head_sums, tap_sums
 from nsa_core.contract import DecodeCall
 
-_MIN_ROWS = 64  # queries of a chunk, even if their scores exceed the limit
+_MIN_ROWS = 64  # fewest queries of a chunk, even if their scores exceed the limit
 _MIN_SELECT_ROWS = 16  # the same for select
-_KEYS_PER_CHUNK = 1024  # assumed keys of a chunk when the queries of a chunk are counted
+_KEYS_PER_CHUNK = 1024  # keys whose scores must fit the limit for all queries of a chunk (cmp)
 
 
 def _query_chunks(q: Tensor, rows: int, call: DecodeCall) -> Iterator[tuple[slice, DecodeCall]]:

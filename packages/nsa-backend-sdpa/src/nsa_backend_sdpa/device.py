@@ -54,10 +54,10 @@ def chunks(total: int, size: int, document: int = 0) -> Iterator[slice]:
     """Yield slices of at most ``size`` elements that cover ``range(total)``.
 
     In a dry run, only some slices are yielded: the first two, the last three, and three around the
-    start of the last document. The loop still reaches its peak of memory, if its iterations
-    allocate equal amounts, or growing amounts up to the end of a document. These slices contain an
-    iteration that starts while the results of another one exist, the largest iteration, and the
-    last one, which may be shorter.
+    start of the last document. The loop still reaches its peak of memory if its iterations
+    allocate equal amounts, or amounts that grow up to the end of a document. The yielded slices
+    include an iteration that starts while the results of another one exist, the largest iteration,
+    and the last one, which may be shorter.
 
     Args:
         total: Elements of the loop.

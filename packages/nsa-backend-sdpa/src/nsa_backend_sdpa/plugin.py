@@ -21,7 +21,7 @@ def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool 
 
 @hookimpl
 def nsa_register_backends() -> BackendSpec:
-    """Return the backend ``sdpa``, which `auto` can fall back on wherever PyTorch runs."""
+    """Return the backend ``sdpa``, which gives `auto` a candidate wherever PyTorch runs."""
     return BackendSpec(
         name="sdpa",
         api_version=(1, 0),

@@ -48,7 +48,7 @@ class Tiling:
         itemsize: int,
         budget: int,
     ) -> Tiling:
-        """Return tiles of 64 queries, and steps with at most ``budget`` bytes of probabilities.
+        """Return tiles of at most 64 queries, and steps with ``budget`` bytes of probabilities.
 
         A single tile may exceed the budget.
         """

@@ -51,7 +51,8 @@ class Tiling:
     ) -> Tiling:
         """Return steps with at most ``budget`` bytes of scores; short documents get small tiles.
 
-        Tiles have at least 64 queries, even if their scores exceed the budget.
+        Tiles have at least 64 queries if a document is that long, even if their scores exceed the
+        budget.
         """
         window = max(1, min(window, longest))
         min_size = max(1, min(64, longest))

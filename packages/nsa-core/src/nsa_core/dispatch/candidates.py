@@ -1,4 +1,4 @@
-"""Candidates: whether each backend accepts each slot's request, in the order `auto` prefers."""
+"""Collect the candidates for every slot, in the order in which `auto` prefers them."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ def backends_problems(backends: object) -> list[str]:
     if backends is None or isinstance(backends, str):
         return []
     if not isinstance(backends, Mapping):
-        return [
-            f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"
-        ]
+        return [f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"]
     problems = [
         f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}"
         for slot in backends
