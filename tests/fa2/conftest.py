@@ -1,4 +1,4 @@
-"""Fixtures: the backend over the CPU stand-in, one provider at a time."""
+"""Fixtures: the backend on a fake FlashAttention-2 on the CPU, one provider at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from nsa_backend_fa2 import providers
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The stand-in that serves the backend for one test; parametrize indirectly with a name of
-    PROVIDERS.
-    """
+    """The fake library of one test; parametrize indirectly with a name of PROVIDERS."""
     library = Library()
     provider = make(getattr(request, "param", "2.8.3.post2"), library)
     monkeypatch.setattr(providers, "serving", lambda: provider)

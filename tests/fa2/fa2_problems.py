@@ -1,4 +1,4 @@
-"""Problems for the slots, and how to run and judge one."""
+"""Problems for the slots of fa2, and functions that run and judge them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INPUTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Shapes and options; ``lengths`` of the documents, or one length for a batch."""
+    """Shapes and options of a slot call."""
 
-    lengths: tuple[int, ...] = (23,)
+    lengths: tuple[int, ...] = (23,)  # of the packed documents, or one length for a batch
     batch: int | None = 2  # None: packed
     heads: int = 4
     groups: int = 2
@@ -34,8 +34,8 @@ class Problem:
     def inputs(
         self, slot: str, dtype: torch.dtype, device: str = "cpu"
     ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """The slot's tensors by name, dO, and cu_seqlens."""
-        make = torch.Generator().manual_seed(self.seed)
+        """Return the inputs of the slot by name, do, and cu_seqlens."""
+        generator = torch.Generator().manual_seed(self.seed)
         total = sum(self.lengths)
         lead = (total,) if self.batch is None else (self.batch, total)
         rows = (
@@ -46,26 +46,27 @@ class Problem:
         keys = (*lead[:-1], rows) if slot == "cmp" else lead
 
         def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=make).to(device, dtype)
+            return torch.randn(shape, generator=generator).to(device, dtype)
 
         q, do = randn(*lead, self.heads, self.Dk), randn(*lead, self.heads, self.Dv)
         k, v = randn(*keys, self.groups, self.Dk), randn(*keys, self.groups, self.Dv)
-        found = dict(zip(INPUTS[slot], (q, k, v)))
+        tensors = dict(zip(INPUTS[slot], (q, k, v)))
         if slot == "sel":
-            found["blocks"] = self.blocks(make).to(device)
+            tensors["blocks"] = self.blocks(generator).to(device)
         if self.batch is not None:
-            return found, do, None
-        return found, do, torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+            return tensors, do, None
+        return tensors, do, torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
 
-    def blocks(self, make: torch.Generator) -> Tensor:
-        """Any order, with duplicates, future blocks, -1 and out-of-range values among them; token 1
-        chooses none.
+    def blocks(self, generator: torch.Generator) -> Tensor:
+        """Return unsorted blocks with duplicates, future blocks, -1 and out-of-range indices.
+
+        Token 1 has no block.
         """
         total = sum(self.lengths)
         lead = (total,) if self.batch is None else (self.batch, total)
         shape = (*lead, self.groups, self.geometry.num_selected_blocks)
-        most = self.geometry.num_select_blocks(max(self.lengths))
-        blocks = torch.randint(-1, most + 2, shape, generator=make)
+        count = self.geometry.num_select_blocks(max(self.lengths))
+        blocks = torch.randint(-1, count + 2, shape, generator=generator)
         blocks[..., 0, :, :] = 0
         if total > 1:
             blocks[..., 1, :, :] = -1
@@ -75,12 +76,12 @@ class Problem:
 
     @property
     def factor(self) -> float:
-        """The scale in use."""
+        """The scale of the scores."""
         return self.Dk**-0.5 if self.scale is None else self.scale
 
 
 def kernel(slot: str, problem: Problem, deterministic: bool = False) -> Kernel:
-    """fa2's operator for ``slot`` with the problem's constants bound."""
+    """Return the operator of fa2 for ``slot`` with the problem's constants bound."""
     spec = nsa_register_backends().slots[slot]
     geometry = tuple(problem.geometry.as_ints())
     return Kernel(
@@ -96,7 +97,7 @@ def run(
     cu: Tensor | None,
     deterministic: bool = False,
 ) -> dict[str, Tensor]:
-    """o, lse and the gradients, through nsa_core's operator and autograd."""
+    """Return o, lse and the gradients, computed through the operator and autograd of nsa_core."""
     leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     longest = max(problem.lengths) if cu is not None else None
     o, lse = kernel(slot, problem, deterministic)(
@@ -114,14 +115,14 @@ def assert_judged(
     device: str = "cpu",
     deterministic: bool = False,
 ) -> dict[str, Tensor]:
-    """Run the problem and judge everything that came back; the outputs."""
+    """Run the problem, compare all outputs with the oracle, and return them."""
     inputs, do, cu = problem.inputs(slot, dtype, device)
     outputs = run(slot, problem, inputs, do, cu, deterministic)
-    assert_right(slot, problem, inputs, outputs, do, cu)
+    assert_correct(slot, problem, inputs, outputs, do, cu)
     return outputs
 
 
-def assert_right(
+def assert_correct(
     slot: str,
     problem: Problem,
     inputs: dict[str, Tensor],
@@ -129,7 +130,7 @@ def assert_right(
     do: Tensor,
     cu: Tensor | None,
 ) -> None:
-    """Judge outputs against the oracle."""
+    """Compare outputs with the oracle."""
     verdicts = judge_slot(
         slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do
     )
@@ -137,7 +138,8 @@ def assert_right(
     assert not wrong, (slot, problem, wrong)
 
 
-PACKED = (0, 17, 1, 0, 7, 8, 0)  # empty first, middle and last; shorter than l; exactly l
+# Empty documents first, in the middle and last; documents shorter than l, and of exactly l tokens.
+PACKED = (0, 17, 1, 0, 7, 8, 0)
 WIDE = BlockGeometry(32, 8, 64, 2, 1, 1, 100)
 
 PROBLEMS = {
@@ -178,25 +180,23 @@ TINY = {
 }
 
 
-def assert_compiled_right(
+def assert_compiled_correct(
     slot: str, problem: Problem, dtype: torch.dtype, device: str, backend: str
 ) -> None:
-    """Compile the operator inside a larger function with ``backend`` as one graph, and judge what
-    it gives.
-    """
-    # every call compiles the one function below anew, and dynamo allows eight times
+    """Compile a function that calls the operator as one graph, and compare it with the oracle."""
+    # Each call recompiles the function below, and dynamo allows eight recompilations.
     torch._dynamo.reset()
     inputs, do, cu = problem.inputs(slot, dtype, device)
     leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
 
     @torch.compile(fullgraph=True, backend=backend)
-    def whole(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = call(*tensors, cu_seqlens=cu, max_seqlen=longest)
         return o * 1, lse
 
-    o, lse = whole(*leaves.values())
-    wanted = [n for n in leaves if n != "blocks"]
-    grads = torch.autograd.grad(o, [leaves[n] for n in wanted], do)
-    outputs = {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, grads)}}
-    assert_right(slot, problem, inputs, outputs, do, cu)
+    o, lse = compiled(*leaves.values())
+    names = [n for n in leaves if n != "blocks"]
+    grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
+    outputs = {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(names, grads)}}
+    assert_correct(slot, problem, inputs, outputs, do, cu)

@@ -1,8 +1,8 @@
-"""A dense stand-in for FlashAttention-2 that runs on the CPU, as strict as the library about its
-arguments.
+"""A fake FlashAttention-2 that runs on the CPU and checks its arguments as strictly as the library.
 
-Written from the library's documented semantics in float64 with explicit masks, one document at a
-time. Whatever the library leaves unwritten is NaN here; whatever it would crash on raises.
+It follows the library's documented semantics, with dense float64 attention and explicit masks, one
+document at a time. Results that the library leaves uninitialized are NaN. Arguments that would
+crash the library raise.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from nsa_backend_fa2 import providers
 PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten")
 
 
-def require(fact: bool, message: str) -> None:
-    if not fact:
+def require(condition: bool, message: str) -> None:
+    if not condition:
         raise RuntimeError(message)
 
 
 def visible(rows: int, keys: int, causal: bool, left: int, right: int, longest: int) -> Tensor:
-    """bool [rows, keys], aligned bottom-right; a bound of ``longest`` keys or more is none, as in
-    the library.
+    """Return the visible keys, bool [rows, keys], with the mask aligned bottom-right.
+
+    As in the library, a window of ``longest`` keys or more counts as unbounded.
     """
     left = -1 if left >= longest else left
     right = -1 if right >= longest else right
     right = 0 if causal else right
     key = torch.arange(keys)
     row = torch.arange(rows)[:, None] + keys - rows
-    seen = torch.ones(rows, keys, dtype=torch.bool)
+    mask = torch.ones(rows, keys, dtype=torch.bool)
     if right >= 0:
-        seen &= key <= row + right
+        mask &= key <= row + right
     if left >= 0:
-        seen &= key >= row - left
-    return seen
+        mask &= key >= row - left
+    return mask
 
 
-def check(*tensors: Tensor) -> None:
+def check_operands(*tensors: Tensor) -> None:
     q, k, v = tensors[:3]
     require(k.shape[-3] > 0, "division by zero: no keys")
     require(
@@ -53,42 +54,46 @@ def check(*tensors: Tensor) -> None:
     require(q.shape[-1] == k.shape[-1] == v.shape[-1], "q, k, v must share one head width")
     require(q.shape[-2] % k.shape[-2] == 0, "kv heads must divide query heads")
     for x in tensors:
-        require(x.dtype == q.dtype, "one dtype")
+        require(x.dtype == q.dtype, "all operands must have one dtype")
         require(x.stride(-1) == 1, "last axis must be contiguous")
-        whole = 16 // x.element_size()
-        odd = [
-            step for size, step in zip(x.shape[:-1], x.stride()[:-1]) if size > 1 and step % whole
+        per_load = 16 // x.element_size()
+        misaligned = [
+            stride
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1])
+            if size > 1 and stride % per_load
         ]
-        require(not odd and x.data_ptr() % 16 == 0, "misaligned address")
+        require(not misaligned and x.data_ptr() % 16 == 0, "misaligned address")
 
 
-def one(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, ...]:
-    """o [Sq, H, D], lse [H, Sq], P [H, Sq, Sk] and the operands in float64, k and v per query
-    head.
-    """
+def attend_document(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor
+) -> tuple[Tensor, ...]:
+    """Return o [Sq, H, D], lse [H, Sq], and q, k and v in float64, with k and v per query head."""
     repeat = q.shape[1] // k.shape[1]
     q, k, v = (
         q.double(),
         k.double().repeat_interleave(repeat, 1),
         v.double().repeat_interleave(repeat, 1),
     )
-    # Masked before scaling, as the library does: a negative scale would turn the mask around.
-    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~seen, -torch.inf) * scale
-    top = (
+    # Like the library, mask before scaling: with a negative scale, hidden keys get a score of +inf.
+    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf) * scale
+    row_max = (
         scores.amax(-1, keepdim=True)
         if scores.shape[-1]
         else scores.new_zeros(*scores.shape[:-1], 1)
     )
-    weight = (scores - top.masked_fill(top == -torch.inf, 0)).exp()
-    total = weight.sum(-1, keepdim=True)
-    lse = torch.where((total == 0) | total.isnan(), torch.inf, top + total.log()).squeeze(-1)
-    p = weight / total.masked_fill(total == 0, 1)
+    weight = (scores - row_max.masked_fill(row_max == -torch.inf, 0)).exp()
+    row_sum = weight.sum(-1, keepdim=True)
+    no_sum = (row_sum == 0) | row_sum.isnan()
+    lse = torch.where(no_sum, torch.inf, row_max + row_sum.log()).squeeze(-1)
+    p = weight / row_sum.masked_fill(row_sum == 0, 1)
     return torch.einsum("hqk,khd->qhd", p, v), lse, q, k, v
 
 
-def one_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, seen: Tensor
+def attend_document_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq [Sq, H, D], and dk and dv [Sk, G, D] of one document."""
     groups = k.shape[1]
     repeat = q.shape[1] // groups
     q, k, v = (
@@ -97,7 +102,7 @@ def one_backward(
         v.double().repeat_interleave(repeat, 1),
     )
     do, o = do.double(), o.double()
-    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~seen, -torch.inf) * scale
+    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf) * scale
     p = (scores - lse.double()[..., None]).exp()
     dv = torch.einsum("hqk,qhd->khd", p, do)
     ds = p * (torch.einsum("qhd,khd->hqk", do, v) - (do * o).sum(-1).t()[..., None])
@@ -106,7 +111,7 @@ def one_backward(
     return dq, dk.unflatten(1, (groups, repeat)).sum(2), dv.unflatten(1, (groups, repeat)).sum(2)
 
 
-def spans(cu: Tensor, total: int) -> list[slice]:
+def document_slices(cu: Tensor, total: int) -> list[slice]:
     require(cu.dtype == torch.int32 and cu.is_contiguous(), "cu_seqlens must be contiguous int32")
     bounds = cu.tolist()
     require(
@@ -116,70 +121,73 @@ def spans(cu: Tensor, total: int) -> list[slice]:
 
 
 class Library:
-    """The mathematics of the four functions; ``calls`` records what came."""
+    """The computations behind the fake functions; ``calls`` records the arguments of each call."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-        self.calls.append({"direction": "forward", "q": tuple(q.shape), "k": tuple(k.shape), **how})
-        check(q, k, v)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        self.calls.append(
+            {"direction": "forward", "q": tuple(q.shape), "k": tuple(k.shape), **options}
+        )
+        check_operands(q, k, v)
+        scale, causal = options["scale"], options["causal"]
+        left, right = options["left"], options["right"]
         o = torch.full(q.shape, torch.nan, dtype=q.dtype)
         stats = torch.float32
-        if how["cu_q"] is None:
+        if options["cu_q"] is None:
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=stats)
-            seen = visible(
-                q.shape[1], k.shape[1], how["causal"], how["left"], how["right"], k.shape[1]
-            )
+            mask = visible(q.shape[1], k.shape[1], causal, left, right, k.shape[1])
             for b in range(q.shape[0]):
-                o[b], lse[b] = one(q[b], k[b], v[b], how["scale"], seen)[:2]
+                o[b], lse[b] = attend_document(q[b], k[b], v[b], scale, mask)[:2]
             return o, lse
-        unbounded = how["left"] < 0 or how["left"] >= how["max_k"]
-        # The library then puts the group in the place of the rows, and takes every document to have
-        # one row.
-        swapped = how["max_q"] == 1 and q.shape[1] > k.shape[1] and unbounded and how["right"] < 0
-        require(not swapped or len(q) == len(how["cu_q"]) - 1, "shape is invalid for input")
+        max_q, max_k = options["max_q"], options["max_k"]
+        documents = list(
+            zip(document_slices(options["cu_q"], len(q)), document_slices(options["cu_k"], len(k)))
+        )
+        unbounded = left < 0 or left >= max_k
+        # In this case the library swaps query rows and heads of a group, and assumes one row per
+        # document.
+        swapped = max_q == 1 and q.shape[1] > k.shape[1] and unbounded and right < 0
+        require(not swapped or len(q) == len(documents), "shape is invalid for input")
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=stats)
-        for rows, keys in zip(spans(how["cu_q"], len(q)), spans(how["cu_k"], len(k))):
+        for rows, keys in documents:
             count, length = rows.stop - rows.start, keys.stop - keys.start
-            require(count <= how["max_q"] and length <= how["max_k"], "longer than max_seqlen")
-            seen = visible(count, length, how["causal"], how["left"], how["right"], how["max_k"])
-            o[rows], lse[:, rows] = one(q[rows], k[keys], v[keys], how["scale"], seen)[:2]
+            require(count <= max_q and length <= max_k, "longer than max_seqlen")
+            mask = visible(count, length, causal, left, right, max_k)
+            o[rows], lse[:, rows] = attend_document(q[rows], k[keys], v[keys], scale, mask)[:2]
         return o, lse
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **how: Any
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.calls.append(
-            {"direction": "backward", "q": tuple(q.shape), "k": tuple(k.shape), **how}
+            {"direction": "backward", "q": tuple(q.shape), "k": tuple(k.shape), **options}
         )
-        check(q, k, v, do, o)
+        check_operands(q, k, v, do, o)
         require(lse.is_contiguous(), "lse must be contiguous")
+        scale, causal = options["scale"], options["causal"]
+        left, right = options["left"], options["right"]
         grads = [torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (q, k, v)]
-        if how["cu_q"] is None:
-            seen = visible(
-                q.shape[1], k.shape[1], how["causal"], how["left"], how["right"], k.shape[1]
-            )
+        if options["cu_q"] is None:
+            mask = visible(q.shape[1], k.shape[1], causal, left, right, k.shape[1])
             for b in range(q.shape[0]):
-                for grad, new in zip(
-                    grads, one_backward(do[b], q[b], k[b], v[b], o[b], lse[b], how["scale"], seen)
-                ):
-                    grad[b] = new
+                sequence_grads = attend_document_backward(
+                    do[b], q[b], k[b], v[b], o[b], lse[b], scale, mask
+                )
+                for grad, sequence_grad in zip(grads, sequence_grads):
+                    grad[b] = sequence_grad
             return grads[0], grads[1], grads[2]
-        for rows, keys in zip(spans(how["cu_q"], len(q)), spans(how["cu_k"], len(k))):
-            seen = visible(
-                rows.stop - rows.start,
-                keys.stop - keys.start,
-                how["causal"],
-                how["left"],
-                how["right"],
-                how["max_k"],
+        for rows, keys in zip(
+            document_slices(options["cu_q"], len(q)), document_slices(options["cu_k"], len(k))
+        ):
+            count, length = rows.stop - rows.start, keys.stop - keys.start
+            mask = visible(count, length, causal, left, right, options["max_k"])
+            document_grads = attend_document_backward(
+                do[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], scale, mask
             )
-            new = one_backward(
-                do[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], how["scale"], seen
-            )
-            for grad, where, part in zip(grads, (rows, keys, keys), new):
-                grad[where] = part
+            for grad, index, document_grad in zip(grads, (rows, keys, keys), document_grads):
+                grad[index] = document_grad
         return grads[0], grads[1], grads[2]
 
 
@@ -192,9 +200,7 @@ _VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
 
 
 def _signature(head: str, release: str, varlen: bool, backward: bool) -> inspect.Signature:
-    """The parameters of the release's function, in order (2.5.8, 2.6.3, 2.7.0, 2.8.3 read for
-    this).
-    """
+    """Return the signature of the release's function, from the sources of 2.5.8 to 2.8.3."""
     text = (
         f"{head}, {_VARLEN if varlen else ''}dropout_p, softmax_scale, causal, {_WINDOWS[release]},"
         " alibi_slopes, "
@@ -206,24 +212,25 @@ def _signature(head: str, release: str, varlen: bool, backward: bool) -> inspect
 
 
 def flash_attn_interface(release: str, library: Library) -> types.SimpleNamespace:
-    """What `flash_attn.flash_attn_interface` of ``release`` ("2.5", "2.6", "2.7": also 2.8) has,
-    over ``library``.
+    """Return a fake module `flash_attn.flash_attn_interface` of ``release``, over ``library``.
+
+    The release is "2.5", "2.6", or "2.7", which also stands for 2.8.
     """
 
-    def unpack(given: dict[str, Any]) -> dict[str, Any]:
+    def unpack(arguments: dict[str, Any]) -> dict[str, Any]:
         require(
-            given["dropout_p"] == 0
-            and given.get("softcap", 0) == 0
-            and given["alibi_slopes"] is None,
-            "extras",
+            arguments["dropout_p"] == 0
+            and arguments.get("softcap", 0) == 0
+            and arguments["alibi_slopes"] is None,
+            "dropout, softcap and alibi_slopes must be off",
         )
-        left, right = given.get("window_size") or (
-            given["window_size_left"],
-            given["window_size_right"],
+        left, right = arguments.get("window_size") or (
+            arguments["window_size_left"],
+            arguments["window_size_right"],
         )
-        how = {
-            "scale": given["softmax_scale"],
-            "causal": given["causal"],
+        options = {
+            "scale": arguments["softmax_scale"],
+            "causal": arguments["causal"],
             "left": left,
             "right": right,
         }
@@ -233,18 +240,18 @@ def flash_attn_interface(release: str, library: Library) -> types.SimpleNamespac
             "max_q": "max_seqlen_q",
             "max_k": "max_seqlen_k",
         }
-        return how | {ours: given.get(theirs) for ours, theirs in names.items()}
+        return options | {ours: arguments.get(theirs) for ours, theirs in names.items()}
 
     def forward(varlen: bool) -> Any:
         signature = _signature("q, k, v", release, varlen, backward=False)
 
         def function(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            given = signature.bind(*args, **kwargs).arguments
-            require(given["return_softmax"] is False, "return_softmax needs dropout")
-            how = unpack(given)
-            o, lse = library.forward(given["q"], given["k"], given["v"], **how)
+            arguments = signature.bind(*args, **kwargs).arguments
+            require(arguments["return_softmax"] is False, "return_softmax needs dropout")
+            options = unpack(arguments)
+            o, lse = library.forward(arguments["q"], arguments["k"], arguments["v"], **options)
             if varlen and release == "2.5":
-                lse = pad_lse(lse, how["cu_q"], how["max_q"])
+                lse = pad_lse(lse, options["cu_q"], options["max_q"])
             return (
                 (o, lse, None, None)
                 if release == "2.7"
@@ -260,16 +267,15 @@ def flash_attn_interface(release: str, library: Library) -> types.SimpleNamespac
         )
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            how, lse = unpack(given), given["softmax_lse"]
+            arguments = signature.bind(*args, **kwargs).arguments
+            options, lse = unpack(arguments), arguments["softmax_lse"]
             if varlen and release == "2.5":
-                lse = unpad_lse(lse, how["cu_q"], len(given["q"]))
-            names = ("dout", "q", "k", "v", "out")
-            grads = library.backward(
-                *(given[n] for n in names), lse, **how, deterministic=given["deterministic"]
-            )
+                lse = unpad_lse(lse, options["cu_q"], len(arguments["q"]))
+            options["deterministic"] = arguments["deterministic"]
+            tensors = (arguments[n] for n in ("dout", "q", "k", "v", "out"))
+            grads = library.backward(*tensors, lse, **options)
             for name, grad in zip(("dq", "dk", "dv"), grads):
-                given[name].copy_(grad)
+                arguments[name].copy_(grad)
 
         function.__signature__ = signature  # type: ignore[attr-defined]
         return function
@@ -284,8 +290,9 @@ def flash_attn_interface(release: str, library: Library) -> types.SimpleNamespac
 
 
 def with_kvcache(release: str, library: Library) -> Any:
-    """The function of that name: one query a sequence, over cache_batch_idx's sequence or
-    block_table's pages.
+    """Return a fake flash_attn_with_kvcache of ``release``, for one query per sequence.
+
+    The cache is addressed by cache_batch_idx, or by block_table if it is paged.
     """
     text = (
         "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,"
@@ -297,14 +304,15 @@ def with_kvcache(release: str, library: Library) -> Any:
     )
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        q, k, v, lengths = given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"]
+        arguments = signature.bind(*args, **kwargs).arguments
+        q, k, v = (arguments[name] for name in ("q", "k_cache", "v_cache"))
+        lengths = arguments["cache_seqlens"]
         library.calls.append(
             {"direction": "cache", "q": tuple(q.shape), "k": tuple(k.shape), **kwargs}
         )
-        check(q, k, v)
-        table, index = given.get("block_table"), given.get("cache_batch_idx")
-        require((table is None) != (index is None), "pages or sequences")
+        check_operands(q, k, v)
+        table, index = arguments.get("block_table"), arguments.get("cache_batch_idx")
+        require((table is None) != (index is None), "either block_table or cache_batch_idx")
         require(
             table is None or k.shape[1] % 256 == 0,
             "Paged KV cache block size must be divisible by 256",
@@ -312,17 +320,18 @@ def with_kvcache(release: str, library: Library) -> Any:
         for x in (lengths, index if table is None else table):
             require(
                 x.dtype == torch.int32 and x.is_contiguous() and len(x) == len(q),
-                "int32, a row a sequence",
+                "must be contiguous int32 with one row per sequence",
             )
         o, lse = torch.full_like(q, torch.nan), torch.full((len(q), q.shape[2], 1), torch.nan)
         for b, length in enumerate(lengths.tolist()):
-            where = index[b : b + 1] if table is None else table[b]
-            require(length <= len(where) * k.shape[1], "illegal memory access")
-            pages = where[: -(-length // k.shape[1])].long()
+            all_pages = index[b : b + 1] if table is None else table[b]
+            require(length <= len(all_pages) * k.shape[1], "illegal memory access")
+            pages = all_pages[: -(-length // k.shape[1])].long()
             keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
-            seen = torch.ones(1, length, dtype=torch.bool)
-            o[b], lse[b] = one(q[b], keys, values, given["softmax_scale"], seen)[:2]
-        return (o, lse) if given["return_softmax_lse"] else o
+            mask = torch.ones(1, length, dtype=torch.bool)
+            scale = arguments["softmax_scale"]
+            o[b], lse[b] = attend_document(q[b], keys, values, scale, mask)[:2]
+        return (o, lse) if arguments["return_softmax_lse"] else o
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -330,7 +339,7 @@ def with_kvcache(release: str, library: Library) -> Any:
 
 def pad_lse(lse: Tensor, cu: Tensor, longest: int) -> Tensor:
     padded = torch.full((len(cu) - 1, lse.shape[0], longest), torch.nan)
-    for i, rows in enumerate(spans(cu, lse.shape[1])):
+    for i, rows in enumerate(document_slices(cu, lse.shape[1])):
         padded[i, :, : rows.stop - rows.start] = lse[:, rows]
     return padded
 
@@ -340,56 +349,57 @@ def unpad_lse(lse: Tensor, cu: Tensor, total: int) -> Tensor:
         lse.dim() == 3 and lse.shape[0] == len(cu) - 1, "lse must be [documents, heads, longest]"
     )
     flat = torch.full((lse.shape[1], total), torch.nan)
-    for i, rows in enumerate(spans(cu, total)):
+    for i, rows in enumerate(document_slices(cu, total)):
         flat[:, rows] = lse[i, :, : rows.stop - rows.start]
     return flat
 
 
 def aten_ops(library: Library) -> types.SimpleNamespace:
-    """What torch.ops.aten has of FlashAttention-2, over ``library``; arguments bound by PyTorch's
-    own schemas.
+    """Return fakes of the FlashAttention-2 operators in torch.ops.aten, over ``library``.
+
+    They bind their arguments by PyTorch's own schemas.
     """
 
-    def names(op: Any) -> inspect.Signature:
+    def signature(op: Any) -> inspect.Signature:
         parameters = []
-        for a in op._schema.arguments:
+        for argument in op._schema.arguments:
             kind = (
                 inspect.Parameter.KEYWORD_ONLY
-                if a.kwarg_only
+                if argument.kwarg_only
                 else inspect.Parameter.POSITIONAL_OR_KEYWORD
             )
-            default = a.default_value if a.has_default_value() else inspect.Parameter.empty
-            parameters.append(inspect.Parameter(a.name, kind, default=default))
+            has_default = argument.has_default_value()
+            default = argument.default_value if has_default else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(argument.name, kind, default=default))
         return inspect.Signature(parameters)
 
-    def unpack(given: dict[str, Any]) -> dict[str, Any]:
-        require(given["dropout_p"] == 0, "dropout")
-        how = {
-            "scale": given["scale"],
-            "causal": given["is_causal"],
-            "left": given["window_size_left"],
+    def unpack(arguments: dict[str, Any]) -> dict[str, Any]:
+        require(arguments["dropout_p"] == 0, "dropout must be off")
+        names = {
+            "scale": "scale",
+            "causal": "is_causal",
+            "left": "window_size_left",
+            "right": "window_size_right",
+            "cu_q": "cum_seq_q",
+            "cu_k": "cum_seq_k",
+            "max_q": "max_q",
+            "max_k": "max_k",
         }
-        how |= {
-            "right": given["window_size_right"],
-            "cu_q": given["cum_seq_q"],
-            "cu_k": given["cum_seq_k"],
-        }
-        return how | {"max_q": given["max_q"], "max_k": given["max_k"]}
+        return {ours: arguments[theirs] for ours, theirs in names.items()}
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = (
-            names(torch.ops.aten._flash_attention_forward.default).bind(*args, **kwargs).arguments
-        )
-        require(given["return_debug_mask"] is False, "return_debug_mask")
-        o, lse = library.forward(given["query"], given["key"], given["value"], **unpack(given))
+        op = torch.ops.aten._flash_attention_forward.default
+        arguments = signature(op).bind(*args, **kwargs).arguments
+        require(arguments["return_debug_mask"] is False, "return_debug_mask")
+        q, k, v = (arguments[name] for name in ("query", "key", "value"))
+        o, lse = library.forward(q, k, v, **unpack(arguments))
         return o, lse, None, None, None
 
     def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        given = (
-            names(torch.ops.aten._flash_attention_backward.default).bind(*args, **kwargs).arguments
-        )
-        tensors = (given[n] for n in ("grad_out", "query", "key", "value", "out", "logsumexp"))
-        return library.backward(*tensors, **unpack(given))
+        op = torch.ops.aten._flash_attention_backward.default
+        arguments = signature(op).bind(*args, **kwargs).arguments
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+        return library.backward(*(arguments[n] for n in names), **unpack(arguments))
 
     return types.SimpleNamespace(
         _flash_attention_forward=forward, _flash_attention_backward=backward
@@ -397,7 +407,7 @@ def aten_ops(library: Library) -> types.SimpleNamespace:
 
 
 def make(name: str, library: Library) -> providers.Provider:
-    """The provider ``name`` of PROVIDERS, a release of flash-attn or "aten", over ``library``."""
+    """Return the provider ``name`` of PROVIDERS over ``library``."""
     if name == "aten":
         return providers.TorchFlash(aten_ops(library))
     version = Version(name)

@@ -1,6 +1,4 @@
-"""How the library is called: how often, with which tensors and arguments, and without waiting for
-the device.
-"""
+"""The calls of the library: their number, tensors and arguments, and that none synchronises."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_judged, assert_right, run
+from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_correct, assert_judged, run
 from fa2_standin import PROVIDERS, Library, make
 from nsa_backend_fa2 import providers
 from nsa_core.contract import SlotCall
@@ -20,38 +18,38 @@ from nsa_core.errors import NSAError
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
 @pytest.mark.parametrize("library", PROVIDERS, indirect=True)
-def test_every_provider_is_called_in_its_own_way(
+def test_every_provider_gives_bitwise_equal_results(
     library: Library, name: str, slot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = PROBLEMS[name]
     inputs, do, cu = problem.inputs(slot, torch.float32)
     outputs = run(slot, problem, inputs, do, cu)
     assert {call["direction"] for call in library.calls} == {"forward", "backward"}
-    # judged by the tests above
+    # test_fa2_slots.py compares the results of this provider with the oracle.
     monkeypatch.setattr(providers, "serving", lambda: make("2.8.3", Library()))
     for key, value in run(slot, problem, inputs, do, cu).items():
         assert torch.equal(outputs[key], value), key
 
 
-def test_window_is_one_call_on_the_callers_own_keys(
+def test_win_is_one_call_without_copies_of_q_k_v(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = Problem()
     inputs, do, cu = problem.inputs("win", torch.float32)
-    seen, forward = [], library.forward
+    operands, forward = [], library.forward
     monkeypatch.setattr(
         library,
         "forward",
-        lambda q, k, v, **how: (seen.append((q, k, v)), forward(q, k, v, **how))[1],
+        lambda q, k, v, **options: (operands.append((q, k, v)), forward(q, k, v, **options))[1],
     )
     run("win", problem, inputs, do, cu)
-    (call, _), ((q, k, v),) = library.calls, seen
+    (call, _), ((q, k, v),) = library.calls, operands
     assert (call["left"], call["right"], call["causal"]) == (SMALL.window_size - 1, 0, True)
     assert [x.data_ptr() for x in (q, k, v)] == [inputs[n].data_ptr() for n in ("q", "k", "v")]
 
 
 @pytest.mark.parametrize("lengths", [(37,), (8,), (41,)])
-def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(
+def test_cmp_of_a_batch_is_one_causal_call_with_as_many_rows_as_keys(
     lengths: tuple[int, ...], library: Library
 ) -> None:
     problem = Problem(lengths)
@@ -68,29 +66,29 @@ def test_cmp_is_one_causal_call_of_as_many_rows_as_keys(
 
 
 @pytest.mark.parametrize("length", [37, 8, 9, 11, 12])
-def test_cmp_of_one_sequence_copies_no_operand(
+def test_cmp_of_one_sequence_does_not_copy_q_k_v(
     length: int, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = Problem((length,), batch=1)
     inputs, do, cu = problem.inputs("cmp", torch.float32)
-    seen = []
+    operands = []
     for name in ("forward", "backward"):
         function = getattr(library, name)
-        watched = lambda *x, f=function, **how: (seen.append(x), f(*x, **how))[1]  # noqa: E731
-        monkeypatch.setattr(library, name, watched)
+        recorded = lambda *x, f=function, **options: (operands.append(x), f(*x, **options))[1]  # noqa: E731
+        monkeypatch.setattr(library, name, recorded)
     outputs = run("cmp", problem, inputs, do, cu)
-    assert_right("cmp", problem, inputs, outputs, do, cu)
-    whole, rest = divmod(length - 7, 4)
+    assert_correct("cmp", problem, inputs, outputs, do, cu)
+    complete_runs, remainder = divmod(length - 7, 4)
     assert [call["causal"] for call in library.calls] == (
-        [True] * bool(whole) + [False] * bool(rest)
+        [True] * bool(complete_runs) + [False] * bool(remainder)
     ) * 2
-    for tensors in seen:
+    for tensors in operands:
         q, k, v = tensors[-3:] if len(tensors) == 3 else tensors[1:4]
         for x, name in ((q, "q"), (k, "k_cmp"), (v, "v_cmp")):
             assert x.untyped_storage().data_ptr() == inputs[name].untyped_storage().data_ptr(), name
 
 
-def test_packed_cmp_and_win_are_one_call(library: Library) -> None:
+def test_packed_cmp_and_win_are_one_varlen_call(library: Library) -> None:
     for slot in ("cmp", "win"):
         library.calls.clear()
         problem = Problem(PACKED, batch=None)
@@ -102,42 +100,42 @@ def test_packed_cmp_and_win_are_one_call(library: Library) -> None:
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_library_is_asked_to_be_deterministic_only_on_demand(
+def test_backward_passes_the_deterministic_flag_to_the_library(
     packed: bool, slot: str, library: Library
 ) -> None:
     problem = Problem((9, 14), batch=None) if packed else Problem()
-    for wanted in (False, True):
+    for deterministic in (False, True):
         library.calls.clear()
-        run(slot, problem, *problem.inputs(slot, torch.float32), deterministic=wanted)
+        run(slot, problem, *problem.inputs(slot, torch.float32), deterministic=deterministic)
         assert {
             call["deterministic"] for call in library.calls if call["direction"] == "backward"
-        } == {wanted}
+        } == {deterministic}
 
 
-@pytest.mark.parametrize("keys_at_once", [1, 200, 10**9])
-def test_sel_in_chunks_of_any_size(
-    keys_at_once: int, library: Library, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("keys_per_chunk", [1, 200, 10**9])
+def test_sel_in_chunks_of_any_size_matches_the_oracle(
+    keys_per_chunk: int, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", keys_at_once)
+    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_PER_CHUNK", keys_per_chunk)
     for problem in (Problem((19,)), Problem((13, 0, 9), batch=None)):
         assert_judged("sel", problem, torch.float32)
 
 
-def test_sel_gathers_no_more_keys_at_once_as_s_grows(
+def test_keys_per_chunk_of_sel_do_not_grow_with_the_sequence(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_AT_ONCE", 320)
-    most = []
+    monkeypatch.setattr("nsa_backend_fa2.sel.KEYS_PER_CHUNK", 320)
+    largest_chunks = []
     for length in (48, 96):
         library.calls.clear()
         problem = Problem((length,), batch=1)
         run("sel", problem, *problem.inputs("sel", torch.float32))
-        most.append(max(call["k"][0] for call in library.calls))
-    assert most == [320, 320]
+        largest_chunks.append(max(call["k"][0] for call in library.calls))
+    assert largest_chunks == [320, 320]
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_44_more_sequences_than_one_call_takes(
+def test_row_44_batch_above_the_limit_of_a_call_is_split(
     slot: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = Problem((9,), batch=5, heads=2, groups=1)
@@ -153,7 +151,7 @@ def test_row_44_more_sequences_than_one_call_takes(
         assert torch.equal(outputs[key], value), key
 
 
-def test_row_44_more_documents_than_one_call_takes_is_an_error_that_says_so(
+def test_row_44_too_many_packed_documents_raise(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nsa_backend_fa2.padding.MAX_BATCH", 2)
@@ -162,8 +160,8 @@ def test_row_44_more_documents_than_one_call_takes_is_an_error_that_says_so(
         run("win", problem, *problem.inputs("win", torch.float32))
 
 
-class NoReads(TorchDispatchMode):
-    """Refuses what would make the host wait for the device; ``off`` while the stand-in runs."""
+class NoSynchronisation(TorchDispatchMode):
+    """Fails on operators that make the host wait for a GPU; ``off`` while the fake library runs."""
 
     READS = (
         "_local_scalar_dense",
@@ -195,16 +193,16 @@ class NoReads(TorchDispatchMode):
     [("2.5.8", False), ("2.8.3.post2", False), ("2.8.3.post2", True), ("aten", False)],
     indirect=["library"],
 )
-def test_nothing_is_read_back_to_the_host(
+def test_no_call_synchronises(
     deterministic: bool,
     library: Library,
     problem: Problem,
     slot: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mode = NoReads()
+    mode = NoSynchronisation()
 
-    def unwatched(function):  # type: ignore[no-untyped-def]
+    def unchecked(function):  # type: ignore[no-untyped-def]
         def call(*args, **kwargs):  # type: ignore[no-untyped-def]
             mode.off = True
             try:
@@ -215,7 +213,7 @@ def test_nothing_is_read_back_to_the_host(
         return call
 
     for method in ("forward", "backward"):
-        monkeypatch.setattr(library, method, unwatched(getattr(library, method)))
+        monkeypatch.setattr(library, method, unchecked(getattr(library, method)))
     inputs, do, cu = problem.inputs(slot, torch.float32)
     call = SlotCall(problem.geometry, problem.factor, cu, max(problem.lengths), deterministic)
     module = importlib.import_module(f"nsa_backend_fa2.{slot}")
@@ -225,39 +223,41 @@ def test_nothing_is_read_back_to_the_host(
     assert len(library.calls) >= 2
 
 
-def test_the_watch_sees_a_read() -> None:
+def test_no_synchronisation_mode_detects_reads() -> None:
     for read in (
         lambda x: x.sum().item(),
         lambda x: x[x > 0],
         lambda x: x.repeat_interleave(x.long()),
     ):
-        with pytest.raises(AssertionError, match="synchronises"), NoReads():
+        with pytest.raises(AssertionError, match="synchronises"), NoSynchronisation():
             read(torch.ones(3))
 
 
-class Names(TorchDispatchMode):
-    """Collects what runs."""
+class OperatorNames(TorchDispatchMode):
+    """Collects the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.add(func.overloadpacket.__name__)
+        self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_sel_adds_in_one_order_on_demand(deterministic: bool, library: Library) -> None:
-    """index_add_ adds with atomics on CUDA; index_put_ sorts first."""
+def test_deterministic_sel_sums_gradients_with_index_put(
+    deterministic: bool, library: Library
+) -> None:
+    """On CUDA, index_add_ uses atomics; index_put_ sorts first."""
     problem = Problem((9,), batch=1)
     inputs, do, cu = problem.inputs("sel", torch.float32)
     call = SlotCall(problem.geometry, problem.factor, cu, 9, deterministic)
     module = importlib.import_module("nsa_backend_fa2.sel")
     o, lse = module.forward(*inputs.values(), call=call)
-    with Names() as names:
+    with OperatorNames() as mode:
         module.backward(do, *inputs.values(), o, lse, call=call)
-    assert ("index_add_" in names.seen, "index_put_" in names.seen) == (
+    assert ("index_add_" in mode.names, "index_put_" in mode.names) == (
         not deterministic,
         deterministic,
     )

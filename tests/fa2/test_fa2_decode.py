@@ -1,6 +1,4 @@
-"""The decode form of cmp over the CPU stand-in, and on a GPU over the library itself; why the
-others have none.
-"""
+"""The decode form of cmp, with the fake library on the CPU and flash-attn on a GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from nsa_verify.combination import Combination
 
 RAGGED = (1, 7, 8, 11, 12, 64, 77)
 STEPS = {
-    "one piece": Step(Case("one piece", config_of(4, 2, 16, 16, TINY), ()), RAGGED, (1,) * 7),
-    "one piece, rows": Step(
+    "contiguous": Step(Case("contiguous", config_of(4, 2, 16, 16, TINY), ()), RAGGED, (1,) * 7),
+    "contiguous, several rows": Step(
         Case("rows", config_of(3, 1, 24, 24, TINY), ()), (5, 8, 31, 40), (5, 0, 3, 5), rows=5
     ),
     "pages": Step(
@@ -57,29 +55,31 @@ def findings(
         config = dataclasses.replace(step.case.config, scale=scale)
         step = dataclasses.replace(step, case=dataclasses.replace(step.case, config=config))
     data = step_data(step, dtype, device)
-    made = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
-    return list(judge_step(step, dtype, data, {"cmp": made}, ("cmp",)))
+    outputs = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
+    return list(judge_step(step, dtype, data, {"cmp": outputs}, ("cmp",)))
 
 
 @pytest.mark.parametrize("scale", [None, -0.3, 0.0])
 @pytest.mark.parametrize("name", STEPS)
-def test_cmp_is_right(name: str, scale: float | None, library: Library) -> None:
-    found = findings(STEPS[name], torch.float32, scale=scale)
-    assert {f.quantity for f in found} >= {"o", "lse"}
-    assert not [f for f in found if not f.ok]
-    assert len(library.calls) == 1  # rows of a step are queries of one call
-    # the cache itself
+def test_decode_cmp_matches_the_oracle_in_one_call(
+    name: str, scale: float | None, library: Library
+) -> None:
+    results = findings(STEPS[name], torch.float32, scale=scale)
+    assert {f.quantity for f in results} >= {"o", "lse"}
+    assert not [f for f in results if not f.ok]
+    assert len(library.calls) == 1  # all queries of the step
+    # The library gets the cache itself instead of a copy.
     assert library.calls[0]["k"][0] == len(step_data(STEPS[name], torch.float32).stores["k_cmp"])
 
 
-def test_half_precision_and_more_queries_than_one_call_takes(library: Library, monkeypatch) -> None:
+def test_decode_cmp_splits_queries_above_the_limit_of_a_call(library: Library, monkeypatch) -> None:
     monkeypatch.setattr(decode, "MAX_BATCH", 3)
-    assert all(f.ok for f in findings(STEPS["one piece"], torch.bfloat16))
+    assert all(f.ok for f in findings(STEPS["contiguous"], torch.bfloat16))
     assert [call["q"][0] for call in library.calls] == [3, 3, 1]
 
 
 def test_nan_in_a_query_stays_nan(library: Library) -> None:
-    data = step_data(STEPS["one piece"], torch.float32)
+    data = step_data(STEPS["contiguous"], torch.float32)
     data.q[-1] = torch.nan
     o, lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
     assert o[-1].isnan().all()
@@ -88,16 +88,18 @@ def test_nan_in_a_query_stays_nan(library: Library) -> None:
 
 
 @pytest.fixture
-def served_by(monkeypatch: pytest.MonkeyPatch):
-    def serve(name: str) -> None:
-        place = Source(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "sources", lambda: (place,))
+def use_provider(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes the fake provider of a given name the only one."""
 
-    return serve
+    def use(name: str) -> None:
+        source = Source(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "sources", lambda: (source,))
+
+    return use
 
 
 @pytest.mark.parametrize(
-    ("served", "change", "code"),
+    ("provider", "change", "code"),
     [
         ("2.8.3", {}, None),
         ("2.6.3", {}, None),
@@ -112,14 +114,18 @@ def served_by(monkeypatch: pytest.MonkeyPatch):
         ("aten", {}, "no_kvcache"),
     ],
 )
-def test_what_a_step_may_ask(served: str, change: dict, code: str | None, served_by) -> None:
-    served_by(served)
+def test_probe_of_decode_requests(
+    provider: str, change: dict, code: str | None, use_provider
+) -> None:
+    use_provider(provider)
     assert [reason.code for reason in probes.probe(dataclasses.replace(REQUEST, **change))] == (
         [code] if code else []
     )
 
 
-def test_without_the_package_a_call_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_without_the_package_raises_with_the_provider_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(providers, "serving", lambda: make("aten", Library()))
     with pytest.raises(RuntimeError, match=r"PyTorch .* has no attention over a cache"):
         findings(STEPS["h=1"], torch.float32)
@@ -128,22 +134,21 @@ def test_without_the_package_a_call_says_who_serves(monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [None, 4096])
-def test_the_library_itself(page: int | None, dtype: torch.dtype) -> None:
-    place = next(place for place in providers.sources() if place.name == "flash-attn")
-    if place.provider is None:
-        pytest.skip(str(place.reason))
+def test_decode_cmp_on_flash_attn_matches_the_oracle(page: int | None, dtype: torch.dtype) -> None:
+    source = next(source for source in providers.sources() if source.name == "flash-attn")
+    if source.provider is None:
+        pytest.skip(str(source.reason))
     lengths = (9000, 4096, 31, 33, 700, 5000, 47, 1)
     step = Step(
         Case("GPU", config_of(12, 2, 64, 64, PAPER), ()), lengths, (*(4,) * 7, 1), 4, page_size=page
     )
-    found = findings(step, dtype, "cuda")
-    assert not [f for f in found if not f.ok]
+    assert not [f for f in findings(step, dtype, "cuda") if not f.ok]
     plan = Combination({"cmp": "fa2"}, "cuda").plan(
         step.case.config, dtype, needs_grad=False, phase="decode", page_size=page
     )
     assert plan.choices["cmp"].backend == "fa2"
 
 
-def test_asked_for_by_name_win_says_why() -> None:
+def test_error_of_win_chosen_by_name_for_decode_gives_the_reason() -> None:
     with pytest.raises(Unsupported, match="a ring holds them turned"):
         resolve(config_of(4, 2, 16, 16, TINY), phase="decode", backends={"win": "fa2"})

@@ -1,6 +1,4 @@
-"""The library calls themselves, on a GPU: both providers, judged by the oracle. The rest is tested
-without one.
-"""
+"""Both providers on a GPU, compared with the oracle. The other tests of fa2 need no GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from fa2_problems import (
     SLOTS,
     TINY,
     Problem,
-    assert_compiled_right,
+    assert_compiled_correct,
+    assert_correct,
     assert_judged,
-    assert_right,
     kernel,
     run,
 )
@@ -29,12 +27,12 @@ from nsa_verify.judge.slot import judge_slot
 
 pytestmark = pytest.mark.gpu
 
-PLACES = {place.name: place for place in providers.sources()}
+SOURCES = {source.name: source for source in providers.sources()}
 PAPER = BlockGeometry()
 SHORT = BlockGeometry(16, 8, 32, 4, 1, 2, 48)
 DOCUMENTS = (0, 33, 16, 15, 0, 210, 64, 1)
 
-# Larger than a tile of the kernels; judged in sampled rows.
+# Problems larger than a tile of the kernels; only sampled rows are judged.
 LARGE = {
     "12/2/64": Problem((700,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
     "12/2/64-batch": Problem((350,), batch=2, heads=12, groups=2, Dk=64, Dv=64, geometry=SHORT),
@@ -58,9 +56,7 @@ HISTORIC = Problem(
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """The oracle's products are small: more threads wait for each other longer than they
-    compute.
-    """
+    """Limit the oracle to two threads: its products are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(2, before))
     yield
@@ -69,18 +65,18 @@ def few_threads() -> Iterator[None]:
 
 @pytest.fixture(params=["flash-attn", "PyTorch"])
 def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> providers.Provider:
-    """Each provider in turn; skipped with its reason where it is not here."""
-    place = PLACES[request.param]
-    if place.provider is None:
-        pytest.skip(str(place.reason))
-    monkeypatch.setattr(providers, "sources", lambda: (place,))
-    return place.provider
+    """Each provider in turn; the test is skipped with the reason if it is not installed."""
+    source = SOURCES[request.param]
+    if source.provider is None:
+        pytest.skip(str(source.reason))
+    monkeypatch.setattr(providers, "sources", lambda: (source,))
+    return source.provider
 
 
 def sampled(problem: Problem) -> list[int]:
-    """Tokens at the edges of blocks, documents and tiles, and some in between."""
+    """Return tokens at the edges of blocks, documents and tiles, and some in between."""
     total, g = sum(problem.lengths), problem.geometry
-    near = [
+    edges = [
         0,
         1,
         g.compress_block_size - 1,
@@ -91,23 +87,30 @@ def sampled(problem: Problem) -> list[int]:
         128,
         total - 1,
     ]
-    near += [
+    edges += [
         sum(problem.lengths[:i]) + step for i in range(len(problem.lengths)) for step in (-1, 0, 1)
     ]
-    return sorted({t for t in [*near, *range(5, total, max(1, total // 12))] if 0 <= t < total})
+    return sorted({t for t in [*edges, *range(5, total, max(1, total // 12))] if 0 <= t < total})
 
 
 def judge_sampled(
     slot: str, problem: Problem, dtype: torch.dtype, deterministic: bool = False
 ) -> None:
-    """Run on the GPU with dO zero outside the sampled rows, and judge those."""
+    """Run on the GPU with do = 0 outside the sampled rows, and judge those rows."""
     inputs, do, cu = problem.inputs(slot, dtype, "cuda")
     rows = sampled(problem)
-    kept = torch.zeros_like(do)
-    kept[..., rows, :, :] = do[..., rows, :, :]
-    outputs = run(slot, problem, inputs, kept, cu, deterministic)
+    masked_do = torch.zeros_like(do)
+    masked_do[..., rows, :, :] = do[..., rows, :, :]
+    outputs = run(slot, problem, inputs, masked_do, cu, deterministic)
     verdicts = judge_slot(
-        slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=kept, rows=rows
+        slot,
+        inputs,
+        outputs,
+        problem.geometry,
+        problem.factor,
+        cu_seqlens=cu,
+        do=masked_do,
+        rows=rows,
     )
     for name, v in verdicts.items():
         print(f"{name}: row {v.row:.2f} elem {v.elem:.2f} bias {v.bias:.2f}")
@@ -118,7 +121,7 @@ def judge_sampled(
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_large_problems_are_right(
+def test_large_problems_match_the_oracle(
     dtype: torch.dtype, name: str, slot: str, provider: providers.Provider
 ) -> None:
     judge_sampled(slot, LARGE[name], dtype)
@@ -126,18 +129,20 @@ def test_large_problems_are_right(
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_small_problems_are_right(name: str, slot: str, provider: providers.Provider) -> None:
+def test_small_problems_match_the_oracle(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
     assert_judged(slot, PROBLEMS[name], torch.bfloat16, "cuda")
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:
-    """The reports' comparison, fp16: right here; their reference returned V[0]."""
+    """A report found an error of 0.766 in fp16, because its reference returned V[0]."""
     assert_judged("win", HISTORIC, torch.float16, "cuda")
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64"])
-def test_deterministic_runs_have_the_same_bits(
+def test_deterministic_runs_are_bitwise_equal(
     name: str, slot: str, provider: providers.Provider
 ) -> None:
     problem = LARGE[name]
@@ -154,7 +159,7 @@ def test_deterministic_runs_have_the_same_bits(
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["12/2/64", "12/2/64-batch", "packed-12/2/64", "h16-192/128"])
-def test_nothing_synchronises(name: str, slot: str, provider: providers.Provider) -> None:
+def test_no_call_synchronises(name: str, slot: str, provider: providers.Provider) -> None:
     problem = LARGE[name]
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     run(slot, problem, inputs, do, cu)
@@ -167,48 +172,50 @@ def test_nothing_synchronises(name: str, slot: str, provider: providers.Provider
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", TINY)
-def test_row_50_captured_forward_and_backward_are_right_on_new_inputs(
+def test_row_50_cuda_graph_of_forward_and_backward_replays_on_new_inputs(
     name: str, slot: str, provider: providers.Provider
 ) -> None:
     problem = TINY[name]
     static, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     leaves = {n: x.detach().clone().requires_grad_(n != "blocks") for n, x in static.items()}
-    wanted = [x for n, x in leaves.items() if n != "blocks"]
+    differentiated = [x for n, x in leaves.items() if n != "blocks"]
     call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
 
-    def both() -> list[torch.Tensor]:
+    def forward_backward() -> list[torch.Tensor]:
         o, lse = call(*leaves.values(), cu_seqlens=cu, max_seqlen=longest)
-        return [o, lse, *torch.autograd.grad(o, wanted, do)]
+        return [o, lse, *torch.autograd.grad(o, differentiated, do)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both()
-    torch.cuda.current_stream().wait_stream(side)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forward_backward()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = both()
-    fresh, new_do, _ = dataclasses.replace(problem, seed=7).inputs(slot, torch.bfloat16, "cuda")
+        results = forward_backward()
+    inputs, new_do, _ = dataclasses.replace(problem, seed=7).inputs(slot, torch.bfloat16, "cuda")
     with torch.no_grad():
-        for n, x in fresh.items():
+        for n, x in inputs.items():
             leaves[n].copy_(x)
         do.copy_(new_do)
     graph.replay()
     torch.cuda.synchronize()
-    names = ["o", "lse", *(f"d{n}" for n in fresh if n != "blocks")]
+    names = ["o", "lse", *(f"d{n}" for n in inputs if n != "blocks")]
     outputs = {n: x.detach() for n, x in zip(names, results)}
-    assert_right(slot, problem, fresh, outputs, new_do, cu)
+    assert_correct(slot, problem, inputs, outputs, new_do, cu)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["batch", "packed"])
-def test_compiled_whole_is_right(name: str, slot: str, provider: providers.Provider) -> None:
-    assert_compiled_right(slot, TINY[name], torch.bfloat16, "cuda", "inductor")
+def test_fullgraph_compilation_matches_the_oracle(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
+    assert_compiled_correct(slot, TINY[name], torch.bfloat16, "cuda", "inductor")
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["12/2/64", "packed-12/2/64"])
-def test_the_profile_shows_the_librarys_kernels(
+def test_profile_contains_the_evidence_of_the_slot(
     name: str, slot: str, provider: providers.Provider
 ) -> None:
     problem = LARGE[name]
@@ -230,13 +237,15 @@ def test_row_34_nan_in_one_query_stays_in_its_row(slot: str, provider: providers
     outputs = run(slot, problem, inputs, do, cu)
     assert outputs["o"][0, 100, 1].isnan().all()
     assert outputs["lse"][0, 1, 100].isnan()
-    for name, where in (("o", (0, 100, 1)), ("lse", (0, 1, 100))):
-        outputs[name][where] = clean[name][where]
+    for name, index in (("o", (0, 100, 1)), ("lse", (0, 1, 100))):
+        outputs[name][index] = clean[name][index]
         assert torch.equal(outputs[name], clean[name]), name
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: providers.Provider) -> None:
+def test_row_44_batch_above_the_limit_of_a_call_is_split(
+    slot: str, provider: providers.Provider
+) -> None:
     problem = Problem(
         (8,),
         batch=70_000,
@@ -248,15 +257,16 @@ def test_row_44_more_sequences_than_one_call_takes(slot: str, provider: provider
     )
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
     outputs = run(slot, problem, inputs, do, cu)
-    few = [0, 65_534, 65_535, 69_999]
-    picked = {n: x[few] for n, x in inputs.items()}
-    assert_right(slot, problem, picked, {n: x[few] for n, x in outputs.items()}, do[few], None)
+    judged = [0, 65_534, 65_535, 69_999]
+    judged_inputs = {n: x[judged] for n, x in inputs.items()}
+    judged_outputs = {n: x[judged] for n, x in outputs.items()}
+    assert_correct(slot, problem, judged_inputs, judged_outputs, do[judged], None)
 
 
-def test_packed_boundaries_nobody_could_check_do_not_crash(provider: providers.Provider) -> None:
-    """Row 17: wrong boundaries on the device give wrong numbers, never an access outside the
-    tensors.
-    """
+def test_row_17_malformed_boundaries_on_the_device_do_not_crash(
+    provider: providers.Provider,
+) -> None:
+    """Malformed boundaries give undefined results, but never an access outside the tensors."""
     problem = Problem(PACKED, batch=None, heads=4, groups=2, Dk=64, Dv=64)
     total = sum(PACKED)
     for slot in SLOTS:

@@ -1,6 +1,4 @@
-"""What the backend says of itself: reasons, hints, who serves, and that none of it needs a GPU or
-the package.
-"""
+"""The probe of fa2: reasons, hints and the provider in use, all without a GPU or flash-attn."""
 
 from __future__ import annotations
 
@@ -41,14 +39,14 @@ GOOD = Request(
 
 
 @pytest.fixture
-def served_by(monkeypatch: pytest.MonkeyPatch):
-    """Let a stand-in provider serve: "2.8.3" (the package) or "aten"."""
+def use_provider(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes the fake provider "2.8.3" or "aten" the only one."""
 
-    def serve(name: str) -> None:
-        place = Source(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "sources", lambda: (place,))
+    def use(name: str) -> None:
+        source = Source(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "sources", lambda: (source,))
 
-    return serve
+    return use
 
 
 def codes(request: Request) -> list[str]:
@@ -57,8 +55,8 @@ def codes(request: Request) -> list[str]:
 
 @pytest.mark.parametrize("name", ["2.8.3", "aten"])
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
-def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> None:
-    served_by(name)
+def test_probe_accepts_what_flash_attention_supports(slot: str, name: str, use_provider) -> None:
+    use_provider(name)
     for change in (
         {},
         {"dtype": "float16"},
@@ -107,16 +105,16 @@ def test_takes_what_flash_attention_takes(slot: str, name: str, served_by) -> No
         ),
     ],
 )
-def test_refuses_with_a_reason(change: dict, code: str, words: str, served_by) -> None:
-    served_by("2.8.3")
+def test_probe_refuses_with_a_reason(change: dict, code: str, words: str, use_provider) -> None:
+    use_provider("2.8.3")
     (reason,) = probes.probe(dataclasses.replace(GOOD, **change))
     assert reason.code == code
     assert words in reason.message
     assert reason.hint
 
 
-def test_all_reasons_come_at_once(served_by) -> None:
-    served_by("2.8.3")
+def test_probe_returns_all_reasons(use_provider) -> None:
+    use_provider("2.8.3")
     assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0))) == [
         "sm_too_old",
         "dtype",
@@ -124,11 +122,11 @@ def test_all_reasons_come_at_once(served_by) -> None:
     ]
 
 
-def test_pytorchs_backward_is_deterministic_only_when_all_of_pytorch_is(served_by) -> None:
+def test_backward_of_pytorch_is_deterministic_only_under_its_global_setting(use_provider) -> None:
     request = dataclasses.replace(GOOD, deterministic=True)
-    served_by("2.8.3")
+    use_provider("2.8.3")
     assert codes(request) == []
-    served_by("aten")
+    use_provider("aten")
     assert codes(request) == ["not_deterministic"]
     assert codes(dataclasses.replace(request, needs_grad=False)) == []
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -139,27 +137,27 @@ def test_pytorchs_backward_is_deterministic_only_when_all_of_pytorch_is(served_b
     finally:
         torch.use_deterministic_algorithms(False)
     provider = make("aten", Library())
-    how = providers.Attention(1.0, deterministic=True)
+    attention = providers.Attention(1.0, deterministic=True)
     with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
-        provider.backward(*[torch.zeros(1, 1, 1, 8)] * 5, torch.zeros(1, 1, 1), how)
+        provider.backward(*[torch.zeros(1, 1, 1, 8)] * 5, torch.zeros(1, 1, 1), attention)
 
 
-def test_pytorchs_backward_of_224_runs_on_the_big_gpus_only(served_by) -> None:
+def test_backward_of_pytorch_for_head_width_224_needs_large_shared_memory(use_provider) -> None:
     request = dataclasses.replace(GOOD, head_dim=200, capability=(8, 9))
-    served_by("aten")
+    use_provider("aten")
     assert codes(request) == ["head_dim_backward"]
     assert codes(dataclasses.replace(request, needs_grad=False)) == []
     assert codes(dataclasses.replace(request, capability=(8, 0))) == []
     assert codes(dataclasses.replace(request, head_dim=192)) == []
     assert codes(dataclasses.replace(request, head_dim=256)) == []
     assert codes(dataclasses.replace(request, capability=(12, 0))) == ["head_dim_backward"]
-    served_by("2.8.3")
+    use_provider("2.8.3")
     assert codes(request) == []
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Put a flash-attn of some version, with this text for its interface module, on the path."""
+    """Return a function that puts a fake flash-attn of a given version on the path."""
 
     def install(version: str | None, interface: str | None = None) -> None:
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -187,7 +185,7 @@ SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"
 
 
 @pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
-def test_package_missing_says_how_to_get_it(site) -> None:
+def test_reason_of_a_missing_package_has_an_install_hint(site) -> None:
     site(None)
     reason = providers._flash_attn().reason
     assert reason is not None
@@ -218,27 +216,27 @@ def test_package_missing_says_how_to_get_it(site) -> None:
     ],
 )
 @pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
-def test_package_that_cannot_serve_says_why(
+def test_unusable_package_has_a_reason(
     version: str, interface: str | None, code: str, words: str, site
 ) -> None:
     site(version, interface)
-    place = providers._flash_attn()
-    assert place.provider is None
-    assert place.reason is not None
-    assert place.reason.code == code
-    assert words in place.reason.message
-    assert place.reason.hint
+    source = providers._flash_attn()
+    assert source.provider is None
+    assert source.reason is not None
+    assert source.reason.code == code
+    assert words in source.reason.message
+    assert source.reason.hint
 
 
 @pytest.mark.parametrize(
     "version", ["2.5.8", "2.6.3", "2.7.4.post1", "2.8.3.post2", "2.8.3+cu12torch2.8"]
 )
 @pytest.mark.skipif(HAS_PACKAGE, reason="flash-attn is installed here")
-def test_package_that_loads_serves(version: str, site) -> None:
+def test_package_that_loads_is_a_provider(version: str, site) -> None:
     site(version, "loaded = True")
-    place = providers._flash_attn()
-    assert place.provider is not None
-    assert place.provider.title == f"flash-attn {version}"
+    source = providers._flash_attn()
+    assert source.provider is not None
+    assert source.provider.title == f"flash-attn {version}"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has the kernels")
@@ -248,42 +246,42 @@ def test_torch_without_cuda_is_no_provider() -> None:
     assert reason.code == "torch_without_flash"
 
 
-def test_without_a_provider_the_probe_has_every_reason_and_serving_raises_them(
+def test_without_a_provider_probe_and_serving_give_every_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places = (
+    sources = (
         Source("flash-attn", None, Reason("a", "first", "h")),
         Source("PyTorch", None, Reason("b", "second", "h")),
     )
-    monkeypatch.setattr(providers, "sources", lambda: places)
+    monkeypatch.setattr(providers, "sources", lambda: sources)
     assert codes(GOOD) == ["a", "b"]
     with pytest.raises(RuntimeError, match=r"first \(h\); second"):
         providers.serving()
 
 
-def test_detail_says_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, torchs = make("2.8.3", Library()), make("aten", Library())
+def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, pytorch = make("2.8.3", Library()), make("aten", Library())
     missing = Reason("package_missing", "flash-attn is not installed", "pip install")
     monkeypatch.setattr(
         providers,
         "sources",
-        lambda: (Source("flash-attn", package, None), Source("PyTorch", torchs, None)),
+        lambda: (Source("flash-attn", package, None), Source("PyTorch", pytorch, None)),
     )
     assert probes.detail() == [
-        "flash-attn 2.8.3: serves",
+        "flash-attn 2.8.3: in use",
         f"PyTorch {torch.__version__}: not needed",
     ]
     assert providers.serving() is package
     monkeypatch.setattr(
         providers,
         "sources",
-        lambda: (Source("flash-attn", None, missing), Source("PyTorch", torchs, None)),
+        lambda: (Source("flash-attn", None, missing), Source("PyTorch", pytorch, None)),
     )
     assert probes.detail() == [
         "flash-attn: flash-attn is not installed (pip install)",
-        f"PyTorch {torch.__version__}: serves",
+        f"PyTorch {torch.__version__}: in use",
     ]
-    assert providers.serving() is torchs
+    assert providers.serving() is pytorch
 
 
 def test_registering_imports_neither_torch_nor_flash_attn() -> None:
@@ -297,7 +295,7 @@ def test_registering_imports_neither_torch_nor_flash_attn() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_name_in_the_spec_leads_somewhere() -> None:
+def test_every_function_of_the_spec_can_be_imported() -> None:
     spec = nsa_register_backends()
     assert import_named(spec.probe) is probes.probe
     for slot in spec.slots.values():
@@ -307,7 +305,7 @@ def test_every_name_in_the_spec_leads_somewhere() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend may be ready here")
-def test_command_shows_the_backend_unavailable_and_who_would_serve() -> None:
+def test_backends_show_lists_the_status_and_the_sources() -> None:
     command = [sys.executable, "-m", "nsa_cli", "backends", "show", "fa2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (row,) = json.loads(done.stdout)["backends"]
@@ -320,7 +318,7 @@ def test_command_shows_the_backend_unavailable_and_who_would_serve() -> None:
     ("function", "words"),
     [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:dict", None)],
 )
-def test_a_detail_that_fails_is_a_line(function: str, words: str | None) -> None:
+def test_failure_of_a_detail_function_is_a_line(function: str, words: str | None) -> None:
     spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)
     lines = details(Registry(()).with_backend(spec).get("other"))
     assert lines == [] if words is None else words in lines[0]

@@ -1,4 +1,4 @@
-"""Everything but the library call itself, over the CPU stand-in, judged by the oracle."""
+"""The slots of fa2 with the fake library on the CPU, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fa2_problems import (
     SMALL,
     TINY,
     Problem,
-    assert_compiled_right,
+    assert_compiled_correct,
+    assert_correct,
     assert_judged,
-    assert_right,
     kernel,
     run,
 )
@@ -26,36 +26,37 @@ from nsa_core.layout import BlockGeometry
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_slot_is_right_in_fp32(name: str, slot: str, library: Library) -> None:
+def test_slot_matches_the_oracle_in_fp32(name: str, slot: str, library: Library) -> None:
     assert_judged(slot, PROBLEMS[name], torch.float32)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row14-narrow-v", "row18-packed-empties"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_slot_is_right_in_half_precision(
+def test_slot_matches_the_oracle_in_half_precision(
     dtype: torch.dtype, name: str, slot: str, library: Library
 ) -> None:
     assert_judged(slot, PROBLEMS[name], dtype)
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(library: Library) -> None:
-    """B=2, S=64, G=2, h=2, D=64, w=32, fp16: the report's 0.766 came from a reference that returned
-    V[0].
+    """B=2, S=64, G=2, h=2, D=64, w=32, fp16.
+
+    A report found an error of 0.766, because its reference returned V[0].
     """
     problem = Problem(
         (64,), heads=4, groups=2, Dk=64, Dv=64, geometry=BlockGeometry(16, 8, 16, 4, 1, 2, 32)
     )
     inputs, *_ = problem.inputs("win", torch.float16)
     o = assert_judged("win", problem, torch.float16)["o"]
-    # What the report compared with: one query against its window, is_causal, which PyTorch aligns
-    # top-left.
+    # The report's reference: one query and its window with is_causal, which PyTorch aligns
+    # top-left, so that the query sees only the first key.
     first = [inputs["v"][:, max(0, t - 31)].repeat_interleave(2, 1) for t in range(64)]
     error = (torch.stack(first, 1).float() - o.float()).abs().mean()
     assert error > 0.5
 
 
-def test_row_04_cmp_of_a_short_sequence_calls_no_library(library: Library) -> None:
+def test_row_04_cmp_without_compressed_tokens_does_not_call_the_library(library: Library) -> None:
     for problem in (Problem((7,)), Problem((7, 3, 7), batch=None)):
         outputs = assert_judged("cmp", problem, torch.float32)
         assert not outputs["o"].any()
@@ -65,15 +66,15 @@ def test_row_04_cmp_of_a_short_sequence_calls_no_library(library: Library) -> No
 
 
 def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same values laid out otherwise."""
-    apart = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)[..., : x.shape[-1]].copy_(x)
-    off = x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    """Return the same values in other memory layouts."""
+    strided = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)[..., : x.shape[-1]].copy_(x)
+    misaligned = x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
     heads_first = x.transpose(-3, -2).contiguous().transpose(-3, -2)
     odd = x.new_full((*x.shape[:-1], x.shape[-1] + 1), torch.nan)[..., : x.shape[-1]].copy_(x)
     return {
-        "row23-strided": apart,
+        "row23-strided": strided,
         "row23-heads-first": heads_first,
-        "row24-misaligned": off,
+        "row24-misaligned": misaligned,
         "row24-odd-stride": odd,
     }
 
@@ -83,12 +84,14 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
-def test_layout_changes_no_bit(name: str, slot: str, layout: str, library: Library) -> None:
+def test_memory_layout_does_not_change_results(
+    name: str, slot: str, layout: str, library: Library
+) -> None:
     problem = PROBLEMS[name]
     inputs, do, cu = problem.inputs(slot, torch.float32)
     expected = run(slot, problem, inputs, do, cu)
-    moved = {n: x if n == "blocks" else _layouts(x)[layout] for n, x in inputs.items()}
-    outputs = run(slot, problem, moved, _layouts(do)[layout], cu)
+    copies = {n: x if n == "blocks" else _layouts(x)[layout] for n, x in inputs.items()}
+    outputs = run(slot, problem, copies, _layouts(do)[layout], cu)
     for key, value in expected.items():
         assert torch.equal(outputs[key], value), key
 
@@ -99,7 +102,7 @@ def test_row_16_keys_expanded_with_stride_0(slot: str, library: Library) -> None
     inputs, do, cu = problem.inputs(slot, torch.float32)
     for name in [n for n in inputs if n[0] in "kv"]:
         inputs[name] = inputs[name][:1].expand(3, -1, -1, -1)
-    assert_right(slot, problem, inputs, run(slot, problem, inputs, do, cu), do, cu)
+    assert_correct(slot, problem, inputs, run(slot, problem, inputs, do, cu), do, cu)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -112,17 +115,17 @@ def test_row_34_nan_in_one_query_stays_in_its_row(
     row = inputs["q"].view(-1, problem.heads, problem.Dk)[-1]
     row[1] = torch.nan  # head 1, of group 0, in the last token
     outputs = run(slot, problem, inputs, do, cu)
-    assert_right(slot, problem, inputs, {n: outputs[n] for n in ("o", "lse")}, do, cu)
-    rest = outputs["o"].view(-1, problem.heads, problem.Dv).clone()
-    assert rest[-1, 1].isnan().all()
-    rest[-1, 1] = 0
-    assert rest.isfinite().all()
+    assert_correct(slot, problem, inputs, {n: outputs[n] for n in ("o", "lse")}, do, cu)
+    o = outputs["o"].view(-1, problem.heads, problem.Dv).clone()
+    assert o[-1, 1].isnan().all()
+    o[-1, 1] = 0
+    assert o.isfinite().all()
     assert outputs["dq"].view(-1, problem.heads, problem.Dk)[:-1].isfinite().all()
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_nan_of_one_document_reaches_no_other(slot: str, library: Library) -> None:
-    problem = PROBLEMS["packed"]  # its first document ends inside a run
+def test_nan_of_one_document_does_not_reach_another(slot: str, library: Library) -> None:
+    problem = PROBLEMS["packed"]  # the last run of its first document is incomplete
     inputs, do, cu = problem.inputs(slot, torch.float32)
     first = problem.lengths[0]
     inputs["q"][first:], do[first:] = torch.nan, torch.nan
@@ -136,11 +139,10 @@ def test_nan_of_one_document_reaches_no_other(slot: str, library: Library) -> No
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_17_boundaries_that_nobody_could_check_stay_in_bounds(
-    slot: str, library: Library
-) -> None:
-    """On CUDA wrong boundaries reach the backend; the stand-in raises where the library would read
-    out of bounds.
+def test_row_17_malformed_boundaries_cause_no_invalid_access(slot: str, library: Library) -> None:
+    """On CUDA, malformed boundaries reach the backend unchecked.
+
+    The fake library raises where the library would read out of bounds.
     """
     problem = Problem((30,), batch=None)
     inputs, do, _ = problem.inputs(slot, torch.float32)
@@ -151,7 +153,7 @@ def test_row_17_boundaries_that_nobody_could_check_stay_in_bounds(
         module.backward(do, *inputs.values(), o, lse, call=call)
 
 
-def test_row_17_sel_with_a_max_seqlen_that_is_too_small_stays_in_bounds(library: Library) -> None:
+def test_row_17_sel_with_too_small_max_seqlen_causes_no_invalid_access(library: Library) -> None:
     problem = Problem((30,), batch=None)
     inputs, _, cu = problem.inputs("sel", torch.float32)
     inputs["blocks"] = torch.arange(4, dtype=torch.int32).expand_as(inputs["blocks"])
@@ -173,5 +175,5 @@ def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> N
 
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", TINY)
-def test_compiled_whole_is_right(name: str, slot: str, library: Library) -> None:
-    assert_compiled_right(slot, TINY[name], torch.bfloat16, "cpu", "aot_eager")
+def test_fullgraph_compilation_matches_the_oracle(name: str, slot: str, library: Library) -> None:
+    assert_compiled_correct(slot, TINY[name], torch.bfloat16, "cpu", "aot_eager")

@@ -1,6 +1,4 @@
-"""cmp on cuDNN: its views and sums over a stand-in for the library on the CPU; the library itself
-on a GPU.
-"""
+"""cmp on cuDNN: residue views and gradient sums with a fake of cuDNN on the CPU; cuDNN on a GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +29,10 @@ CONFIG = NSAConfig(
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-class Library:
-    """Dense causal attention with cuDNN's signatures; counts calls, and refuses what is not
-    square.
+class FakeCudnn:
+    """Dense causal attention with the signatures of PyTorch's cuDNN operators.
+
+    It records the calls, and requires as many queries as keys.
     """
 
     def __init__(self) -> None:
@@ -60,10 +59,10 @@ class Library:
         return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
 
     def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *rest, scale):
-        _seed, _offset, _bias, _cu_q, _cu_k, most_q, most_k, _dropout, _causal = rest
+        _seed, _offset, _bias, _cu_q, _cu_k, max_q, max_k, _dropout, _causal = rest
         assert lse.is_contiguous()
         assert lse.shape == (*q.shape[:3], 1)
-        assert (most_q, most_k) == (q.shape[2], k.shape[2])
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
         groups = k.shape[1]
         scores, k, v = self._attend(q, k, v, scale)
         p = (scores - lse).exp()
@@ -84,16 +83,18 @@ def _failures(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, 
 
 
 @pytest.mark.parametrize("tokens", [8, 9, 11, 12, 13, 61, 70])  # 8 = l: one row of one residue
-def test_residues_are_right(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library()
-    monkeypatch.setattr(cudnn, "_ops", library)
-    monkeypatch.setattr(cudnn, "serves", lambda *call: True)
+def test_cmp_with_fake_cudnn_matches_the_oracle(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeCudnn()
+    monkeypatch.setattr(cudnn, "_ops", fake)
+    monkeypatch.setattr(cudnn, "supports_call", lambda *call: True)
     assert _failures(Case("dense", CONFIG, (tokens,), batch=2), torch.float64) == {}
-    assert len(library.calls) in (4, 8), "one or two calls a sequence and direction"
+    assert len(fake.calls) in (4, 8), "expected one or two calls per sequence and direction"
 
 
-def test_metadata_decides() -> None:
-    asked = {
+def test_supports_checks_every_condition() -> None:
+    supported = {
         "dtype": torch.bfloat16,
         "device_type": "cuda",
         "capability": (9, 0),
@@ -106,8 +107,8 @@ def test_metadata_decides() -> None:
     available = types.SimpleNamespace(is_available=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends, "cudnn", available)
-        assert cudnn.takes(**asked)
-        assert cudnn.takes(**asked | {"widths": (192, 128)})
+        assert cudnn.supports(**supported)
+        assert cudnn.supports(**supported | {"widths": (192, 128)})
         for change in (
             {"dtype": torch.float32},
             {"device_type": "cpu"},
@@ -120,7 +121,7 @@ def test_metadata_decides() -> None:
             {"scale": -0.1},
             {"deterministic": True},
         ):
-            assert not cudnn.takes(**asked | change), change
+            assert not cudnn.supports(**supported | change), change
 
 
 @pytest.mark.parametrize(
@@ -137,11 +138,11 @@ def test_metadata_decides() -> None:
         ({"seq_len": 65536, "head_dim": 64, "v_head_dim": 64}, 25),
     ],
 )
-def test_where_auto_prefers_it(
+def test_rank_of_cmp_is_higher_on_cudnn(
     changes: dict[str, object], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends, "cudnn", types.SimpleNamespace(is_available=lambda: True))
-    asked = Request(
+    request = Request(
         slot="cmp",
         geometry=CONFIG.geometry,
         n_heads=4,
@@ -154,7 +155,7 @@ def test_where_auto_prefers_it(
         batch=1,
         seq_len=8192,
     )
-    assert probe.rank(dataclasses.replace(asked, **changes)) == rank
+    assert probe.rank(dataclasses.replace(request, **changes)) == rank
 
 
 @pytest.mark.gpu
@@ -162,7 +163,9 @@ def test_where_auto_prefers_it(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128), (80, 72)])
 @pytest.mark.parametrize("tokens", [1025, 1040])
-def test_the_library_is_right(tokens: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+def test_cmp_on_cudnn_matches_the_oracle(
+    tokens: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
     config = dataclasses.replace(
         CONFIG,
         head_dim=widths[0],
@@ -171,7 +174,7 @@ def test_the_library_is_right(tokens: int, widths: tuple[int, int], dtype: torch
         compress_stride=16,
         select_block_size=64,
     )
-    assert cudnn.takes(
+    assert cudnn.supports(
         dtype, "cuda", torch.cuda.get_device_capability(), widths, tokens, 1, 0.1, False
-    ) == (torch.cuda.get_device_capability() >= cudnn.OLDEST)
+    ) == (torch.cuda.get_device_capability() >= cudnn.MIN_CAPABILITY)
     assert _failures(Case("dense", config, (tokens,)), dtype, "cuda") == {}

@@ -1,6 +1,4 @@
-"""Heads of a few elements, whose strides suggest memory formats that PyTorch's operators do not
-read.
-"""
+"""Heads of a few elements, whose strides make `pad` choose layouts that the operators misread."""
 
 from __future__ import annotations
 
@@ -33,9 +31,10 @@ CONFIG = NSAConfig(
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 0.9])
 @pytest.mark.parametrize("v_width", [1, 2, 3, 4])
 @pytest.mark.parametrize("width", [1, 2])
-def test_narrow_heads_are_the_oracles(width: int, v_width: int, scale: float) -> None:
-    """Every branch, forward and gradients; the window covers the sequence, so win is a plain causal
-    call too.
+def test_narrow_heads_match_the_oracle(width: int, v_width: int, scale: float) -> None:
+    """Covers all branches, forward and backward.
+
+    The window covers the sequence, so that win also runs as one causal attention call.
     """
     config = dataclasses.replace(CONFIG, head_dim=width, v_head_dim=v_width, scale=scale)
     case = Case("narrow", config, (21,), batch=2)
@@ -52,7 +51,7 @@ def test_narrow_heads_are_the_oracles(width: int, v_width: int, scale: float) ->
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_operands_have_a_last_axis_of_unit_stride(width: int, heads: int) -> None:
-    """On CUDA an operand that lacks it is an error, on the CPU a wrong result."""
+    """Other strides raise an error on CUDA and give wrong results on the CPU."""
     q = -torch.randn(3, 5, heads, width).transpose(1, 2)
     k, v = torch.randn(3, 5, width), torch.randn(3, 5, 3)
     assert [x.stride(-1) for x in aten._operands(q, k, v, 8)] == [1, 1, 1]

@@ -1,5 +1,6 @@
-"""Rows of the fault table on the sdpa backend, judged by the oracle on bit for bit the tensors a
-slot received.
+"""Rows of the fault table on the sdpa backend, judged by the oracle.
+
+The oracle gets the same tensors as the slot, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from nsa_verify.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CONFIG = NSAConfig(
-    # a row of fewer elements makes its rms a matter of luck
-    dim=64,
+    dim=64,  # with fewer elements per row, the RMS of a row varies too much
     n_heads=4,
     n_kv_heads=2,
     head_dim=16,
@@ -42,7 +42,7 @@ def plan_of(c: Case, dtype: torch.dtype):
     return resolve(c.config, dtype=dtype, backends="sdpa", needs_grad=True, varlen=c.packed)
 
 
-def judged(c: Case, run: SlotRun, slot: str, **kw: object) -> None:
+def assert_correct(c: Case, run: SlotRun, slot: str, **kw: object) -> None:
     geometry, scale = c.config.geometry, c.config.softmax_scale
     verdicts = judge_slot(slot, run.inputs, run.outputs, geometry, scale, do=run.do, **kw)
     assert {n: v.why for n, v in verdicts.items() if not v} == {}
@@ -53,13 +53,13 @@ def check(
     dtype: torch.dtype,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
 ) -> None:
-    """Run and judge every branch after ``change`` of its q, k and v."""
+    """Run and judge every branch after ``change`` modified its inputs."""
     data, plan = c.data(dtype), plan_of(c, dtype)
     runs = run_slots(plan, c, data)
     for slot in BRANCHES:
         inputs = {n: t.clone() for n, t in runs[slot].inputs.items()}
         change(inputs)
-        judged(c, run_slot(plan, slot, inputs, data.do, data), slot)
+        assert_correct(c, run_slot(plan, slot, inputs, data.do, data), slot)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +77,7 @@ def check(
         "row06-odd",
     ],
 )
-def test_rows_03_to_06_lengths(length: int, dtype: torch.dtype) -> None:
+def test_rows_03_to_06_short_and_partial_lengths(length: int, dtype: torch.dtype) -> None:
     check(case(length), dtype)
 
 
@@ -103,7 +103,9 @@ def test_rows_03_to_06_lengths(length: int, dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_07_10_12_13_14_41_shapes(fields: dict[str, object], dtype: torch.dtype) -> None:
+def test_rows_07_10_12_13_14_41_shapes_and_scales(
+    fields: dict[str, object], dtype: torch.dtype
+) -> None:
     check(case(**fields), dtype)
 
 
@@ -114,11 +116,11 @@ def test_row_16_expanded_keys_and_values(slot: str) -> None:
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
     for name in [n for n in inputs if n[0] in "kv"]:
         inputs[name] = inputs[name][:1].expand(2, -1, -1, -1)
-    judged(c, run_slot(plan, slot, inputs, data.do, data), slot)
+    assert_correct(c, run_slot(plan, slot, inputs, data.do, data), slot)
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
-def test_row_23_sliced_and_transposed_inputs_have_the_same_bits(slot: str) -> None:
+def test_row_23_sliced_and_transposed_inputs_give_bitwise_equal_results(slot: str) -> None:
     c = case(batch=2)
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
     run = run_slots(plan, c, data)[slot]
@@ -133,7 +135,7 @@ def test_row_23_sliced_and_transposed_inputs_have_the_same_bits(slot: str) -> No
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
-def test_row_25_dout_not_contiguous_or_stride_0(slot: str) -> None:
+def test_row_25_output_gradient_not_contiguous_or_with_stride_0(slot: str) -> None:
     c = case()
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
     inputs = run_slots(plan, c, data)[slot].inputs
@@ -141,7 +143,7 @@ def test_row_25_dout_not_contiguous_or_stride_0(slot: str) -> None:
         data.do.transpose(1, 2).contiguous().transpose(1, 2),
         torch.ones(()).expand(data.do.shape),
     ):
-        judged(c, run_slot(plan, slot, inputs, do, data), slot)
+        assert_correct(c, run_slot(plan, slot, inputs, do, data), slot)
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
@@ -154,18 +156,18 @@ def test_row_34_nan_in_one_query_stays_in_its_row_and_group(slot: str) -> None:
     inputs["q"][0, 40, 1] = torch.nan  # head 1 is in group 0
     o = run_slot(plan, slot, inputs, None, data).outputs["o"]
     assert o[0, 40, 1].isnan().all()
-    elsewhere = torch.ones(o.shape[:-1], dtype=torch.bool)
-    elsewhere[0, 40, :2] = False
-    assert torch.equal(bits(o[elsewhere]), bits(clean[elsewhere]))
+    unaffected = torch.ones(o.shape[:-1], dtype=torch.bool)
+    unaffected[0, 40, :2] = False
+    assert torch.equal(bits(o[unaffected]), bits(clean[unaffected]))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("slot", BRANCHES)
-def test_row_34_nan_is_never_swallowed(slot: str, name: str) -> None:
-    """A NaN that some query sees shows in its output; the other group is untouched, and for q and k
-    the rows before.
+def test_row_34_visible_nan_reaches_the_output(slot: str, name: str) -> None:
+    """A NaN that a query sees reaches its output, and does not reach the other group.
 
-    0 times NaN is NaN: one in v may spread over the rows of its own kv head.
+    A NaN in q or k does not change earlier rows. A NaN in v may spread to all rows of its kv head,
+    because 0 times NaN is NaN.
     """
     c = case()
     data, plan = c.data(torch.float32), plan_of(c, torch.float32)
@@ -173,8 +175,8 @@ def test_row_34_nan_is_never_swallowed(slot: str, name: str) -> None:
     clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
     key = next(n for n in inputs if n[0] == name)
     inputs[key] = inputs[key].clone()
-    place = 9 if key.endswith("_cmp") else 43
-    inputs[key][0, place, 0] = torch.nan
+    row = 9 if key.endswith("_cmp") else 43
+    inputs[key][0, row, 0] = torch.nan
     o = run_slot(plan, slot, inputs, None, data).outputs["o"]
     assert o[0, 43, 0].isnan().any()
     assert name == "v" or torch.equal(bits(o[:, :32]), bits(clean[:, :32]))
@@ -191,20 +193,20 @@ def test_row_37_huge_logits_stay_finite(dtype: torch.dtype) -> None:
         inputs["q"] = inputs["q"] * 1e4
         run = run_slot(plan, slot, inputs, data.do, data)
         assert all(t.isfinite().all() for n, t in run.outputs.items() if n in ("o", "dv", "dv_cmp"))
-        seen = run.outputs["lse"] > -torch.inf
-        assert run.outputs["lse"][seen].isfinite().all()
+        sees_keys = run.outputs["lse"] > -torch.inf
+        assert run.outputs["lse"][sees_keys].isfinite().all()
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e3, "outlier", "subnormal"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_row_38_values_of_every_size(factor: float | str, dtype: torch.dtype) -> None:
+def test_row_38_values_of_every_magnitude(factor: float | str, dtype: torch.dtype) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [n for n in tensors if n[0] == "v"]:
-            some = tensors[name][0, 3 % tensors[name].shape[1]]
+            row = tensors[name][0, 3 % tensors[name].shape[1]]
             if factor == "outlier":
-                some.fill_(1e4)
+                row.fill_(1e4)
             elif factor == "subnormal":
-                some.fill_(torch.finfo(dtype).tiny / 8)
+                row.fill_(torch.finfo(dtype).tiny / 8)
             else:
                 tensors[name].mul_(factor)
 
@@ -242,7 +244,8 @@ def test_opcheck(slot: str, packed: bool) -> None:
     torch.library.opcheck(op, (*args, *tail))
 
 
-def test_window_is_key_chunked_above_4096_keys() -> None:
+def test_window_above_4096_keys_matches_the_oracle() -> None:
+    """Windows of more than 4096 keys are computed in several key chunks."""
     c = Case(
         "long window",
         dataclasses.replace(CONFIG, n_heads=1, n_kv_heads=1, window_size=4200),
@@ -255,4 +258,4 @@ def test_window_is_key_chunked_above_4096_keys() -> None:
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
     run = run_slot(plan, "win", inputs, do, data)
     forward = SlotRun(run.inputs, {n: run.outputs[n] for n in ("o", "lse", "dq")}, do)
-    judged(c, forward, "win", rows=rows)
+    assert_correct(c, forward, "win", rows=rows)

@@ -1,6 +1,4 @@
-"""The sdpa backend's tiling: every way it can cut a problem, and the arithmetic it uses on CUDA,
-played on the CPU.
-"""
+"""Tiling of the sdpa backend, and its arithmetic for CUDA emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -41,13 +39,13 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_KEYS", 33)
 
 
-def _own_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+def _causal_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "route", lambda *request: "tiles")
     monkeypatch.setitem(engine.SCORE_BYTES, "cpu", 60_000)
 
 
 def _narrow_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16/fp16 operands with fp32 results, as on CUDA."""
+    """Emulate products of CUDA: bf16 or fp16 operands, fp32 results."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         stats = engine.stats_dtype(a.dtype)
@@ -60,10 +58,10 @@ def _narrow_operands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 VARIANTS = {
-    "as shipped": lambda m: None,
-    "small": _small_tiles,
-    "own causal": _own_causal,
-    "narrow": _narrow_operands,
+    "default": lambda m: None,
+    "small tiles": _small_tiles,
+    "causal tiles": _causal_tiles,
+    "narrow operands": _narrow_operands,
 }
 
 
@@ -71,7 +69,7 @@ def plan_of(case: Case, dtype: torch.dtype):
     return resolve(case.config, dtype=dtype, backends="sdpa", needs_grad=True, varlen=case.packed)
 
 
-def judged(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor | None) -> None:
+def assert_correct(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor | None) -> None:
     geometry, scale = case.config.geometry, case.config.softmax_scale
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do
@@ -82,18 +80,18 @@ def judged(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor | None)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "row18-packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_cut_is_right(
+def test_every_tiling_matches_the_oracle(
     variant: str, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     VARIANTS[variant](monkeypatch)
     data = case.data(dtype)
     runs = run_slots(plan_of(case, dtype), case, data)
     for slot in BRANCHES:
-        judged(case, slot, runs[slot], data.cu_seqlens)
-    chosen = runs["select"]
+        assert_correct(case, slot, runs[slot], data.cu_seqlens)
+    selection = runs["select"]
     verdict = judge_selection(
-        *chosen.inputs.values(),
-        chosen.outputs["blocks"],
+        *selection.inputs.values(),
+        selection.outputs["blocks"],
         case.config.geometry,
         case.config.softmax_scale,
         cu_seqlens=data.cu_seqlens,
@@ -102,19 +100,21 @@ def test_every_cut_is_right(
 
 
 @pytest.mark.parametrize("window", [57, 64, 200])
-def test_window_past_the_longest_document(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_as_long_as_the_longest_document_matches_the_oracle(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _small_tiles(monkeypatch)
     case = dataclasses.replace(PACKED, config=dataclasses.replace(CONFIG, window_size=window))
     data, plan = case.data(torch.float64), plan_of(case, torch.float64)
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
-    judged(case, "win", run_slot(plan, "win", inputs, data.do, data), data.cu_seqlens)
+    assert_correct(case, "win", run_slot(plan, "win", inputs, data.do, data), data.cu_seqlens)
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
 @pytest.mark.parametrize("name", ["k", "v", "do"])
 @pytest.mark.parametrize("row", [59, 61], ids=["end of a document", "start of a document"])
 def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: int) -> None:
-    """Documents are rows 3..59, 60 and 61..149; compressed 0..12 (of 57 tokens) and 13..33."""
+    """Documents are rows 3..59, 60 and 61..149; compressed rows 0..12 (of 57 tokens) and 13..33."""
     data, plan = PACKED.data(torch.float32), plan_of(PACKED, torch.float32)
     run = run_slots(plan, PACKED, data)[slot]
     inputs, do = {n: t.clone() for n, t in run.inputs.items()}, data.do.clone()
@@ -122,32 +122,32 @@ def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: in
     if name == "do":
         do[row if slot != "cmp" or row == 59 else 90] = torch.nan  # row 61 sees no compressed token
     else:
-        spoiled = next(t for n, t in inputs.items() if n[0] == name)
-        spoiled[row if slot != "cmp" else {59: 12, 61: 13}[row]] = torch.nan
+        poisoned = next(t for n, t in inputs.items() if n[0] == name)
+        poisoned[row if slot != "cmp" else {59: 12, 61: 13}[row]] = torch.nan
     outputs = run_slot(plan, slot, inputs, do, data).outputs
     assert any(t.isnan().any() for t in outputs.values())
     for quantity, tensor in outputs.items():
-        cut = 13 if quantity in ("dk_cmp", "dv_cmp") else 60 if row == 59 else 61
-        others = slice(cut, None) if row == 59 else slice(None, cut)
-        where = (slice(None), others) if quantity == "lse" else others
-        assert torch.equal(bits(tensor[where]), bits(clean[quantity][where])), quantity
+        boundary = 13 if quantity in ("dk_cmp", "dv_cmp") else 60 if row == 59 else 61
+        other_rows = slice(boundary, None) if row == 59 else slice(None, boundary)
+        index = (slice(None), other_rows) if quantity == "lse" else other_rows
+        assert torch.equal(bits(tensor[index]), bits(clean[quantity][index])), quantity
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_row_30_36_blocks_of_any_kind(dtype: torch.dtype) -> None:
+def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> None:
     data, plan = DENSE.data(torch.float32), plan_of(DENSE, torch.float32)
     blocks = torch.randint(-3, 12, (2, 131, 2, 7), generator=torch.Generator().manual_seed(0)).to(
         dtype
     )
-    blocks[:, 50:60] = -1  # sees nothing: o = 0, lse = -inf, no gradient
+    blocks[:, 50:60] = -1  # queries without a visible key: o = 0, lse = -inf, zero gradient
     blocks[:, 70] = torch.iinfo(dtype).max
     blocks[:, 71, :, 0] = torch.iinfo(dtype).min
-    blocks[:, 72] = 2  # one block, seven times
+    blocks[:, 72] = 2  # one block seven times
     inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks}
     run = run_slot(plan, "sel", inputs, data.do, data)
     assert not run.outputs["o"][:, 50:60].any()
     assert (run.outputs["lse"][:, :, 70] == -torch.inf).all()
-    judged(DENSE, "sel", run, None)
+    assert_correct(DENSE, "sel", run, None)
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
@@ -162,9 +162,9 @@ def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtyp
         torch.randint(0, 2, data.k_cmp.shape, generator=generator).to(dtype),
     ):
         q = torch.randint(-1, 2, data.q.shape, generator=generator).to(dtype)
-        v_cmp, where = data.v_cmp, {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
-        lse = plan.cmp(q, k_cmp, v_cmp, **where)[1]
-        blocks = plan.select(q, k_cmp, lse, **where)
+        packing = {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
+        lse = plan.cmp(q, k_cmp, data.v_cmp, **packing)[1]
+        blocks = plan.select(q, k_cmp, lse, **packing)
         verdict = judge_selection(
             q, k_cmp, lse, blocks, config.geometry, 0.25, cu_seqlens=data.cu_seqlens
         )
@@ -175,42 +175,43 @@ def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtyp
             assert row.tolist() == [[0, 1, last - 1, last]] * 2
 
 
-def test_row_39_many_equal_scores() -> None:
+def test_row_39_500_equal_scores_select_the_first_blocks() -> None:
     geometry = BlockGeometry(8, 4, 16, 20, init_blocks=0, local_blocks=0)
-    chosen = select.choose(torch.full((3, 500), 0.25), torch.tensor([7999, 7999, 160]), geometry)
-    assert chosen[:2].tolist() == [list(range(20))] * 2
-    assert chosen[2].tolist() == [*range(11), *[-1] * 9]
+    blocks = select.choose(torch.full((3, 500), 0.25), torch.tensor([7999, 7999, 160]), geometry)
+    assert blocks[:2].tolist() == [list(range(20))] * 2
+    assert blocks[2].tolist() == [*range(11), *[-1] * 9]
 
 
 def test_row_39_nan_ranks_below_every_score_and_is_still_a_candidate() -> None:
     scores = torch.tensor([torch.nan, 0.0, torch.nan, 3.0, 0.0, torch.nan, 1.0, 9.0])
     geometry = BlockGeometry(8, 4, 16, 4, init_blocks=0, local_blocks=0)
-    chosen = select.choose(scores, torch.tensor(7 * 16 - 1), geometry)  # block 7 is in the future
-    assert chosen.tolist() == [1, 3, 4, 6]
-    six = dataclasses.replace(geometry, num_selected_blocks=6)
-    assert select.choose(scores, torch.tensor(7 * 16 - 1), six).tolist() == [0, 1, 2, 3, 4, 6]
+    blocks = select.choose(scores, torch.tensor(7 * 16 - 1), geometry)  # block 7 is in the future
+    assert blocks.tolist() == [1, 3, 4, 6]
+    six_blocks = dataclasses.replace(geometry, num_selected_blocks=6)
+    blocks = select.choose(scores, torch.tensor(7 * 16 - 1), six_blocks)
+    assert blocks.tolist() == [0, 1, 2, 3, 4, 6]
 
 
-def test_tf32_is_off_inside_and_as_it_was_outside() -> None:
+def test_ieee_products_turns_tf32_off_and_restores_it() -> None:
     on_cuda = types.SimpleNamespace(dtype=torch.float32, device=types.SimpleNamespace(type="cuda"))
-    where, name, tf32, ieee = engine._tf32()
-    before = getattr(where, name)
+    settings, name, tf32, ieee = engine._tf32()
+    before = getattr(settings, name)
     try:
-        setattr(where, name, tf32)
+        setattr(settings, name, tf32)
         with engine.ieee_products(on_cuda):
-            assert getattr(where, name) == ieee
+            assert getattr(settings, name) == ieee
             with pytest.raises(ValueError, match="inner"), engine.ieee_products(on_cuda):
                 raise ValueError("inner")
-            assert getattr(where, name) == ieee
-        assert getattr(where, name) == tf32
+            assert getattr(settings, name) == ieee
+        assert getattr(settings, name) == tf32
         with engine.ieee_products(torch.zeros(1)):
-            assert getattr(where, name) == tf32
+            assert getattr(settings, name) == tf32
     finally:
-        setattr(where, name, before)
+        setattr(settings, name, before)
 
 
-def request(**fields: object) -> Request:
-    given = {
+def make_request(**fields: object) -> Request:
+    defaults = {
         "slot": "win",
         "geometry": CONFIG.geometry,
         "n_heads": 4,
@@ -218,23 +219,21 @@ def request(**fields: object) -> Request:
         "head_dim": 8,
         "v_head_dim": 8,
     }
-    return Request(**{**given, **fields})
+    return Request(**{**defaults, **fields})
 
 
-def test_probe_gives_every_reason_at_once() -> None:
-    assert [list(probe.probe(request(slot=slot))) for slot in SLOTS] == [[]] * len(SLOTS)
-    asked = request(device="cuda", dtype="float64", seq_len=2**20, phase="decode")
-    assert [r.code for r in probe.probe(asked)] == ["fp64_too_long"]
-    assert [r.code for r in probe.probe(request(device="xpu"))] == ["device_not_supported"]
+def test_probe_returns_every_reason() -> None:
+    assert [list(probe.probe(make_request(slot=slot))) for slot in SLOTS] == [[]] * len(SLOTS)
+    too_long = make_request(device="cuda", dtype="float64", seq_len=2**20, phase="decode")
+    assert [r.code for r in probe.probe(too_long)] == ["fp64_too_long"]
+    assert [r.code for r in probe.probe(make_request(device="xpu"))] == ["device_not_supported"]
     limit = probe.FP64_CUDA_MAX_SEQ_LEN
-    assert not probe.probe(request(device="cuda", dtype="float64", seq_len=limit))
-    assert (
-        str(limit)
-        in probe.probe(request(device="cuda", dtype="float64", seq_len=limit + 1))[0].message
-    )
+    assert not probe.probe(make_request(device="cuda", dtype="float64", seq_len=limit))
+    (reason,) = probe.probe(make_request(device="cuda", dtype="float64", seq_len=limit + 1))
+    assert str(limit) in reason.message
 
 
-def test_causal_refuses_lengths_that_differ() -> None:
+def test_causal_requires_as_many_queries_as_keys() -> None:
     q, k = torch.zeros(1, 1, 1, 8), torch.ones(1, 5, 8)
     with pytest.raises(AssertionError, match="top-left"):
         aten.causal(q, k, k, 1.0)
@@ -242,9 +241,10 @@ def test_causal_refuses_lengths_that_differ() -> None:
         aten.causal_backward(q, q, k, k, q, torch.zeros(1, 1, 1), 1.0, False)
 
 
-def test_malformed_cu_seqlens_stay_inside_memory() -> None:
-    """On CUDA nobody reads the boundaries: nonsense gives nonsense, never an index outside a
-    tensor.
+def test_malformed_cu_seqlens_cause_no_invalid_access() -> None:
+    """On CUDA, no check reads the boundaries.
+
+    Malformed boundaries give undefined results, but never an index outside a tensor.
     """
     data = PACKED.data(torch.float32)
     q, k, v = data.q, data.k_win, data.v_win

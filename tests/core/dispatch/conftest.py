@@ -1,4 +1,4 @@
-"""A directory of installed toys, and the library or the command seeing it."""
+"""Fixtures that install toy plugins, and load them in the library or through the command `nsa`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nsa_core.dispatch import trial
 from nsa_core.dispatch.loading import installed
 from nsa_core.dispatch.registry import Registry, discover
 
-LIMIT_S = 8.0  # for children on a busy machine; only toy-hangs ever takes it up
+LIMIT_S = 8.0  # long enough for a busy machine; only toy-hangs reaches it
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Nobody's settings and nobody's remembered verdicts."""
+    """Use no plugin settings from the environment, and an empty cache directory."""
     monkeypatch.delenv("NSA_PLUGINS", raising=False)
     monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -30,7 +30,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Every toy, the good one built as a wheel and installed by pip."""
+    """A directory with every toy plugin; toy-good is built as a wheel and installed by pip."""
     target = tmp_path_factory.mktemp("zoo")
     toys.build_and_install(tmp_path_factory.mktemp("build"), target, "toy-good", priority=5)
     for name, (point, source) in {**toys.SOURCES, **toys.DEADLY}.items():
@@ -39,50 +39,49 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def tamed(
+def discovered(
     zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Registry, pathlib.Path]:
-    """The zoo discovered once, with the cache directory in which the verdicts are remembered."""
+    """The registry of the zoo, discovered once with isolation, and its cache directory."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("NSA_PLUGINS", raising=False)
         patch.delenv("NSA_DISABLE_PLUGINS", raising=False)
         patch.syspath_prepend(str(zoo))
-        foreign = [plugin for plugin in installed() if not plugin.first_party]
-        # Before anything is loaded here: a deadly toy that slips through would end the test run,
-        # some with status 0.
-        assert {plugin.distribution for plugin in trial.crashed(foreign, LIMIT_S)} == set(
-            toys.DEADLY
-        )
+        third_party = [plugin for plugin in installed() if not plugin.first_party]
+        # Check this before any plugin is loaded in this process: a deadly toy would end the test
+        # run, some of them with exit status 0.
+        failed = trial.failed_trials(third_party, LIMIT_S)
+        assert {plugin.distribution for plugin in failed} == set(toys.DEADLY)
         return discover(isolate=True, limit_s=LIMIT_S), cache
 
 
 @pytest.fixture
 def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pathlib.Path]:
-    """Install toys of one's own into a fresh directory on the path."""
+    """Return a function that installs toy plugins into an empty directory on the path."""
     target = tmp_path / "site"
     target.mkdir()
     monkeypatch.syspath_prepend(str(target))
 
-    def put(
+    def install_toy(
         distribution: str, source: str, point: str | None = None, version: str = "1.2"
     ) -> pathlib.Path:
         toys.install(target, distribution, point or distribution, source, version)
         monkeypatch.delitem(sys.modules, distribution.replace("-", "_"), raising=False)
         return target
 
-    return put
+    return install_toy
 
 
 @pytest.fixture
 def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `nsa` in a process of its own, with these directories on the path."""
+    """Return a function that runs `nsa` in a process of its own, with ``path`` on its path."""
 
     def run(
         *arguments: str, path: pathlib.Path | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        given = {
+        environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             **({"PYTHONPATH": str(path)} if path else {}),
@@ -92,7 +91,7 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
             [sys.executable, "-m", "nsa_cli", *arguments],
             capture_output=True,
             text=True,
-            env=given,
+            env=environment,
             timeout=300,
         )
 
@@ -101,10 +100,10 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def listed(nsa) -> Callable[..., dict[str, dict]]:
-    """What `nsa backends list --json` says, by distribution."""
+    """Return a function that returns the rows of `nsa backends list --json` by distribution."""
 
-    def read(*options: str, **where) -> dict[str, dict]:
-        done = nsa(*options, "backends", "list", "--json", **where)
+    def read(*options: str, **run_options) -> dict[str, dict]:
+        done = nsa(*options, "backends", "list", "--json", **run_options)
         assert done.returncode == 0, done.stderr
         return {row["distribution"]: row for row in json.loads(done.stdout)["backends"]}
 
@@ -113,7 +112,7 @@ def listed(nsa) -> Callable[..., dict[str, dict]]:
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A module of functions under the name "planned"; attributes set on it are what specs name."""
+    """An importable module "planned"; tests set the functions that specs name as its attributes."""
     module = types.ModuleType("planned")
     module.accept = lambda request: []
     module.forward = lambda *tensors, call: None

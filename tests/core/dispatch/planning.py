@@ -1,4 +1,4 @@
-"""Registries of made-up backends, for tests of who is chosen and why."""
+"""Registries of fake backends, for tests of how a plan is resolved."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from nsa_core.dispatch.registry import Registry
 CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
 
 
-def spec(name: str, probe: str = "accept", slots=SLOTS, **more) -> BackendSpec:
-    slot = SlotSpec("planned:forward", "planned:forward", workspace=more.pop("workspace", None))
-    return BackendSpec(name, API_VERSION, dict.fromkeys(slots, slot), f"planned:{probe}", **more)
+def spec(name: str, probe: str = "accept", slots=SLOTS, **fields) -> BackendSpec:
+    """Return a spec whose functions live in the module of the fixture ``toy``."""
+    slot = SlotSpec("planned:forward", "planned:forward", workspace=fields.pop("workspace", None))
+    return BackendSpec(name, API_VERSION, dict.fromkeys(slots, slot), f"planned:{probe}", **fields)
 
 
 def registry_of(*specs: BackendSpec) -> Registry:
     registry = Registry()
-    for one in specs:
-        registry = registry.with_backend(one, version="1.0")
+    for backend_spec in specs:
+        registry = registry.with_backend(backend_spec, version="1.0")
     return registry
 
 

@@ -1,6 +1,4 @@
-"""Faults at load time: a backend of this project is reported to this project, another one to its
-author.
-"""
+"""The hint of a plugin that fails to load: report it to this project or to the plugin's author."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("distribution", "words"), [("nsa-backend-triton", "bug in NSA"), ("toy", "plugin's author")]
 )
-def test_who_is_told_of_a_plugin_that_does_not_load(
+def test_hint_of_a_failed_load_names_who_should_get_the_report(
     code, distribution, words, tmp_path, monkeypatch
 ):
     module = f"fault_{code}_{len(distribution)}"

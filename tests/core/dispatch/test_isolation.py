@@ -1,6 +1,4 @@
-"""Third-party plugins tried in child processes: what is remembered, and what is left behind (row
-57).
-"""
+"""Third-party plugins tried in child processes: cached outcomes and cleanup (row 57)."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ def plugin(name: str) -> Plugin:
     return next(p for p in installed() if p.name == name)
 
 
-def test_remembered_crash_is_honoured_without_a_child(install):
+def test_cached_crash_marks_a_plugin_as_broken_without_a_child(install):
     install("toy-segfault", toys.DEADLY["toy-segfault"][1])
     assert "SIGSEGV" in discover(isolate=True).get("toy-segfault").reason.message
-    entry = discover().get("toy-segfault")  # in this process: importing it would end the test run
+    entry = discover().get("toy-segfault")  # importing it here would end the test run
     assert (entry.status, entry.reason.code) == ("broken", "crashes")
     assert str(trial.cache_file()) in entry.reason.hint
 
 
-def test_verdict_is_dropped_when_the_plugin_changes(install):
+def test_change_of_the_plugin_invalidates_the_cached_outcome(install):
     target = install("toy-mended", "import os\nos._exit(7)")
     assert discover(isolate=True).get("toy-mended").reason.code == "exits"
     source = target / "toy_mended.py"
@@ -39,32 +37,32 @@ def test_verdict_is_dropped_when_the_plugin_changes(install):
     assert discover(isolate=True).get("toy-mended").status == "ready"
 
 
-def test_survivors_are_remembered_too(install, monkeypatch):
+def test_survival_is_cached(install, monkeypatch):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
-    assert trial.crashed([plugin("toy-fine")]) == {}
+    assert trial.failed_trials([plugin("toy-fine")]) == {}
 
     def no_child(plugin):
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(trial, "_start", no_child)
-    assert trial.crashed([plugin("toy-fine")]) == {}
+    assert trial.failed_trials([plugin("toy-fine")]) == {}
 
 
-def test_a_probe_that_is_slow_or_raises_is_left_to_whoever_asks(install, monkeypatch):
-    body = {"toy-thinks": "import time; time.sleep(600)", "toy-raises": "raise SystemExit(3)"}
-    for name, does in body.items():
+def test_slow_or_raising_probe_counts_as_survived(install, monkeypatch):
+    bodies = {"toy-thinks": "import time; time.sleep(600)", "toy-raises": "raise SystemExit(3)"}
+    for name, body in bodies.items():
         source = toys.good(name, name.replace("-", "_"), probe="own_probe")
-        install(name, textwrap.dedent(source) + f"\ndef own_probe(request):\n    {does}\n")
-    assert trial.crashed([plugin(name) for name in body]) == {}
+        install(name, textwrap.dedent(source) + f"\ndef own_probe(request):\n    {body}\n")
+    assert trial.failed_trials([plugin(name) for name in bodies]) == {}
 
 
-def test_hang_under_a_shorter_limit_is_tried_again(install):
+def test_cached_hang_is_retried_under_a_longer_limit(install):
     install(
         "toy-slow",
         "import time\ntime.sleep(1.5)\n" + textwrap.dedent(toys.good("toy-slow", "toy_slow")),
     )
     assert "within 0.2 s" in discover(isolate=True, limit_s=0.2).get("toy-slow").reason.message
-    assert discover(isolate=True, limit_s=0.1).get("toy-slow").status == "broken"  # remembered
+    assert discover(isolate=True, limit_s=0.1).get("toy-slow").status == "broken"  # from the cache
     assert discover(isolate=True, limit_s=60).get("toy-slow").status == "ready"
 
 
@@ -85,7 +83,7 @@ def test_hang_under_a_shorter_limit_is_tried_again(install):
 def test_corrupted_cache_is_ignored_and_rewritten(install, content):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
     file = trial.cache_file()
-    trial.crashed([plugin("toy-fine")])
+    trial.failed_trials([plugin("toy-fine")])
     if content == "entry":
         document = json.loads(file.read_text())
         for key in document["verdicts"]:
@@ -95,17 +93,17 @@ def test_corrupted_cache_is_ignored_and_rewritten(install, content):
     assert discover(isolate=True).get("toy-fine").status == "ready"
     verdicts = json.loads(file.read_text())["verdicts"]
     assert [v["reason"] for v in verdicts.values()] == [None]
-    assert list(file.parent.iterdir()) == [file]  # no draft left behind
+    assert list(file.parent.iterdir()) == [file]  # no temporary file remains
 
 
-def test_cache_that_cannot_be_written_costs_nothing(install, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
+def test_unwritable_cache_does_not_prevent_discovery(install, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("a file where a directory is expected")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
     assert discover(isolate=True).get("toy-fine").status == "ready"
 
 
-def test_children_run_at_the_same_time_and_leave_nobody_behind(install, tmp_path):
+def test_children_run_concurrently_and_their_processes_are_killed(install, tmp_path):
     source = (
         "import os, pathlib, subprocess, sys, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     )
@@ -114,7 +112,7 @@ def test_children_run_at_the_same_time_and_leave_nobody_behind(install, tmp_path
         install(f"toy-sleeper-{i}", source.format(str(tmp_path / f"pids{i}")))
     started = time.monotonic()
     registry = discover(isolate=True, limit_s=4)
-    assert time.monotonic() - started < 12  # one after another: 16
+    assert time.monotonic() - started < 12  # one after another takes 16 s
     assert [registry.get(f"toy-sleeper-{i}").reason.code for i in range(4)] == ["hangs"] * 4
     time.sleep(0.2)
     for file in tmp_path.glob("pids*"):

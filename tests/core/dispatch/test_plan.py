@@ -1,4 +1,4 @@
-"""resolve: who is chosen, every reason collected, and the errors that say so."""
+"""resolve: the choice of backends, the collected reasons, and the errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from planning import CONFIG, backends, registry_of, spec
 
 
-def test_auto_takes_the_highest_priority_and_ties_go_by_name(toy):
+def test_auto_prefers_the_highest_priority_then_the_first_name(toy):
     low, b, a = (
         spec("low"),
         spec("b-toy", priority=3),
@@ -32,7 +32,7 @@ def test_auto_takes_the_highest_priority_and_ties_go_by_name(toy):
     assert all(getattr(plan, slot).backend == plan.choices[slot].backend for slot in SLOTS)
 
 
-def test_a_rank_answers_for_the_request_and_a_failing_one_is_a_reason(toy):
+def test_rank_function_overrides_priority_and_its_failure_is_a_reason(toy):
     toy.rank = lambda request: 5 if request.slot == "win" else -1
     toy.broken = lambda request: 1 / 0
     toy.text = lambda request: "high"
@@ -42,12 +42,12 @@ def test_a_rank_answers_for_the_request_and_a_failing_one_is_a_reason(toy):
     )
     plan = resolve(CONFIG, registry=registry)
     assert backends(plan) == {**dict.fromkeys(SLOTS, "fixed"), "win": "ranked"}
-    said = {c.backend: [str(r) for r in c.reasons] for c in plan.choices["win"].candidates}
-    assert "its rank raised ZeroDivisionError" in said["bad"][0]
-    assert "its rank returned str, not an integer" in said["odd"][0]
+    reasons = {c.backend: [str(r) for r in c.reasons] for c in plan.choices["win"].candidates}
+    assert "its rank raised ZeroDivisionError" in reasons["bad"][0]
+    assert "its rank returned str, not an integer" in reasons["odd"][0]
 
 
-def test_mapping_chooses_slots_and_leaves_the_others_to_auto(toy):
+def test_mapping_sets_single_slots_and_auto_the_others(toy):
     registry = registry_of(spec("strong", priority=9), spec("weak"))
     plan = resolve(CONFIG, backends={"win": "weak", "cmp": "auto", "sel": None}, registry=registry)
     assert backends(plan) == {**dict.fromkeys(SLOTS, "strong"), "win": "weak"}
@@ -59,7 +59,7 @@ def test_mapping_chooses_slots_and_leaves_the_others_to_auto(toy):
         resolve(CONFIG, backends={"win": 3}, registry=registry)
 
 
-def test_explicit_refusal_lists_every_reason_of_every_slot_and_every_backend(toy):
+def test_refusal_of_a_named_backend_lists_every_reason_and_every_candidate(toy):
     toy.refuse = lambda r: [
         Reason("a", f"no {r.slot}", "try harder"),
         Reason("b", f"not {r.dtype}"),
@@ -74,21 +74,21 @@ def test_explicit_refusal_lists_every_reason_of_every_slot_and_every_backend(toy
             seq_len=77,
         )
     text = str(caught.value)
-    for said in (
+    for words in (
         "no win (try harder)",
         "no cmp (try harder)",
         "not bfloat16",
         "easy 1.0: accepted",
         "asked for 'picky'",
     ):
-        assert said in text
-    for said in ("B=? S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
-        assert said in text
-    # slots that found somebody are not complained about
+        assert words in text
+    for words in ("B=? S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
+        assert words in text
+    # The summary names only the slots without a backend.
     assert "sel" not in text.split("request:")[0]
 
 
-def test_auto_without_an_acceptor_says_why_not_each(toy):
+def test_error_of_auto_lists_why_each_backend_refuses(toy):
     toy.refuse = lambda r: [Reason("x", "only on Tuesdays")]
     registry = registry_of(spec("one", "refuse"), spec("two", slots=("cmp",)))
     with pytest.raises(Unsupported) as caught:
@@ -99,7 +99,7 @@ def test_auto_without_an_acceptor_says_why_not_each(toy):
     assert not isinstance(caught.value, BackendUnavailable)
 
 
-def test_row_60_no_backend_at_all_says_what_to_install():
+def test_row_60_error_without_any_backend_suggests_an_installation():
     with pytest.raises(BackendUnavailable, match="pip install nsa-backend-sdpa") as caught:
         resolve(CONFIG, registry=Registry())
     assert caught.value.nothing_usable
@@ -115,7 +115,7 @@ def test_forward_only_slot_is_refused_for_training_but_not_select(toy):
     assert "has no backward for win" in str(caught.value)
 
 
-def test_a_backend_without_a_decode_form_is_refused_for_decode():
+def test_backend_without_a_decode_form_is_refused_for_decode():
     assert isinstance(resolve(CONFIG, phase="decode", backends="sdpa").win, DecodeKernel)
     sdpa = default_registry().get("sdpa").spec
     slots = {**sdpa.slots, "win": dataclasses.replace(sdpa.slots["win"], decode=None)}
@@ -124,12 +124,12 @@ def test_a_backend_without_a_decode_form_is_refused_for_decode():
         resolve(CONFIG, phase="decode", backends="old", registry=registry)
 
 
-def test_bad_phases_are_refused():
+def test_unknown_phase_raises():
     with pytest.raises(InvalidInput, match="phase must be one of prefill, decode, got 'prefil'"):
         resolve(CONFIG, phase="prefil")
 
 
-def test_request_tells_everything_that_was_said(toy):
+def test_request_contains_every_argument_of_resolve(toy):
     toy.accept = lambda request: seen.append(request) or []
     seen = []
     config = NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=6, v_head_dim=10, window_size=17)
@@ -165,32 +165,32 @@ def test_request_tells_everything_that_was_said(toy):
     assert hash(seen[0]) == hash(dataclasses.replace(seen[0]))
 
 
-@pytest.mark.parametrize("demanded", [False, True])
-def test_deterministic_follows_torch_unless_said(toy, demanded):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deterministic_follows_torch_unless_it_is_an_argument(toy, enabled):
     registry = registry_of(spec("toy"))
     try:
-        torch.use_deterministic_algorithms(demanded)
-        plan = resolve(CONFIG, registry=registry)
-        said = resolve(CONFIG, deterministic=not demanded, registry=registry)
+        torch.use_deterministic_algorithms(enabled)
+        default = resolve(CONFIG, registry=registry)
+        explicit = resolve(CONFIG, deterministic=not enabled, registry=registry)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert plan.requests["win"].deterministic is plan.win.deterministic is demanded
-    assert said.requests["win"].deterministic is said.win.deterministic is not demanded
+    assert default.requests["win"].deterministic is default.win.deterministic is enabled
+    assert explicit.requests["win"].deterministic is explicit.win.deterministic is not enabled
 
 
-def test_auto_says_once_what_it_chose(toy, caplog):
-    registry = registry_of(spec("said-once"))
+def test_auto_logs_its_choice_once(toy, caplog):
+    registry = registry_of(spec("logged-once"))
     with caplog.at_level(logging.INFO, logger="nsa"):
         for _ in range(3):
             resolve(CONFIG, registry=registry)
-        resolve(CONFIG, backends="said-once", registry=registry)
+        resolve(CONFIG, backends="logged-once", registry=registry)
         assert len(caplog.records) == 1
-        assert "auto chose cmp: said-once 1.0, select: said-once 1.0" in caplog.text
+        assert "auto chose cmp: logged-once 1.0, select: logged-once 1.0" in caplog.text
         resolve(CONFIG, dtype="float64", registry=registry)
         assert len(caplog.records) == 2
 
 
-def test_plan_cannot_be_changed_and_copies_are_itself(toy):
+def test_plan_is_immutable_and_its_copy_is_itself(toy):
     plan = resolve(CONFIG, registry=registry_of(spec("toy")))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.cmp = None
@@ -201,7 +201,7 @@ def test_plan_cannot_be_changed_and_copies_are_itself(toy):
     assert copy.deepcopy({"plan": plan})["plan"] is plan
 
 
-def test_pickled_plan_is_resolved_anew():
+def test_unpickled_plan_has_the_same_requests_and_choices():
     plan = resolve(
         CONFIG, backends={"win": "sdpa"}, dtype=torch.float64, needs_grad=True, varlen=True
     )
@@ -213,7 +213,7 @@ def test_pickled_plan_is_resolved_anew():
     ]
 
 
-def test_explain_names_chosen_and_others(toy):
+def test_explain_lists_chosen_and_refused_backends(toy):
     toy.refuse = lambda r: [Reason("x", "too\x1b[2J tired", "sleep")]
     registry = registry_of(spec("first"), spec("tired", "refuse", priority=9))
     lines = resolve(CONFIG, backends={"win": "first"}, registry=registry).explain().splitlines()
@@ -223,24 +223,24 @@ def test_explain_names_chosen_and_others(toy):
     assert "  tired 1.0: refused: too\\x1b[2J tired (sleep)" in lines
 
 
-def test_workspace_bytes_asks_the_backend_of_the_slot(toy):
+def test_workspace_bytes_calls_the_workspace_function_of_the_slots_backend(toy):
     toy.size = lambda request: request.batch * request.seq_len
     sized, bare = (
         spec("sized", slots=("win",), workspace="planned:size"),
         spec("bare", slots=set(SLOTS) - {"win"}),
     )
     plan = resolve(CONFIG, registry=registry_of(sized, bare))
-    ask = dataclasses.replace(plan.requests["win"], batch=3, seq_len=7)
-    assert plan.workspace_bytes(ask) == 21
+    request = dataclasses.replace(plan.requests["win"], batch=3, seq_len=7)
+    assert plan.workspace_bytes(request) == 21
     with pytest.raises(
         InvalidInput, match=r"batch must be >= 0, got None; seq_len must be >= 0, got None"
     ):
         plan.workspace_bytes(plan.requests["win"])
     with pytest.raises(InvalidInput, match="batch must be an integer >= 0 or None, got -1"):
-        plan.workspace_bytes(dataclasses.replace(ask, batch=-1))
+        plan.workspace_bytes(dataclasses.replace(request, batch=-1))
     with pytest.raises(Unsupported, match="'bare' does not state the workspace of 'cmp'"):
-        plan.workspace_bytes(dataclasses.replace(ask, slot="cmp"))
-    for wrong in (lambda r: 1.5, lambda r: -1, lambda r: 1 // 0):
-        toy.size = wrong
+        plan.workspace_bytes(dataclasses.replace(request, slot="cmp"))
+    for invalid_size in (lambda r: 1.5, lambda r: -1, lambda r: 1 // 0):
+        toy.size = invalid_size
         with pytest.raises(NSAError, match="backend 'sized', workspace of 'win'"):
-            plan.workspace_bytes(ask)
+            plan.workspace_bytes(request)

@@ -1,6 +1,4 @@
-"""Planning under fire: probes gone wrong, devices that are not there, many threads (rows 21, 49,
-52, 53, 57).
-"""
+"""Planning with faulty probes, missing devices and many threads (rows 21, 49, 52, 53, 57)."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from planning import CONFIG, backends, registry_of, spec
         (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised"),
     ],
 )
-def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
+def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code):
     toy.bad = probe
     plan = resolve(CONFIG, registry=registry_of(spec("bad", "bad", priority=9), spec("good")))
     assert backends(plan) == dict.fromkeys(SLOTS, "good")
@@ -54,7 +52,7 @@ def test_row_57_probe_gone_wrong_is_one_reason(toy, probe, code):
         ("nsa-backend-mine", False),
     ],
 )
-def test_a_fault_of_our_own_backend_is_reported_to_this_project(
+def test_hint_of_a_faulty_probe_or_rank_names_who_should_get_the_report(
     distribution, ours, toy, monkeypatch
 ):
     monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.2)
@@ -74,44 +72,44 @@ def test_a_fault_of_our_own_backend_is_reported_to_this_project(
         dataclasses.replace(spec("bad"), slots={}),
     ]
     registry = Registry()
-    for one in specs:
-        registry = registry.with_backend(one, distribution=distribution)
-    answers = find_candidates(CONFIG, PlanOptions(), registry=registry)
-    hints = [reason.hint for candidate in answers.by_slot["win"] for reason in candidate.reasons]
+    for backend_spec in specs:
+        registry = registry.with_backend(backend_spec, distribution=distribution)
+    candidates = find_candidates(CONFIG, PlanOptions(), registry=registry).by_slot["win"]
+    hints = [reason.hint for candidate in candidates for reason in candidate.reasons]
     expected = "this is a bug in NSA itself: please report it with the output of `nsa env`"
     assert hints == [expected if ours else "report it to the plugin's author"] * len(specs)
 
 
-def test_row_57_slow_probe_is_given_up_once(toy, monkeypatch):
+def test_row_57_slow_probe_is_called_for_one_slot_only(toy, monkeypatch):
     monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.3)
-    asked = []
+    probed_slots = []
 
     def slow(request):
-        asked.append(request.slot)
+        probed_slots.append(request.slot)
         time.sleep(30)
 
     toy.slow = slow
     plan = resolve(CONFIG, registry=registry_of(spec("slow", "slow", priority=9), spec("good")))
     assert backends(plan) == dict.fromkeys(SLOTS, "good")
     assert "did not answer within 0.3 s" in plan.explain()
-    assert asked == ["cmp"]  # one wait, not five
+    assert probed_slots == ["cmp"]  # one timeout instead of five
 
 
-def test_probe_that_does_not_import_is_a_reason(toy):
+def test_probe_that_cannot_be_imported_is_a_reason(toy):
     plan = resolve(CONFIG, registry=registry_of(spec("bad", "absent", priority=9), spec("good")))
     assert backends(plan)["cmp"] == "good"
     assert "AttributeError" in plan.explain()
 
 
 @pytest.mark.parametrize("dtype", ["int8", torch.complex64, "float", torch.int8])
-def test_row_21_dtype_that_nobody_computes_in(dtype):
+def test_row_21_unsupported_dtype_raises(dtype):
     with pytest.raises(
         InvalidInput, match="dtype must be one of bfloat16, float16, float32, float64"
     ):
         resolve(CONFIG, dtype=dtype)
 
 
-def test_device_unknown_absent_or_out_of_range(monkeypatch):
+def test_unknown_missing_or_out_of_range_device_raises(monkeypatch):
     with pytest.raises(InvalidInput, match="device 'gpu' is not one that torch knows"):
         resolve(CONFIG, device="gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -124,7 +122,7 @@ def test_device_unknown_absent_or_out_of_range(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
-def test_row_49_capability_out_of_range_gives_both_numbers(toy, monkeypatch, capability):
+def test_row_49_error_names_required_and_actual_capability(toy, monkeypatch, capability):
     def probe(request):
         major, minor = request.capability
         fits = (8, 0) <= request.capability <= (9, 0)
@@ -135,8 +133,10 @@ def test_row_49_capability_out_of_range_gives_both_numbers(toy, monkeypatch, cap
     toy.gpu = probe
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = {1: capability, None: (8, 6)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[device.index])
+    capabilities = {1: capability, None: (8, 6)}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
+    )
     registry = registry_of(spec("gpu", "gpu"))
     assert resolve(CONFIG, device="cuda", registry=registry).requests["cmp"].capability == (8, 6)
     with pytest.raises(Unsupported) as caught:
@@ -146,8 +146,8 @@ def test_row_49_capability_out_of_range_gives_both_numbers(toy, monkeypatch, cap
     assert f"on cuda sm_{number}" in str(caught.value)
 
 
-def together(work, count: int = 8) -> list:
-    """What ``work`` returns in each of ``count`` threads that start at the same moment."""
+def run_in_threads(work, count: int = 8) -> list:
+    """Call ``work`` in ``count`` threads that start at the same moment; return the results."""
     barrier, results = threading.Barrier(count), []
 
     def run():
@@ -162,22 +162,22 @@ def together(work, count: int = 8) -> list:
     return results
 
 
-def test_row_52_first_calls_together_find_one_registry(monkeypatch):
-    registry_module, made = sys.modules["nsa_core.dispatch.registry"], []
+def test_row_52_concurrent_first_calls_share_one_registry(monkeypatch):
+    registry_module, calls = sys.modules["nsa_core.dispatch.registry"], []
     monkeypatch.setattr(registry_module, "_default", None)
     real = registry_module.discover
     monkeypatch.setattr(
-        registry_module, "discover", lambda: made.append(1) or time.sleep(0.05) or real()
+        registry_module, "discover", lambda: calls.append(1) or time.sleep(0.05) or real()
     )
-    found = together(default_registry)
-    assert len(made) == 1
-    assert len(found) == 8
-    assert all(registry is found[0] for registry in found)
+    registries = run_in_threads(default_registry)
+    assert len(calls) == 1
+    assert len(registries) == 8
+    assert all(registry is registries[0] for registry in registries)
 
 
-def test_row_52_first_plans_and_calls_together_give_the_same_bits():
+def test_row_52_concurrent_first_plans_and_calls_give_bitwise_equal_results():
     sdpa = default_registry().get("sdpa").spec
-    # operators not made yet
+    # Under a new name, so that the operators are not defined yet.
     registry = Registry().with_backend(dataclasses.replace(sdpa, name="sdpa-threads"))
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 70, 4, 8), torch.randn(1, 70, 2, 8), torch.randn(1, 70, 2, 8)
@@ -185,22 +185,22 @@ def test_row_52_first_plans_and_calls_together_give_the_same_bits():
     def run():
         return resolve(CONFIG, registry=registry).win(q, k, v)[0]
 
-    outputs = together(run)
+    outputs = run_in_threads(run)
     assert len(outputs) == 8
     assert all(torch.equal(o, outputs[0]) for o in outputs)
 
 
-def test_row_52_what_auto_chose_is_said_once_by_many_threads(toy, caplog):
-    registry = registry_of(spec("said-by-many"))
+def test_row_52_many_threads_log_the_choice_of_auto_once(toy, caplog):
+    registry = registry_of(spec("logged-by-many"))
     with caplog.at_level(logging.INFO, logger="nsa"):
-        together(lambda: resolve(CONFIG, registry=registry))
+        run_in_threads(lambda: resolve(CONFIG, registry=registry))
     assert len(caplog.records) == 1
 
 
-def test_row_53_import_and_cpu_plan_touch_no_cuda():
+def test_row_53_import_and_cpu_plan_do_not_query_cuda():
     code = """
 import torch
-def trap(*args, **options): raise AssertionError("CUDA was touched")
+def trap(*args, **options): raise AssertionError("CUDA was queried")
 properties = ("get_device_capability", "get_device_properties")
 for name in ("_lazy_init", "is_available", "device_count", *properties):
     setattr(torch.cuda, name, trap)

@@ -1,6 +1,4 @@
-"""Installed toy distributions: the good ones keep working, each bad one is listed with its reason
-(rows 57, 58).
-"""
+"""Installed toy plugins: valid ones work, faulty ones are listed with a reason (rows 57, 58)."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ def by_distribution(registry):
     return {entry.distribution: entry for entry in registry.entries}
 
 
-def test_row_57_good_plugin_is_ready_and_runs_beside_every_bad_one(tamed):
-    registry, _ = tamed
+def test_row_57_valid_plugin_runs_beside_every_faulty_one(discovered):
+    registry, _ = discovered
     entry = by_distribution(registry)["toy-good"]
     assert (entry.status, entry.version, entry.reason, entry.first_party) == (
         "ready",
@@ -53,21 +51,21 @@ def test_row_57_good_plugin_is_ready_and_runs_beside_every_bad_one(tamed):
 
 
 @pytest.mark.parametrize("name", toys.REFUSED)
-def test_row_57_bad_plugin_is_listed_with_its_reason(tamed, name):
+def test_row_57_faulty_plugin_is_listed_with_its_reason(discovered, name):
     status, words = toys.REFUSED[name]
-    entry = by_distribution(tamed[0])[name]
+    entry = by_distribution(discovered[0])[name]
     assert entry.status == status
     assert words in (entry.reason.message if name != "toy-rude" else str(entry.reason))
     assert entry.spec is None
     assert entry.version == "1.2"
     with pytest.raises(BackendUnavailable) as caught:
-        resolve(CONFIG, backends=entry.name, registry=tamed[0])
+        resolve(CONFIG, backends=entry.name, registry=discovered[0])
     assert f"{name} 1.2: {status}: " in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
-def test_row_57_every_fault_of_a_spec_is_named(tamed):
-    said = by_distribution(tamed[0])["toy-bad-spec"].reason.message
+def test_row_57_every_fault_of_a_spec_is_named(discovered):
+    message = by_distribution(discovered[0])["toy-bad-spec"].reason.message
     for fault in (
         "slot rope",
         "priority must be",
@@ -75,13 +73,13 @@ def test_row_57_every_fault_of_a_spec_is_named(tamed):
         "forward must be",
         "int is not a SlotSpec",
     ):
-        assert fault in said
-    assert "deterministic must be" in said
-    assert "reads_boundaries must be" in said
+        assert fault in message
+    assert "deterministic must be" in message
+    assert "reads_boundaries must be" in message
 
 
-def test_row_57_command_lists_the_same(tamed, zoo, listed, nsa):
-    env = {"XDG_CACHE_HOME": str(tamed[1])}
+def test_row_57_backends_list_shows_every_status_and_reason(discovered, zoo, listed, nsa):
+    env = {"XDG_CACHE_HOME": str(discovered[1])}
     rows = listed("--plugin-limit", "8", path=zoo, env=env)
     for name, (status, words) in toys.REFUSED.items():
         assert rows[name]["status"] == status
@@ -91,13 +89,13 @@ def test_row_57_command_lists_the_same(tamed, zoo, listed, nsa):
     assert rows["toy-probe-raises"]["slots"]["combine"]["reasons"][0]["code"] == "probe_raised"
     text = nsa("--plugin-limit", "8", "backends", "list", path=zoo, env=env)
     assert text.returncode == 0
-    assert "[bold red]boo[/]" in text.stdout  # neither eaten as markup nor cut
+    assert "[bold red]boo[/]" in text.stdout  # neither interpreted as markup nor truncated
     assert not {c for c in text.stdout + text.stderr if (c < " " and c != "\n") or c == "\u202e"}
     for _, words in toys.REFUSED.values():
         assert words in text.stdout
 
 
-def test_row_57_crashes_found_by_the_command_itself(nsa, tmp_path):
+def test_row_57_backends_list_detects_crashes_and_hangs(nsa, tmp_path):
     target = tmp_path / "site"
     target.mkdir()
     toys.install(target, "toy-segfault", *toys.DEADLY["toy-segfault"])
@@ -110,19 +108,20 @@ def test_row_57_crashes_found_by_the_command_itself(nsa, tmp_path):
     assert rows["sdpa"]["status"] == "ready"
 
 
-def test_row_57_probe_that_raises_is_a_reason_of_its_slot(tamed):
-    registry, _ = tamed
+def test_row_57_raising_probe_is_a_reason_of_its_slot(discovered):
+    registry, _ = discovered
     plan = resolve(CONFIG, registry=registry)
-    answer = next(c for c in plan.choices["combine"].candidates if c.backend == "toy-probe-raises")
-    assert answer.status == "ready"
-    assert [r.code for r in answer.reasons] == ["probe_raised"]
-    assert "ZeroDivisionError" in answer.reasons[0].message
+    candidates = plan.choices["combine"].candidates
+    candidate = next(c for c in candidates if c.backend == "toy-probe-raises")
+    assert candidate.status == "ready"
+    assert [r.code for r in candidate.reasons] == ["probe_raised"]
+    assert "ZeroDivisionError" in candidate.reasons[0].message
     with pytest.raises(Unsupported, match="ZeroDivisionError"):
         resolve(CONFIG, backends={"combine": "toy-probe-raises"}, registry=registry)
 
 
-def test_row_57_kernel_that_does_not_import(tamed):
-    registry, _ = tamed
+def test_row_57_kernel_that_cannot_be_imported_is_a_reason(discovered):
+    registry, _ = discovered
     with pytest.raises(
         BackendUnavailable, match=r"toy-no-kernel 1\.2: refused: its kernel does not load"
     ):
@@ -131,7 +130,7 @@ def test_row_57_kernel_that_does_not_import(tamed):
         registry.get("toy-no-kernel").spec, name="toy-first", priority=99
     )
     plan = resolve(CONFIG, registry=registry.with_backend(preferred))
-    assert plan.choices["combine"].backend == "toy-good"  # auto goes on to the next one
+    assert plan.choices["combine"].backend == "toy-good"  # auto chooses the next candidate
     first = plan.choices["combine"].candidates[0]
     assert (first.backend, [r.code for r in first.reasons]) == (
         "toy-first",
@@ -139,8 +138,8 @@ def test_row_57_kernel_that_does_not_import(tamed):
     )
 
 
-def test_row_58_name_claimed_twice_names_both_distributions(tamed):
-    registry, _ = tamed
+def test_row_58_name_conflict_names_both_distributions(discovered):
+    registry, _ = discovered
     twins = [by_distribution(registry)[name] for name in ("toy-twin-one", "toy-twin-two")]
     for entry in twins:
         assert entry.status == "broken"
@@ -151,7 +150,7 @@ def test_row_58_name_claimed_twice_names_both_distributions(tamed):
         resolve(CONFIG, backends={"combine": "toy-twin"}, registry=registry)
 
 
-def test_row_58_ours_is_not_silently_preferred(install, monkeypatch):
+def test_row_58_first_party_backend_is_not_preferred_in_a_name_conflict(install, monkeypatch):
     install("toy-impostor", toys.good("sdpa", "toy_impostor"), point="sdpa")
     entries = [e for e in discover().entries if e.name == "sdpa"]
     assert [e.status for e in entries] == ["broken", "broken"]
@@ -163,34 +162,34 @@ def test_row_58_ours_is_not_silently_preferred(install, monkeypatch):
     assert registry.get("sdpa").first_party
 
 
-def test_row_58_unknown_name_suggests(tamed):
+def test_row_58_error_of_an_unknown_name_suggests_a_similar_one(discovered):
     with pytest.raises(InvalidInput, match="unknown backend 'tritn'; did you mean 'triton'"):
-        resolve(CONFIG, backends="tritn", registry=tamed[0])
+        resolve(CONFIG, backends="tritn", registry=discovered[0])
     with pytest.raises(InvalidInput, match="unknown slot 'comine'; did you mean 'combine'"):
-        resolve(CONFIG, backends={"comine": "sdpa"}, registry=tamed[0])
+        resolve(CONFIG, backends={"comine": "sdpa"}, registry=discovered[0])
 
 
-def test_statuses_and_reasons_go_together(tamed):
-    for entry in tamed[0].entries:
+def test_entry_has_a_reason_unless_it_is_ready(discovered):
+    for entry in discovered[0].entries:
         assert entry.status in STATUSES
         assert (entry.spec is None) == (entry.reason is not None) == (entry.status != "ready")
 
 
-def test_hidden_duplicate_of_a_distribution_counts_once(install, tmp_path, monkeypatch):
+def test_second_copy_of_a_distribution_on_the_path_is_ignored(install, tmp_path, monkeypatch):
     install("toy-twice", toys.good("toy-twice", "toy_twice"), version="2.0")
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    toys.install(hidden, "toy-twice", "toy-twice", toys.good("toy-twice", "toy_twice"), "1.0")
-    with open(hidden / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
+    second = tmp_path / "second"
+    second.mkdir()
+    toys.install(second, "toy-twice", "toy-twice", toys.good("toy-twice", "toy_twice"), "1.0")
+    with open(second / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
         points.write("toy-gone-since = toy_twice\n")
-    monkeypatch.setattr("sys.path", [*sys.path, str(hidden)])
+    monkeypatch.setattr("sys.path", [*sys.path, str(second)])
     assert [(p.name, p.version) for p in installed() if p.distribution == "toy-twice"] == [
         ("toy-twice", "2.0")
     ]
     assert discover().get("toy-twice").status == "ready"
 
 
-def test_unreadable_entry_points_are_one_broken_row(install):
+def test_unreadable_entry_points_give_one_broken_entry(install):
     target = install("toy-garbled", "x = 1")
     (target / "toy_garbled-1.2.dist-info" / "entry_points.txt").write_text(
         "[nsa.backends]\nno equals sign\n"
@@ -216,7 +215,7 @@ def test_unreadable_entry_points_are_one_broken_row(install):
         (None, "", {"toy-a", "toy-b", "sdpa"}),
     ],
 )
-def test_environment_switches_plugins_off_by_name_or_distribution(
+def test_environment_variables_disable_plugins_by_name_or_distribution(
     install, monkeypatch, plugins, disabled, ready
 ):
     for letter in "ab":
@@ -230,7 +229,7 @@ def test_environment_switches_plugins_off_by_name_or_distribution(
     assert {e.name for e in registry.ready()} - {
         "fa2",
         "triton",
-    } == ready  # they load wherever they are installed
+    } == ready  # fa2 and triton are ready on machines where they are installed
     for entry in registry.entries:
         if entry.name in {"toy-a", "toy-b", "sdpa"} - ready:
             assert entry.status == "disabled"

@@ -1,4 +1,4 @@
-"""plan.warmup(): every slot once, forward and backward as planned, nothing left changed."""
+"""plan.warmup() runs every slot once, forward and backward as planned, and keeps the RNG state."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ CONFIG = NSAConfig(
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
-def test_every_slot_runs_as_planned(varlen: bool, needs_grad: bool) -> None:
+def test_warmup_runs_every_slot_once(varlen: bool, needs_grad: bool) -> None:
     plan = resolve(CONFIG, backends="sdpa", needs_grad=needs_grad, varlen=varlen)
     state = torch.get_rng_state()
     with record_dispatch() as trace:
         plan.warmup()
     expected = [
-        (slot, way)
+        (slot, direction)
         for slot in SLOTS
-        for way in ("forward", "backward")
-        if needs_grad or way == "forward"
+        for direction in ("forward", "backward")
+        if needs_grad or direction == "forward"
     ]
     expected = [pair for pair in expected if pair != ("select", "backward")]
     assert [(r.slot, r.direction) for r in trace] == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_kind_of_device_is_refused() -> None:
+def test_warmup_on_another_device_type_raises() -> None:
     with pytest.raises(InvalidInput, match="the plan is for cpu, got cuda"):
         resolve(CONFIG, backends="sdpa").warmup("cuda")
 
 
 @pytest.mark.parametrize("page", [None, 32])
-def test_a_plan_for_decode_runs_its_decode_forms(page: int | None) -> None:
+def test_warmup_of_a_decode_plan_runs_its_decode_forms(page: int | None) -> None:
     plan = resolve(CONFIG, backends="sdpa", phase="decode", page_size=page)
     with record_dispatch() as trace:
         plan.warmup()
@@ -61,49 +61,49 @@ def test_a_plan_for_decode_runs_its_decode_forms(page: int | None) -> None:
     assert [(r.slot, r.direction) for r in trace] == expected
 
 
-def test_a_plan_for_decode_runs_its_fused_forms() -> None:
-    seen: list[tuple[str, bool]] = []
+def test_warmup_of_a_decode_plan_runs_its_fused_forms() -> None:
+    calls: list[tuple[str, bool]] = []
 
     def step(
         q: torch.Tensor, gates: torch.Tensor, *stores: torch.Tensor, call: DecodeCall
     ) -> object:
-        seen.append(("step", len(stores) == 6))
+        calls.append(("step", len(stores) == 6))
         return q.new_zeros(*q.shape[:-1], 4), torch.zeros(*q.shape[:2], 2, 4, dtype=torch.int32)
 
     def gates(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, call: DecodeCall
     ) -> torch.Tensor:
-        seen.append(("gates", weight.shape == (len(bias), x.shape[-1])))
+        calls.append(("gates", weight.shape == (len(bias), x.shape[-1])))
         return x.new_zeros(*x.shape[:2], len(bias) // 3, 3)
 
     def append(
         q: torch.Tensor, k: object, v: object, *stores: object, rope: object, **_: object
     ) -> torch.Tensor:
-        seen.append(("append", rope is None))
+        calls.append(("append", rope is None))
         return q
 
-    plan, made = (
+    plan, functions = (
         resolve(CONFIG, backends="sdpa", phase="decode"),
         {"step": step, "append": append, "gates": gates},
     )
-    forms = {name: DecodeKernel("toy", name, f) for name, f in made.items()}
+    forms = {name: DecodeKernel("toy", name, f) for name, f in functions.items()}
     dataclasses.replace(plan, fused=forms).warmup()
-    assert seen == [("step", True), ("append", True), ("append", False), ("gates", True)]
+    assert calls == [("step", True), ("append", True), ("append", False), ("gates", True)]
 
 
-def test_the_workspace_of_a_decode_form_is_stated_by_itself_or_not_at_all() -> None:
+def test_workspace_of_a_decode_form_uses_decode_workspace_only() -> None:
     plan = resolve(CONFIG, backends="sdpa", phase="decode")
-    asked = {slot: dataclasses.replace(plan.requests[slot], batch=1, seq_len=64) for slot in SLOTS}
+    request = dataclasses.replace(plan.requests["win"], batch=1, seq_len=64)
     with pytest.raises(
         Unsupported, match="backend 'sdpa' does not state the workspace of the decode form of 'win'"
     ):
-        plan.workspace_bytes(asked["win"])
+        plan.workspace_bytes(request)
     slots = {
         s: dataclasses.replace(x, decode_workspace=f"{__name__}:workspace")
         for s, x in sdpa().slots.items()
     }
-    stated = Registry(()).with_backend(dataclasses.replace(sdpa(), name="stated", slots=slots))
-    assert resolve(CONFIG, phase="decode", registry=stated).workspace_bytes(asked["win"]) == 64
+    registry = Registry(()).with_backend(dataclasses.replace(sdpa(), name="stated", slots=slots))
+    assert resolve(CONFIG, phase="decode", registry=registry).workspace_bytes(request) == 64
 
 
 def workspace(request: Request) -> int:

@@ -1,6 +1,4 @@
-"""Toy plugins, good and bad, each a distribution of its own that the tests install beside the real
-ones.
-"""
+"""Toy plugins, valid and faulty, each in a distribution of its own that the tests install."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from nsa_core.contract import API_VERSION
 
 MAJOR, MINOR = API_VERSION
 
-# A working backend of one slot, with the probe and the workspace that its spec names.
+# A valid backend of one slot, with a probe and a workspace function.
 GOOD = """
     from nsa_core.contract import BackendSpec, Reason, SlotSpec, hookimpl
 
@@ -61,7 +59,7 @@ def good(
     return GOOD.format(name=name, package=package, version=version, probe=probe, priority=priority)
 
 
-# distribution -> (entry-point name, source of its one module)
+# distribution -> (name of its entry point, source of its only module)
 SOURCES = {
     "toy-import-error": (
         "toy-import-error",
@@ -115,7 +113,7 @@ DEADLY = {
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)",
     ),
 }
-REFUSED = {  # distribution -> status and what its reason says
+REFUSED = {  # distribution -> (status, text that its reason contains)
     "toy-import-error": ("broken", "ImportError: libtoy.so.3: cannot open shared object file"),
     "toy-needs-package": ("unavailable", "No module named 'toy_absent_dependency'"),
     "toy-half-installed": ("broken", "toy_half_installed"),
@@ -145,7 +143,7 @@ REFUSED = {  # distribution -> status and what its reason says
 def install(
     target: pathlib.Path, distribution: str, point: str, source: str, version: str = "1.2"
 ) -> None:
-    """What an installer leaves behind: the module and its .dist-info."""
+    """Write the files of an installed distribution: the module and its .dist-info."""
     package = distribution.replace("-", "_")
     (target / f"{package}.py").write_text(textwrap.dedent(source), encoding="utf-8")
     info = target / f"{package}-{version}.dist-info"
@@ -158,14 +156,14 @@ def install(
 
 
 def build_and_install(work: pathlib.Path, target: pathlib.Path, name: str, priority: int) -> None:
-    """A wheel really built by setuptools and really installed by pip, offline."""
+    """Build a wheel with setuptools and install it with pip, offline."""
     package = name.replace("-", "_")
-    home = work / name
-    home.mkdir()
-    (home / f"{package}.py").write_text(
+    project = work / name
+    project.mkdir()
+    (project / f"{package}.py").write_text(
         textwrap.dedent(good(name, package, priority=priority)), encoding="utf-8"
     )
-    (home / "pyproject.toml").write_text(
+    (project / "pyproject.toml").write_text(
         textwrap.dedent(f"""
             [build-system]
             requires = ["setuptools>=77"]
@@ -187,7 +185,7 @@ def build_and_install(work: pathlib.Path, target: pathlib.Path, name: str, prior
         "-q",
     ]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", *offline, "--target", str(target), str(home)],
+        [sys.executable, "-m", "pip", "install", *offline, "--target", str(target), str(project)],
         check=True,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Slot functions that break the contract, one way each; the tests put them into a registry."""
+"""Slot functions that each break the contract in one way; tests put them into a registry."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def backward(*tensors: torch.Tensor, call: Any) -> Any:
 
 
 def spec(fault: str) -> BackendSpec:
-    """A backend called "toy" that fills win with the function ``fault`` of this module."""
+    """Return a backend whose forward of win is the function ``fault`` of this module."""
     slot = SlotSpec(f"misbehaving:{fault}", "misbehaving:backward")
     return BackendSpec(f"toy-{fault}", API_VERSION, {"win": slot}, "misbehaving:probe")

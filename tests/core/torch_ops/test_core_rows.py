@@ -1,4 +1,4 @@
-"""Rows of the fault table that nsa_core itself must survive, whatever the backend."""
+"""Rows of the fault table that nsa_core handles for every backend."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "lead", [(2, 0), (0, 5), (0, 0)], ids=["row01-S=0", "row02-B=0", "row02-both"]
 )
-def test_rows_01_02_nothing_to_do_launches_nothing(lead: tuple[int, int]) -> None:
-    given = tensors(*lead)
+def test_rows_01_02_empty_call_runs_no_kernel(lead: tuple[int, int]) -> None:
+    inputs = tensors(*lead)
     with record_dispatch() as trace:
-        o, lse, blocks = nsa_attention(*given, config=CONFIG, return_lse=True, return_blocks=True)
+        o, lse, blocks = nsa_attention(*inputs, config=CONFIG, return_lse=True, return_blocks=True)
         o.sum().backward()
     assert o.shape == (*lead, 4, 8)
     assert blocks.shape == (*lead, 2, 3)
     assert [x.shape for x in lse] == [(lead[0], 4, lead[1])] * 3
-    assert all(t.grad is not None and t.grad.shape == t.shape for t in given)
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in inputs)
     assert trace == []
 
 
-def test_row_01_no_token_packed() -> None:
-    given = tensors(0)
+def test_row_01_packed_call_without_tokens() -> None:
+    inputs = tensors(0)
     cu = torch.zeros(3, dtype=torch.int32)
-    o = nsa_attention(*given, config=CONFIG, cu_seqlens=cu)
+    o = nsa_attention(*inputs, config=CONFIG, cu_seqlens=cu)
     o.sum().backward()
     assert o.shape == (0, 4, 8)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"num_selected_blocks": 2},
@@ -74,13 +74,13 @@ def test_row_01_no_token_packed() -> None:
         ),
     ],
 )
-def test_row_08_sizes_out_of_range(fields: dict[str, int], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said.replace("+", r"\+")):
+def test_row_08_sizes_out_of_range_raise(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message.replace("+", r"\+")):
         NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"compress_block_size": 32, "compress_stride": 12},
@@ -96,18 +96,18 @@ def test_row_08_sizes_out_of_range(fields: dict[str, int], said: str) -> None:
         ),
     ],
 )
-def test_row_09_stride_divides_both_blocks(fields: dict[str, int], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_row_09_incompatible_block_sizes_raise(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
 
 
-def test_row_11_heads_that_do_not_divide() -> None:
+def test_row_11_query_heads_must_be_a_multiple_of_kv_heads() -> None:
     with pytest.raises(InvalidInput, match="13 query heads do not divide over 4"):
         NSAConfig(dim=13 * 8, n_heads=13, n_kv_heads=4)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "said"),
+    ("bounds", "message"),
     [
         (torch.tensor([0, 3, 10]), "int32"),
         (torch.tensor([1, 3, 10], dtype=torch.int32), "start at 0, got 1"),
@@ -117,26 +117,26 @@ def test_row_11_heads_that_do_not_divide() -> None:
         (torch.tensor([0], dtype=torch.int32), "at least one document"),
     ],
 )
-def test_row_17_malformed_cu_seqlens(bounds: torch.Tensor, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_row_17_malformed_cu_seqlens_raise(bounds: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         nsa_attention(*tensors(10), config=CONFIG, cu_seqlens=bounds)
     plan = resolve(CONFIG, varlen=True)
     q, k, v, _ = tensors(10, grad=False)
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         plan.win(q, k, v, cu_seqlens=bounds, max_seqlen=10)
 
 
-def test_row_18_empty_documents_first_middle_last() -> None:
+def test_row_18_empty_documents_do_not_change_results() -> None:
     torch.manual_seed(0)
     q, k, v, gates = tensors(20, grad=False)
     with_empty = torch.tensor([0, 0, 9, 9, 20, 20], dtype=torch.int32)
     without = torch.tensor([0, 9, 20], dtype=torch.int32)
-    a = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=with_empty)
-    b = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=without)
-    assert torch.equal(a, b)
+    o = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=with_empty)
+    expected = nsa_attention(q, k, v, gates, config=CONFIG, cu_seqlens=without)
+    assert torch.equal(o, expected)
 
 
-def test_row_28_gpu_backend_forced_on_cpu_tensors_is_refused_when_planning() -> None:
+def test_row_28_planning_refuses_a_gpu_backend_for_cpu_tensors() -> None:
     from nsa_core import BackendUnavailable
 
     with pytest.raises((BackendUnavailable, Unsupported), match="triton"):
@@ -144,12 +144,12 @@ def test_row_28_gpu_backend_forced_on_cpu_tensors_is_refused_when_planning() -> 
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_row_41_scale_not_finite(scale: float) -> None:
+def test_row_41_scale_must_be_finite(scale: float) -> None:
     with pytest.raises(InvalidInput, match="scale must be finite"):
         NSAConfig(dim=32, n_heads=4, n_kv_heads=2, scale=scale)
 
 
-def test_row_41_scale_none_is_one_over_sqrt_of_the_unpadded_width() -> None:
+def test_row_41_default_scale_uses_the_unpadded_head_width() -> None:
     assert NSAConfig(dim=32, n_heads=4, n_kv_heads=2, head_dim=9, rope=False).softmax_scale == 1 / 3
 
 
@@ -166,22 +166,22 @@ def call_win(fault: str) -> None:
     plan.win(q, k, v)
 
 
-def test_row_47_out_of_memory_is_passed_on_unchanged() -> None:
+def test_row_47_out_of_memory_error_passes_unchanged() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"^planted$"):
         call_win("out_of_memory")
 
 
-def test_row_56_a_kernel_raises_midway() -> None:
+def test_row_56_error_of_a_kernel_names_backend_and_slot() -> None:
     with (
         record_dispatch() as trace,
         pytest.raises(NSAError, match="'toy-raises', slot 'win', forward: IndexError"),
     ):
         call_win("raises")
-    assert {r.backend for r in trace if r.slot == "win"} == {"toy-raises"}  # nobody else was tried
+    assert {r.backend for r in trace if r.slot == "win"} == {"toy-raises"}  # there is no fallback
 
 
 @pytest.mark.parametrize("fault", ["wrong_shape", "wrong_dtype", "too_few"])
-def test_row_59_wrong_results_are_caught_at_each_call(fault: str) -> None:
+def test_row_59_wrong_results_of_a_kernel_raise(fault: str) -> None:
     with pytest.raises(NSAError, match=f"'toy-{fault}', slot 'win', forward returned"):
         call_win(fault)
 
@@ -189,7 +189,7 @@ def test_row_59_wrong_results_are_caught_at_each_call(fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "check"), [("mutates", "inputs_untouched"), ("leaves_nan", "nan_storage")]
 )
-def test_row_59_verify_finds_mutated_inputs_and_nan(fault: str, check: str) -> None:
+def test_row_59_verify_detects_mutated_inputs_and_nan(fault: str, check: str) -> None:
     case = Case("row 59", CONFIG, (20,))
     findings = list(getattr(invariants, check)(with_toy(fault), case, torch.float32))
     assert any(f.ok is False and f.slot == "win" for f in findings)

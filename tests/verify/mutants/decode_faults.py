@@ -15,8 +15,9 @@ DECODE_MUTANTS = (
     # where things lie
     _mutant(
         "pages taken in order",
-        "number = call.block_table.long().gather(1, page.flatten(1)).view(page.shape)",
-        "number = page",
+        "page = call.block_table.long().gather(1, logical_page.flatten(1))"
+        ".view(logical_page.shape)",
+        "page = logical_page",
     ),
     _mutant(
         "row of a selection block for the row of a page",
@@ -56,8 +57,8 @@ DECODE_MUTANTS = (
     _mutant("cmp sees a block one token late", "ends > last + 1", "ends > last"),
     _mutant(
         "cmp multiplies a value that is not there yet",
-        "owned = ends <= call.lengths[:, None]",
-        "owned = ends - call.geometry.compress_stride <= call.lengths[:, None]",
+        "present = ends <= call.lengths[:, None]",
+        "present = ends - call.geometry.compress_stride <= call.lengths[:, None]",
     ),
     _mutant(
         "select scores a block that is not visible",
@@ -66,13 +67,13 @@ DECODE_MUTANTS = (
     ),
     _mutant(
         "sel forgets the last block",
-        'here.div(size, rounding_mode="floor")',
-        'here.div(size, rounding_mode="floor") - 1',
+        'token.div(size, rounding_mode="floor")',
+        'token.div(size, rounding_mode="floor") - 1',
     ),
     _mutant(
         "sel not cut at its token",
-        "(here - number * size).clamp_",
-        "(here - number * size + 1).clamp_",
+        "(token - block * size).clamp_",
+        "(token - block * size + 1).clamp_",
     ),
     # the step
     _mutant("padding is a token", "position >= call.lengths[:, None]", "position >= call.max_len"),

@@ -59,26 +59,26 @@ MUTANTS = (
     Mutant(
         "win top-left causal inside a tile",
         _WIN,
-        "hidden = ((place < query) | (place >= query + window))",
-        "hidden = ((place > query) | (place >= query + window))",
+        "hidden = ((key < query) | (key >= query + window))",
+        "hidden = ((key > query) | (key >= query + window))",
     ),
     Mutant(
         "win returns V of the first key",
         _WIN,
-        "hidden = ((place < query) | (place >= query + window))",
-        "hidden = ((place != query) | (place >= query + window))",
+        "hidden = ((key < query) | (key >= query + window))",
+        "hidden = ((key != query) | (key >= query + window))",
     ),
     Mutant(
         "win one key short",
         _WIN,
-        "hidden = ((place < query) | (place >= query + window))",
-        "hidden = ((place <= query) | (place >= query + window))",
+        "hidden = ((key < query) | (key >= query + window))",
+        "hidden = ((key <= query) | (key >= query + window))",
     ),
     Mutant(
         "win sees one token of the future",
         _WIN,
-        "hidden = ((place < query) | (place >= query + window))",
-        "hidden = ((place < query) | (place > query + window))",
+        "hidden = ((key < query) | (key >= query + window))",
+        "hidden = ((key < query) | (key > query + window))",
     ),
     Mutant(
         "win ignores the window up to twice its length",
@@ -96,16 +96,16 @@ MUTANTS = (
     Mutant(
         "sel without its own token",
         _SEL,
-        "hidden = (inside > (here - number * size)[..., None])",
-        "hidden = (inside >= (here - number * size)[..., None])",
+        "hidden = (offset > (token - index * size)[..., None])",
+        "hidden = (offset >= (token - index * size)[..., None])",
     ),
     Mutant(
         "sel counts a repeated block twice",
         _SEL,
-        "counted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
-        "counted[..., 1:] &= blocks[..., 1:] != -1",
+        "valid[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
+        "valid[..., 1:] &= blocks[..., 1:] != -1",
     ),
-    Mutant("sel loses dv", _SEL, "    _add(grads[2], run.block, dv)\n", ""),
+    Mutant("sel loses dv", _SEL, "    _add(grads[2], chunk.block, dv)\n", ""),
     # select
     Mutant(
         "select drops a local block",
@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "select reads Eq. 9 0-based",
         _SELECT,
-        "p[..., tap - first :: every]",
-        "p[..., tap - first + 1 :: every]",
+        "p[..., tap - first :: per_block]",
+        "p[..., tap - first + 1 :: per_block]",
     ),
     Mutant(
         "select without the group sum",
@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "select weighs every overlap alike",
         _SELECT,
-        "total.add_(overlapping, alpha=weight)",
-        "total.add_(overlapping)",
+        "scores.add_(overlapping, alpha=weight)",
+        "scores.add_(overlapping)",
     ),
     Mutant(
         "select forgets where a document starts",
@@ -156,12 +156,12 @@ MUTANTS = (
         "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long() * 0",
     ),
     # all blockwise attention
-    Mutant("lse in log2", _ENGINE, "lse = total.log()", "lse = total.log2()"),
+    Mutant("lse in log2", _ENGINE, "lse = row_sum.log()", "lse = row_sum.log2()"),
     Mutant(
         "output a millionth too large",
         _ENGINE,
-        "o.div_(total.masked_fill_(total == 0, 1))",
-        "o.div_(total.masked_fill_(total == 0, 1)).mul_(1 + 2**-20)",
+        "o.div_(row_sum.masked_fill_(row_sum == 0, 1))",
+        "o.div_(row_sum.masked_fill_(row_sum == 0, 1)).mul_(1 + 2**-20)",
     ),
     Mutant("dS without delta", _ENGINE, "ds.sub_(delta.unsqueeze(-1)).mul_(p)", "ds.mul_(p)"),
     Mutant(

@@ -1,1 +1,1 @@
-"""FlashAttention-2 as a backend of nsa_core; plugin.py says what it offers."""
+"""A backend of nsa_core that runs cmp, sel and win on FlashAttention-2."""

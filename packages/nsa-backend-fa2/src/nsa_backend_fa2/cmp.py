@@ -1,7 +1,8 @@
-"""The compressed branch: the fold (nsa_core.fold), and one causal call of as many rows as keys.
+"""The slot cmp as one causal attention call with as many query rows as keys (see nsa_core.fold).
 
-A batch is folded by copies of its query rows; one sequence is read where it lies (fold_strided.py);
-packed documents are gathered on the device and served by one varlen call.
+For a batch, the query rows are copied into the fold. A single sequence is read through strided
+views, without a copy (fold_strided.py). Packed documents are gathered on the device and take one
+varlen call.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no key
-    is visible.
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]).
+
+    Rows that see no key have o = 0 and lse = -inf.
     """
     if call.cu_seqlens is not None:
         return _forward_packed(q, k_cmp, v_cmp, call)
@@ -43,8 +45,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; zero for the rows of k_cmp that belong
-    to no document.
+    """Return dq, dk_cmp and dv_cmp, shaped like q, k_cmp and v_cmp.
+
+    Rows of k_cmp and v_cmp that belong to no document have zero gradients.
     """
     if call.cu_seqlens is not None:
         return _backward_packed(do, q, k_cmp, v_cmp, o, lse, call)
@@ -56,7 +59,7 @@ def backward(
 def forward_folded(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor]:
-    """:func:`forward` of any batch, by copies of q and o."""
+    """Run :func:`forward` for any batch size, with copies of q and o."""
     length, geometry = q.shape[1], call.geometry
     folded_q = fold(q, k_cmp.shape[2], geometry)  # [B, I, G, d, h, Dk]
     axes = folded_q.shape[2:5]
@@ -69,7 +72,7 @@ def forward_folded(
 def backward_folded(
     do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`backward` of any batch, by copies of do, q, o and dq."""
+    """Run :func:`backward` for any batch size, with copies of do, q, o and dq."""
     groups, geometry = k_cmp.shape[2], call.geometry
     folded_do, folded_q, folded_o = (fold(x, groups, geometry) for x in (do, q, o))
     folded_lse = fold(lse.transpose(1, 2).unsqueeze(-1), groups, geometry)
@@ -90,28 +93,27 @@ def _attention(call: SlotCall, packed: Packed | None = None) -> Attention:
     return Attention(call.scale, packed=packed, deterministic=call.deterministic)
 
 
-def _most_keys(call: SlotCall, total: int) -> int:
-    """Compressed tokens of the longest document; 0 when even a document of all ``total`` tokens has
-    none.
-    """
+def _max_keys(call: SlotCall, total: int) -> int:
+    """Return an upper bound of the compressed tokens of a document."""
     return call.geometry.num_compressed(min(call.max_seqlen, total))
 
 
-def _packed_fold(call: SlotCall, total: int, most_keys: int) -> tuple[PackedFold, Attention]:
+def _packed_fold(call: SlotCall, total: int, max_keys: int) -> tuple[PackedFold, Attention]:
+    """Return the fold of the packed documents, and the attention over its runs."""
     assert call.cu_seqlens is not None
     runs = PackedFold.of(safe_boundaries(call.cu_seqlens, total), total, call.geometry)
-    return runs, _attention(call, Packed(runs.cu, runs.cu, most_keys, most_keys))
+    return runs, _attention(call, Packed(runs.cu, runs.cu, max_keys, max_keys))
 
 
 def _forward_packed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor]:
     total, heads, _ = q.shape
-    most_keys = _most_keys(call, total)
-    if most_keys == 0:  # the kernels divide by the number of keys
+    max_keys = _max_keys(call, total)
+    if max_keys == 0:  # FlashAttention-2 divides by the number of keys
         o = q.new_zeros((total, heads, v_cmp.shape[-1]))
         return o, torch.full((heads, total), -torch.inf, dtype=torch.float32, device=q.device)
-    runs, attention = _packed_fold(call, total, most_keys)
+    runs, attention = _packed_fold(call, total, max_keys)
     folded_q = runs.fold(q, k_cmp.shape[1])  # [R, G, d, h, Dk]
     axes = folded_q.shape[1:4]
     o, lse = attend(folded_q.flatten(1, 3), k_cmp, v_cmp, attention)
@@ -126,12 +128,12 @@ def _backward_packed(
     do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     total, groups = q.shape[0], k_cmp.shape[1]
-    most_keys = _most_keys(call, total)
-    if most_keys == 0:
+    max_keys = _max_keys(call, total)
+    if max_keys == 0:
         return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
-    runs, attention = _packed_fold(call, total, most_keys)
+    runs, attention = _packed_fold(call, total, max_keys)
     folded_lse = runs.fold(lse.t().unsqueeze(-1), groups)
-    # An LSE of +inf gives a place without a token the weight 0.
+    # A log-sum-exp of +inf gives the rows that stand for no token probabilities of 0.
     folded_lse.masked_fill_(runs.empty[:, None, :, None, None], torch.inf)
     folded_do, folded_q, folded_o = (runs.fold(x, groups) for x in (do, q, o))
     axes = folded_q.shape[1:4]

@@ -1,10 +1,9 @@
-"""The fold without its copies, for one sequence: the residues (nsa_core.fold) as a batch axis over
-shared keys.
+"""The slot cmp for one sequence without copies of q: residues as a batch axis over shared keys.
 
-q, o and do are read where they lie, as [d residues, runs, Hq, D], causal over K and V that all
-residues share by stride 0. The tokens of an unfinished last run see all keys: a second, small call
-without a mask. Only o and dq are copied into their places; dk and dv come per residue and are added
-in fp32.
+q, o and do are views [d residues, runs, Hq, D] (see nsa_core.fold). They attend causally to k and
+v, which all residues share through stride 0. The tokens of an incomplete last run see all keys, and
+take a second, small call without a mask. Only o and dq are copied into their rows. dk and dv are
+computed per residue and summed in fp32.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from nsa_core.fold import Residues
 
 
 def _parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
-    """The whole runs under a causal mask, and the tokens of an unfinished one without a mask."""
+    """Yield the complete runs with a causal mask, then the incomplete run without a mask."""
     stride, first = call.geometry.compress_stride, call.geometry.compress_block_size - 1
-    whole, rest = divmod(length - first, stride)
-    if whole:
+    complete, remainder = divmod(length - first, stride)
+    if complete:
         causal = Attention(call.scale, deterministic=call.deterministic)
-        yield Residues(first, stride, whole, whole, stride), causal
-    if rest:
+        yield Residues(first, stride, complete, complete, stride), causal
+    if remainder:
         unmasked = Attention(call.scale, causal=False, deterministic=call.deterministic)
-        yield Residues(length - rest, 1, rest, whole + 1, 1), unmasked
+        yield Residues(length - remainder, 1, remainder, complete + 1, 1), unmasked
 
 
-def _stats(
+def _lse_view(
     lse: Tensor,  # [1, Hq, S]
     part: Residues,
 ) -> Tensor:  # [residues, Hq, runs], a view
@@ -45,21 +44,21 @@ def forward(
     v_cmp: Tensor,  # [1, I, G, Dv]
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [1, S, Hq, Dv] and lse [1, Hq, S]."""
+    """Return o [1, S, Hq, Dv] and lse [1, Hq, S]."""
     _, length, heads, _ = q.shape
-    skip, width = call.geometry.compress_block_size - 1, width_of(q.shape[-1], v_cmp.shape[-1])
+    blank, width = call.geometry.compress_block_size - 1, width_of(q.shape[-1], v_cmp.shape[-1])
     o = q.new_empty((1, length, heads, v_cmp.shape[-1]))
     lse = torch.empty((1, heads, length), dtype=torch.float32, device=q.device)
-    o[:, :skip] = 0
-    lse[:, :, :skip] = -torch.inf
-    # before they are shared: padding would copy each residue's share
+    o[:, :blank] = 0
+    lse[:, :, :blank] = -torch.inf
+    # Pad before the expansion over residues; afterwards, padding would copy once per residue.
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part, attention in _parts(length, call):
         part_o, part_lse = attend(
             part.queries(q[0]), part.shared(keys[0]), part.shared(values[0]), attention
         )
         part.queries(o[0]).copy_(part_o[..., : o.shape[-1]])
-        _stats(lse, part).copy_(part_lse)
+        _lse_view(lse, part).copy_(part_lse)
     return o, lse
 
 
@@ -72,7 +71,7 @@ def backward(
     lse: Tensor,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp."""
+    """Return dq, dk_cmp and dv_cmp, shaped like q, k_cmp and v_cmp."""
     length, width = q.shape[1], width_of(q.shape[-1], v_cmp.shape[-1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dq[:, : call.geometry.compress_block_size - 1] = 0
@@ -85,7 +84,7 @@ def backward(
             part.shared(keys[0]),
             part.shared(values[0]),
             part.queries(o[0]),
-            _stats(lse, part),
+            _lse_view(lse, part),
             attention,
         )
         part.queries(dq[0]).copy_(grads[0])

@@ -1,15 +1,19 @@
-"""The one file that calls FlashAttention-2: the flash-attn package, or else the copy of it inside
-PyTorch.
+"""Providers of FlashAttention-2: the package flash-attn, or else the copy inside PyTorch.
 
-A provider computes plain attention with equal head widths and its gradient, bottom-right aligned,
-GQA native:
-    q [B, Sq, H, D]  k, v [B, Sk, G, D]  o [B, Sq, H, D]
-    lse [B, H, Sq]; packed rows [T, H, D], lse [H, T].
-D is a multiple of 8, at most 256; the LSE is a natural logarithm, +inf for a row without keys.
-Changes between releases of flash-attn are handled here and nowhere else:
-    2.6  softcap joins the arguments; the LSE of packed rows is [H, T], it was [documents, H,
-         longest]
-    2.7  window_size becomes two arguments; the forward returns 4 values, it returned 8
+A provider computes attention and its gradient, with GQA and a mask aligned bottom-right:
+
+    batched  q [B, Sq, H, D]   k, v [B, Sk, G, D]   o [B, Sq, H, D]   lse [B, H, Sq]
+    packed   q [T, H, D]       k, v [T, G, D]       o [T, H, D]       lse [H, T]
+
+D is a multiple of 8 and at most 256. The log-sum-exp is a natural logarithm, and +inf for a row
+without keys.
+
+Only this module calls FlashAttention-2, and only this module handles the changes between releases
+of flash-attn:
+
+    2.6  adds the argument softcap; the log-sum-exp of packed rows changes from
+         [documents, H, longest] to [H, T]
+    2.7  splits the argument window_size in two; the forward returns 4 values instead of 8
 """
 
 from __future__ import annotations
@@ -33,17 +37,22 @@ from nsa_core.packing import token_places
 
 OLDEST, TOO_NEW = Version("2.5"), Version("3")
 INSTALL = (
-    "pip install --no-build-isolation flash-attn; it builds much quicker for one GPU architecture,"
-    " with FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
+    "pip install --no-build-isolation flash-attn; the build is much faster for one GPU"
+    " architecture: set FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
 )
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation flash-attn"
-_ALL = -1  # the libraries' word for "no bound" in a window
+_UNBOUNDED = -1  # window size of the libraries for "no limit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Row boundaries of documents, int32 [documents + 1] on the device, and bounds of the
-    longest.
+    """Boundaries of packed documents.
+
+    Attributes:
+        cu_q: int32 [documents + 1] on the device, first query row of each document.
+        cu_k: int32 [documents + 1] on the device, first key row of each document.
+        max_q: Upper bound of the query rows of a document.
+        max_k: Upper bound of the key rows of a document.
     """
 
     cu_q: Tensor
@@ -54,8 +63,14 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which keys a row sees: all of them, those up to it (``causal``), and of those the last
-    ``window``.
+    """The options of an attention call.
+
+    Attributes:
+        scale: Scale of the scores.
+        causal: Whether a row sees only keys up to its own; otherwise it sees all keys.
+        window: If set, a row sees only the last ``window`` of these keys.
+        packed: Boundaries of packed documents; None for a batch.
+        deterministic: Whether the backward must give bitwise-identical results in every run.
     """
 
     scale: float
@@ -66,13 +81,13 @@ class Attention:
 
     @property
     def left(self) -> int:
-        """Keys to the left of the row's own, as the libraries count them."""
-        return _ALL if self.window is None else self.window - 1
+        """Visible keys left of the row's own key, as the libraries count them."""
+        return _UNBOUNDED if self.window is None else self.window - 1
 
     @property
     def right(self) -> int:
-        """Keys to the right of the row's own."""
-        return 0 if self.causal else _ALL
+        """Visible keys right of the row's own key, as the libraries count them."""
+        return 0 if self.causal else _UNBOUNDED
 
 
 class Provider(Protocol):
@@ -86,7 +101,7 @@ class Provider(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """o and lse."""
+        """Return o and lse."""
         ...
 
     def backward(
@@ -99,12 +114,12 @@ class Provider(Protocol):
         lse: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; rows outside every document are not written."""
+        """Return dq, dk and dv; rows that belong to no document are uninitialized."""
         ...
 
 
 class FlashAttnPackage:
-    """The flash-attn package, ``interface`` being its module flash_attn.flash_attn_interface."""
+    """The package flash-attn; ``interface`` is its module flash_attn.flash_attn_interface."""
 
     def __init__(self, interface: Any, version: Version) -> None:
         self._interface, self._version = interface, version
@@ -115,6 +130,7 @@ class FlashAttnPackage:
         return f"flash-attn {self._version}"
 
     def _arguments(self, attention: Attention) -> dict[str, Any]:
+        """Return the keyword arguments that forward and backward share, for this release."""
         arguments: dict[str, Any] = {
             "dropout_p": 0.0,
             "softmax_scale": attention.scale,
@@ -136,26 +152,26 @@ class FlashAttnPackage:
 
     @property
     def with_cache(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """flash_attn_with_kvcache, where it returns the LSE (from some 2.6 on)."""
+        """flash_attn_with_kvcache if it can return the log-sum-exp (since a 2.6 release)."""
         function: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
             self._interface, "flash_attn_with_kvcache", None
         )
-        known = (
+        returns_lse = (
             function is not None and "return_softmax_lse" in inspect.signature(function).parameters
         )
-        return function if known else None
+        return function if returns_lse else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """o and lse."""
+        """Return o and lse."""
         name = "_flash_attn_forward" if attention.packed is None else "_flash_attn_varlen_forward"
         function, arguments = getattr(self._interface, name), self._arguments(attention)
         if (
             self._version < Version("2.6")
             and "block_table" in inspect.signature(function).parameters
         ):
-            arguments["block_table"] = None  # had no default then
+            arguments["block_table"] = None  # required argument without a default in these releases
         results = function(q, k, v, return_softmax=False, **arguments)
         o, lse = results[0], results[5 if len(results) == 8 else 1]
         return o, _unpadded(
@@ -172,7 +188,7 @@ class FlashAttnPackage:
         lse: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
+        """Return dq, dk and dv; rows that belong to no document are uninitialized."""
         name = "_flash_attn_backward" if attention.packed is None else "_flash_attn_varlen_backward"
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if attention.packed is not None and self._version < Version("2.6"):
@@ -189,6 +205,7 @@ def _unpadded(
     packed: Packed,
     total: int,
 ) -> Tensor:  # [H, T]
+    """Return the log-sum-exp of packed rows without padding."""
     if lse.dim() == 2:
         return lse
     places = token_places(packed.cu_q, total)
@@ -199,14 +216,13 @@ def _padded(
     lse: Tensor,  # [H, T]
     packed: Packed,
 ) -> Tensor:  # [documents, H, longest]
+    """Return the log-sum-exp of packed rows padded to the longest document, for flash-attn 2.5."""
     rows = packed.cu_q[:-1, None].long() + torch.arange(packed.max_q, device=lse.device)
     return lse[:, rows.clamp(0, lse.shape[1] - 1)].transpose(0, 1).contiguous()
 
 
 class TorchFlash:
-    """The FlashAttention-2 inside PyTorch, by the aten operators that torch.nn.attention.varlen
-    wraps.
-    """
+    """PyTorch's FlashAttention-2: the aten operators behind torch.nn.attention.varlen."""
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -219,7 +235,7 @@ class TorchFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """o and lse."""
+        """Return o and lse."""
         results = self._ops._flash_attention_forward(
             q,
             k,
@@ -244,15 +260,15 @@ class TorchFlash:
         lse: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv.
+        """Return dq, dk and dv; rows that belong to no document are uninitialized.
 
         Raises:
-            RuntimeError: a deterministic backward is asked for, and PyTorch's setting for
-                deterministic algorithms is off.
+            RuntimeError: The call requires determinism, but
+                torch.use_deterministic_algorithms(True) is not set.
         """
         if attention.deterministic and not torch_is_deterministic():
             raise RuntimeError(str(not_deterministic()))
-        # state of the dropout's generator, which is not used
+        # The state of the random generator for dropout, unused because dropout is 0.
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
         dq, dk, dv = self._ops._flash_attention_backward(
             do,
@@ -276,6 +292,7 @@ class TorchFlash:
 def _bounds(
     q: Tensor, k: Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return cu_seqlens and maximum lengths of queries and keys, as aten's operators take them."""
     if attention.packed is None:
         return None, None, q.shape[1], k.shape[1]
     return (
@@ -287,7 +304,7 @@ def _bounds(
 
 
 def torch_is_deterministic() -> bool:
-    """torch.use_deterministic_algorithms(True) is on, not merely warning."""
+    """Return whether torch.use_deterministic_algorithms(True) is set, and not to warn only."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -295,18 +312,18 @@ def torch_is_deterministic() -> bool:
 
 
 def not_deterministic() -> Reason:
-    """The reason why PyTorch's kernels do not take a deterministic backward now."""
+    """Return the reason why PyTorch's kernels cannot run a deterministic backward now."""
     return Reason(
         "not_deterministic",
-        "PyTorch's FlashAttention-2 backward repeats its bits only under"
+        "PyTorch's FlashAttention-2 backward is deterministic only under"
         " torch.use_deterministic_algorithms(True)",
-        "turn that on, or install flash-attn",
+        "set it, or install flash-attn",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source that may have FlashAttention-2: a provider, or the reason why there is none."""
+    """A place to look for FlashAttention-2: a provider, or the reason why it has none."""
 
     name: str
     provider: Provider | None
@@ -314,6 +331,7 @@ class Source:
 
 
 def _flash_attn() -> Source:
+    """Look for the package flash-attn."""
     name = "flash-attn"
     try:
         text = importlib.metadata.version(name)
@@ -329,7 +347,7 @@ def _flash_attn() -> Source:
         return Source(
             name,
             None,
-            Reason("package_version", f"flash-attn has no readable version: {text!r}", INSTALL),
+            Reason("package_version", f"flash-attn has an invalid version: {text!r}", INSTALL),
         )
     if version < OLDEST:
         message = f"flash-attn {text} is too old: needs {OLDEST} (the window alone needs 2.3)"
@@ -341,7 +359,7 @@ def _flash_attn() -> Source:
             ),
         )
     if version >= TOO_NEW:
-        message = f"flash-attn {text} is too new: this backend knows 2.5 to 2.8"
+        message = f"flash-attn {text} is too new: this backend supports 2.5 to 2.8"
         return Source(name, None, Reason("package_too_new", message, "pip install 'flash-attn<3'"))
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
@@ -356,6 +374,7 @@ def _flash_attn() -> Source:
 
 
 def _torch_flash() -> Source:
+    """Look for FlashAttention-2 in PyTorch."""
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         message = f"torch {torch.__version__} is built without FlashAttention-2 for CUDA"
         return Source(
@@ -366,12 +385,12 @@ def _torch_flash() -> Source:
 
 @functools.lru_cache(maxsize=1)
 def sources() -> tuple[Source, ...]:
-    """Every source of FlashAttention-2, in the order of preference; looked up once per process."""
+    """Return every source of FlashAttention-2 in order of preference, searched once per process."""
     return (_flash_attn(), _torch_flash())
 
 
 def first() -> Provider | None:
-    """The provider to use: the first there is."""
+    """Return the provider of the first source that has one, or None."""
     return next((source.provider for source in sources() if source.provider is not None), None)
 
 
@@ -380,7 +399,7 @@ _override: ContextVar[Provider | None] = ContextVar("override", default=None)
 
 @contextlib.contextmanager
 def override(provider: Provider) -> Iterator[None]:
-    """Use ``provider`` inside the block, in this thread."""
+    """Use ``provider`` in place of the installed one inside the context, in this thread."""
     token = _override.set(provider)
     try:
         yield
@@ -389,10 +408,10 @@ def override(provider: Provider) -> Iterator[None]:
 
 
 def serving() -> Provider:
-    """The provider in use.
+    """Return the provider in use.
 
     Raises:
-        RuntimeError: there is none; the message has every reason.
+        RuntimeError: There is none; the message lists the reason of every source.
     """
     provider = _override.get() or first()
     if provider is None:

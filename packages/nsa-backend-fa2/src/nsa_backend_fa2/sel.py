@@ -1,10 +1,11 @@
-"""The selected branch by gathering: every token's chosen keys side by side, one varlen document per
-token and group.
+"""The slot sel by gathering: the selected keys of each token and group form one varlen document.
 
-The h heads of a group are the query rows of its document, so its keys are loaded once. Tokens go in
-chunks of a fixed number of gathered keys: memory beyond the inputs and outputs does not grow with
-S. Reads n*l' keys per token and group from memory three times over; right, and slow: an independent
-check of faster kernels, and a floor where there is none.
+The h heads of a group are the query rows of its document, so that the keys are loaded once per
+group. Tokens are split into chunks of a fixed number of gathered keys, so that memory beyond the
+inputs and outputs does not grow with S.
+
+The slot reads n * l' keys per token and group from memory three times over, which is slow. It
+serves as an independent check of faster kernels, and runs where no faster kernel is available.
 """
 
 from __future__ import annotations
@@ -21,40 +22,45 @@ from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import token_places
 
-KEYS_AT_ONCE = 2**19  # gathered keys of a chunk
+KEYS_PER_CHUNK = 2**19  # gathered keys of a chunk
 
 
 def keys_per_token(geometry: BlockGeometry, blocks: int, longest: int) -> int:
-    """Keys that ``blocks`` chosen blocks hold at most, in documents of at most ``longest``
-    tokens.
-    """
+    """Return the most keys that ``blocks`` blocks of a document of ``longest`` tokens can hold."""
     return min(blocks, geometry.num_select_blocks(longest)) * geometry.select_block_size
 
 
-def tokens_at_once(groups: int, keys: int) -> int:
-    """Tokens of a chunk."""
-    return max(1, min(KEYS_AT_ONCE // keys, MAX_BATCH) // groups)
+def tokens_per_chunk(groups: int, keys: int) -> int:
+    """Return the number of tokens of a chunk, for ``keys`` keys per token and group."""
+    return max(1, min(KEYS_PER_CHUNK // keys, MAX_BATCH) // groups)
 
 
 class Chunk(NamedTuple):
-    """Tokens ``first .. last-1`` (batch and sequence flattened) and where their chosen keys are."""
+    """A chunk of tokens, and the indices of their selected keys.
+
+    Attributes:
+        first: First token, with batch and sequence flattened.
+        last: End of the tokens, exclusive.
+        key: int64 [N*K], flat index (token * G + group) of each gathered key. Entries without a key
+            have an index beyond all keys.
+        cu: int32 [N + 1], first gathered key of each token and group.
+        longest: Upper bound of the keys of one token and group, K.
+    """
 
     first: int
     last: int
-    # int64 [N*K]: flat index (token * G + group) of each gathered key; of no key: the first past
-    # all
     key: Tensor
-    cu: Tensor  # int32 [N + 1]: first gathered key of each token and group
+    cu: Tensor
     longest: int
 
 
 def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Chunk]:
-    """The tokens of q [B, S, ...] in chunks; packed tensors come as B = 1."""
+    """Split the tokens of q [B, S, ...] into chunks; packed tensors have B = 1."""
     batch, length, groups, _ = k.shape
     bound = length if call.cu_seqlens is None else min(call.max_seqlen, length)
     keys = keys_per_token(call.geometry, blocks.shape[-1], bound)
-    step = tokens_at_once(groups, keys)
-    flat = blocks.reshape(batch * length, groups, -1)
+    step = tokens_per_chunk(groups, keys)
+    flat_blocks = blocks.reshape(batch * length, groups, -1)
     if call.cu_seqlens is None:
         rows = torch.arange(batch * length, device=q.device)
         position = rows % length
@@ -67,7 +73,7 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Ch
         yield _chunk(
             first,
             last,
-            flat[first:last],
+            flat_blocks[first:last],
             position[first:last],
             start[first:last],
             keys,
@@ -84,25 +90,28 @@ def _chunk(
     keys: int,
     geometry: BlockGeometry,
 ) -> Chunk:
+    """Compute the key indices of the tokens ``first .. last - 1``."""
     size, groups = geometry.select_block_size, blocks.shape[1]
     current = (position // size)[:, None, None]
     no_block = torch.iinfo(torch.int64).max
-    chosen = blocks.long()
-    chosen = chosen.masked_fill((chosen < 0) | (chosen > current), no_block).sort(-1).values
-    repeated = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] != no_block)
-    chosen[..., 1:].masked_fill_(repeated, no_block)
-    chosen = chosen.sort(-1).values  # ascending, no_block last: all but the last are whole
-    count = (chosen != no_block).sum(-1) * size
-    count -= (chosen == current).any(-1) * (size - 1 - position % size)[:, None]
-    count.clamp_(max=keys)  # a max_seqlen that is too small: wrong, but inside the chunk
+    selected = blocks.long()
+    selected = selected.masked_fill((selected < 0) | (selected > current), no_block).sort(-1).values
+    repeated = (selected[..., 1:] == selected[..., :-1]) & (selected[..., 1:] != no_block)
+    selected[..., 1:].masked_fill_(repeated, no_block)
+    # Ascending, with no_block at the end. Every block except the query's own, the last one, is
+    # visible as a whole.
+    selected = selected.sort(-1).values
+    count = (selected != no_block).sum(-1) * size
+    count -= (selected == current).any(-1) * (size - 1 - position % size)[:, None]
+    count.clamp_(max=keys)  # keeps indices in bounds if the caller's max_seqlen is too small
     cu = torch.nn.functional.pad(count.flatten().cumsum(0), (1, 0))
-    place = torch.arange(count.numel() * keys, device=blocks.device)
-    document = torch.searchsorted(cu[1:-1].contiguous(), place, right=True)
-    within = place - cu[document]
-    used = within < count.flatten()[document]
-    within.clamp_(max=keys - 1)
-    block = chosen.flatten(0, 1)[document, within // size]
-    token = start[document // groups] + block.masked_fill(~used, 0) * size + within % size
+    entry = torch.arange(count.numel() * keys, device=blocks.device)
+    document = torch.searchsorted(cu[1:-1].contiguous(), entry, right=True)
+    offset = entry - cu[document]
+    used = offset < count.flatten()[document]
+    offset.clamp_(max=keys - 1)
+    block = selected.flatten(0, 1)[document, offset // size]
+    token = start[document // groups] + block.masked_fill(~used, 0) * size + offset % size
     key = token * groups + document % groups
     return Chunk(first, last, key.masked_fill_(~used, no_block), cu.int(), keys)
 
@@ -111,6 +120,7 @@ def _rows(
     x: Tensor,  # [B*S, heads, D]
     chunk: Chunk,
 ) -> Tensor:  # [N*G*h, 1, D]
+    """Return the chunk's query rows, one head each."""
     return x[chunk.first : chunk.last].reshape(-1, 1, x.shape[-1])
 
 
@@ -119,9 +129,9 @@ def _gather(
     key: Tensor,
 ) -> Tensor:  # [N*K, 1, D]
     batch, length, groups, _ = x.shape
-    safe = key.clamp(max=batch * length * groups - 1)
-    token = safe // groups
-    return x[token // length, token % length, safe % groups].unsqueeze(1)
+    valid_key = key.clamp(max=batch * length * groups - 1)
+    token = valid_key // groups
+    return x[token // length, token % length, valid_key % groups].unsqueeze(1)
 
 
 def _attention(chunk: Chunk, heads: int, call: SlotCall) -> Attention:
@@ -132,6 +142,7 @@ def _attention(chunk: Chunk, heads: int, call: SlotCall) -> Attention:
 
 
 def _batched(call: SlotCall, *tensors: Tensor) -> list[Tensor]:
+    """Add a batch axis of 1 to packed tensors."""
     return list(tensors) if call.cu_seqlens is None else [x.unsqueeze(0) for x in tensors]
 
 
@@ -143,27 +154,28 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); 0 and -inf where no
-    block is chosen.
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]).
+
+    Rows without a selected block have o = 0 and lse = -inf.
     """
     shape, (q, k, v, blocks) = q.shape[:-1], _batched(call, q, k, v, blocks)
     batch, length, heads, _ = q.shape
-    per_group, flat = heads // k.shape[2], q.flatten(0, 1)
+    per_group, flat_q = heads // k.shape[2], q.flatten(0, 1)
     o = q.new_empty((batch * length, heads, v.shape[-1]))
     lse = torch.empty((batch * length, heads), dtype=torch.float32, device=q.device)
     for chunk in _chunks(q, k, blocks, call):
         tokens = slice(chunk.first, chunk.last)
-        out, stats = attend(
-            _rows(flat, chunk),
+        chunk_o, chunk_lse = attend(
+            _rows(flat_q, chunk),
             _gather(k, chunk.key),
             _gather(v, chunk.key),
             _attention(chunk, per_group, call),
         )
         blank = (chunk.cu.diff() == 0).repeat_interleave(per_group).view(-1, heads)
-        o[tokens] = out.view(-1, heads, v.shape[-1]).masked_fill(blank.unsqueeze(-1), 0)
-        lse[tokens] = stats.view(-1, heads).masked_fill(blank, -torch.inf)
-    spread = lse.view(batch, length, heads).transpose(1, 2)
-    return o.view(*shape, -1), spread if call.cu_seqlens is None else spread[0]
+        o[tokens] = chunk_o.view(-1, heads, v.shape[-1]).masked_fill(blank.unsqueeze(-1), 0)
+        lse[tokens] = chunk_lse.view(-1, heads).masked_fill(blank, -torch.inf)
+    heads_first = lse.view(batch, length, heads).transpose(1, 2)
+    return o.view(*shape, -1), heads_first if call.cu_seqlens is None else heads_first[0]
 
 
 def backward(
@@ -177,7 +189,7 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v; dk and dv are summed over the tokens in fp32."""
+    """Return dq, dk and dv, shaped like q, k and v; dk and dv are summed in fp32."""
     shapes = [x.shape for x in (q, k, v)]
     do, q, k, v, blocks, o, lse = _batched(call, do, q, k, v, blocks, o, lse)
     heads, (batch, length, groups, _) = q.shape[2], k.shape
@@ -185,7 +197,7 @@ def backward(
         x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1))
     )
     dq = torch.empty(flat_q.shape, dtype=q.dtype, device=q.device)
-    # One row past the last key takes the values that the kernel left in rows without a key.
+    # The extra last row receives the undefined gradients of entries without a key.
     sums = [
         torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device)
         for x in (k, v)
@@ -216,9 +228,10 @@ def backward(
 
 
 def _add(total: Tensor, index: Tensor, rows: Tensor, deterministic: bool) -> None:
+    """Add ``rows`` to ``total`` at ``index``, in a fixed order if ``deterministic``."""
     rows = rows.to(total.dtype)
     if deterministic:
-        # sorts, so that equal indices add in one order
+        # index_put_ sorts the indices; index_add_ uses atomics on CUDA.
         total.index_put_((index,), rows, accumulate=True)
     else:
         total.index_add_(0, index, rows)

@@ -1,6 +1,4 @@
-"""The sliding window as one call on the full keys and values: causal, window (w-1, 0), aligned
-bottom-right.
-"""
+"""The slot win as one call over all keys and values: causal, with the window (w - 1, 0)."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     return attend(q, k, v, _attention(q, call))
 
 
@@ -48,5 +46,5 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v."""
+    """Return dq, dk and dv, shaped like q, k and v."""
     return attend_backward(do, q, k, v, o, lse, _attention(q, call))

@@ -1,9 +1,9 @@
-"""Peak bytes of a slot beyond its inputs, from a dry run: the slot's own code on tensors without
-data.
+"""The workspace of each slot: its peak memory beyond its inputs, from a dry run.
 
-Only what the library allocates inside a call is written down here, as in flash-attn 2.8.3 (2.5 to
-2.7 and PyTorch's copy allocate alike). The outputs of forward stay alive while backward runs. A
-``seq_len`` of None counts as one token, a ``batch`` of None as one sequence or document.
+A dry run calls the slot's own functions with tensors without data. The allocations inside a library
+call are modelled on flash-attn 2.8.3; 2.5 to 2.7 and PyTorch's copy allocate alike. The outputs of
+the forward stay alive during the backward. A ``seq_len`` of None counts as one token, and a
+``batch`` of None as one sequence or document.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
-from nsa_backend_fa2.sel import keys_per_token, tokens_at_once
+from nsa_backend_fa2.sel import keys_per_token, tokens_per_chunk
 from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes, slot_inputs
 
-# chunks of sel in a dry run; beyond them every chunk costs the same, the rest grows with the tokens
+# Chunks that a dry run of sel takes at most. With more chunks, memory grows linearly in tokens.
 _EXACT_CHUNKS = 4
 
 
-def _up(count: int, step: int) -> int:
+def _round_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _wide(width: int) -> int:
-    """Head width of the kernel that serves ``width``."""
-    return _up(width, 32 if width <= 128 else 64)
+def _kernel_width(width: int) -> int:
+    """Return the head width of the kernel that runs heads of ``width``."""
+    return _round_up(width, 32 if width <= 128 else 64)
 
 
 def _multiprocessors() -> int:
@@ -43,27 +43,33 @@ def _multiprocessors() -> int:
 
 
 def _splits(blocks: int, columns: int) -> int:
-    """How many parts the library cuts the keys into: ``num_splits_heuristic`` of its flash_api.cpp.
+    """Return how many splits of the keys the library computes in parallel.
+
+    This is ``num_splits_heuristic`` of its flash_api.cpp.
 
     Args:
-        blocks: blocks of 64 query rows, of all heads and sequences.
-        columns: blocks of keys.
+        blocks: Blocks of 64 query rows, of all heads and sequences together.
+        columns: Blocks of keys.
     """
-    places = 2 * _multiprocessors()
-    if blocks >= 0.8 * places:
+    capacity = 2 * _multiprocessors()
+    if blocks >= 0.8 * capacity:
         return 1
     best, efficiency = 0.0, {}
-    for splits in range(1, min(128, places, columns) + 1):
+    for splits in range(1, min(128, capacity, columns) + 1):
         if splits > 1 and -(-columns // splits) == -(-columns // (splits - 1)):
             continue
-        waves = blocks * splits / places
-        efficiency[splits] = waves / -(-blocks * splits // places)
+        waves = blocks * splits / capacity
+        efficiency[splits] = waves / -(-blocks * splits // capacity)
         best = max(best, efficiency[splits])
     return next((splits for splits, value in efficiency.items() if value >= 0.85 * best), 1)
 
 
-class Hollow:
-    """A provider that allocates as the real one does and computes nothing."""
+class AllocationsOnly:
+    """A provider that allocates memory like the real one, and computes nothing.
+
+    Args:
+        copies_strided: Whether its backward copies do and o if they are not contiguous.
+    """
 
     title = "allocations only"
 
@@ -73,8 +79,9 @@ class Hollow:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """o and lse; inside, where few blocks of rows would leave the GPU idle, partial ones in
-        fp32.
+        """Allocate o and lse, and fp32 partial results if the library splits the keys.
+
+        It splits them if there are too few blocks of query rows to fill the GPU.
         """
         o = torch.empty_like(q)
         if attention.packed is not None:
@@ -84,7 +91,7 @@ class Hollow:
         columns = -(-k.shape[1] // (256 if width <= 64 else 128 if width <= 128 else 64))
         splits = _splits(batch * heads * -(-rows // 64), columns)
         if splits > 1:
-            q.new_empty((splits, batch, heads, rows, _wide(width) + 1), dtype=torch.float32)
+            q.new_empty((splits, batch, heads, rows, _kernel_width(width) + 1), dtype=torch.float32)
         return o, lse
 
     def backward(
@@ -97,36 +104,37 @@ class Hollow:
         lse: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; inside, dq in fp32, the rows' sums, and dk and dv per query head before the
-        group is summed.
+        """Allocate dq, dk and dv, and the buffers of the library.
+
+        The buffers are dq and rowsum(do * o) in fp32, and dk and dv per query head if heads share
+        keys.
         """
-        inside = [x.contiguous() for x in (do, o)] if self._copies_strided else []
+        buffers = [x.contiguous() for x in (do, o)] if self._copies_strided else []
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         heads, width = q.shape[-2:]
         if attention.packed is None:
-            sequences, rows = q.shape[0], q.shape[0] * _up(q.shape[1], 128)
+            sequences, rows = q.shape[0], q.shape[0] * _round_up(q.shape[1], 128)
         else:
             sequences = attention.packed.cu_q.shape[0] - 1
-            rows = q.shape[0] + 128 * sequences  # each document has rows of its own
-        # One dq per thread block of a head, where the order of adding must not matter.
+            rows = q.shape[0] + 128 * sequences  # the library pads each document to 128 rows
+        # A deterministic backward has a copy of dq per thread block of a head.
         copies = -(-_multiprocessors() // (sequences * heads)) if attention.deterministic else 1
-        inside.append(q.new_empty((rows, heads, copies * _wide(width) + 1), dtype=torch.float32))
+        dq_width = copies * _kernel_width(width) + 1
+        buffers.append(q.new_empty((rows, heads, dq_width), dtype=torch.float32))
         if heads != k.shape[-2]:
-            inside += [x.new_empty((*x.shape[:-2], heads, width)) for x in (k, v)]
+            buffers += [x.new_empty((*x.shape[:-2], heads, width)) for x in (k, v)]
         return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=256)
 def _measure(request: Request, copies_strided: bool) -> int:
-    """Peak bytes of the slot's own functions on meta tensors, and of making their results
-    contiguous.
-    """
+    """Return the peak bytes of the slot's functions on meta tensors, with contiguous results."""
     do, tensors, call = slot_inputs(request)
     module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
     count = PeakBytes()
-    with providers.override(Hollow(copies_strided)), count:
+    with providers.override(AllocationsOnly(copies_strided)), count:
         if request.slot == "cmp" and not tensors[1].shape[-3]:
-            # No query sees a key: nsa_core makes the results without a backend.
+            # No query sees a key. nsa_core then creates the results without calling the backend.
             outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
             gradients = [torch.empty_like(x) for x in tensors] if request.needs_grad else []
             del outputs, gradients
@@ -138,24 +146,24 @@ def _measure(request: Request, copies_strided: bool) -> int:
 
 
 def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """As nsa_core hands them on."""
+    """Make results contiguous, as nsa_core does."""
     return [x.contiguous() for x in results]
 
 
 def _sizes(request: Request) -> tuple[Request, int]:
-    """The request with every size, and its tokens in all; a size of None becomes 1."""
+    """Return the request with 1 for each size of None, and its total number of tokens."""
     batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
     tokens = length if request.varlen and batch else batch * length
     return dataclasses.replace(request, batch=batch, seq_len=length), tokens
 
 
 def _copies_strided() -> bool:
-    """Whether the library's backward copies an o or do that is not contiguous: PyTorch's does."""
+    """Return whether the backward copies a noncontiguous o or do, as PyTorch's does."""
     return isinstance(providers.first(), providers.TorchFlash)
 
 
 def win(request: Request) -> int:
-    """Bytes of the slot win."""
+    """Return the peak bytes of win; the same function serves cmp."""
     request, tokens = _sizes(request)
     return _measure(request, _copies_strided()) if tokens else 0
 
@@ -164,19 +172,19 @@ cmp = win
 
 
 def sel(request: Request) -> int:
-    """Bytes of the slot sel: exact for few chunks of tokens, linear in the tokens beyond them."""
+    """Return the peak bytes of sel: exact for few chunks, otherwise extrapolated linearly."""
     request, tokens = _sizes(request)
     if tokens == 0:
         return 0
     copies_strided, geometry = _copies_strided(), request.geometry
     keys = keys_per_token(geometry, geometry.num_selected_blocks, request.seq_len or 0)
-    chunk = tokens_at_once(request.n_kv_heads, keys)
+    chunk = tokens_per_chunk(request.n_kv_heads, keys)
     if tokens <= _EXACT_CHUNKS * chunk:
         return _measure(request, copies_strided)
-    shortest = geometry.num_selected_blocks * geometry.select_block_size
-    few = _up(max(shortest, _EXACT_CHUNKS // 2 * chunk), chunk)
-    less, more = (
+    min_tokens = geometry.num_selected_blocks * geometry.select_block_size
+    short = _round_up(max(min_tokens, _EXACT_CHUNKS // 2 * chunk), chunk)
+    short_bytes, long_bytes = (
         _measure(dataclasses.replace(request, batch=1, seq_len=length), copies_strided)
-        for length in (few, few + 2 * chunk)
+        for length in (short, short + 2 * chunk)
     )
-    return more + (more - less) * (tokens - few - 2 * chunk) // (2 * chunk)
+    return long_bytes + (long_bytes - short_bytes) * (tokens - short - 2 * chunk) // (2 * chunk)

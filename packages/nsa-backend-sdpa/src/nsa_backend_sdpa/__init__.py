@@ -1,3 +1,1 @@
-"""Native Sparse Attention on plain PyTorch: every slot, forward and backward, on the CPU and on any
-GPU.
-"""
+"""Native Sparse Attention in plain PyTorch: all slots, forward and backward, on CPU and any GPU."""

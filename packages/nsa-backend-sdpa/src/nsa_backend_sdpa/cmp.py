@@ -1,11 +1,12 @@
-"""The compressed branch as one plain causal call per document (nsa_core.fold).
+"""The slot cmp as one causal attention call per document (see nsa_core.fold).
 
-The d residues of a run are folded into the head axis: d*h heads share the keys of a group, and
-there are as many rows as keys. cuDNN, where it serves a call, reads the residues where they lie.
+The d residues of a run are folded into the head axis: d * h heads share the keys of a group, and
+there are as many query rows as keys. If cuDNN supports the call, it reads the residues as views,
+without a copy.
 
-Packed documents are called one by one, which needs their lengths on the host: one synchronisation
-on CUDA for each cu_seqlens, whatever the number of layers. Under CUDA graph capture the call raises
-Unsupported.
+Packed documents run one by one, which requires their lengths on the host. On CUDA, this takes one
+synchronisation per cu_seqlens tensor, whatever the number of layers. During CUDA graph capture, the
+call raises Unsupported.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from nsa_core.packing import host_boundaries
 
 
 def _documents(call: SlotCall) -> Iterator[tuple[slice, slice]]:
-    """Token rows and compressed rows of every document that has a compressed token."""
+    """Yield the token rows and compressed rows of each document that has a compressed token."""
     assert call.cu_seqlens is not None
-    first_cmp = 0
+    first_cmp = 0  # first compressed row of the document
     for start, end in itertools.pairwise(host_boundaries(call.cu_seqlens)):
         count = call.geometry.num_compressed(end - start)
         if count:
@@ -39,6 +40,7 @@ def _fold(
     groups: int,
     call: SlotCall,
 ) -> Tensor:  # [B*G, d*h, I, D]
+    """Fold the rows of ``x`` into runs, with the residues and the heads of a group in one axis."""
     runs = fold(x, groups, call.geometry, group_major=True)  # [B, I, G, d, h, D]
     return runs.permute(0, 2, 3, 4, 1, 5).flatten(2, 3).flatten(0, 1)
 
@@ -49,28 +51,29 @@ def _unfold(
     call: SlotCall,
     blank: float = 0.0,
 ) -> None:
-    """Store the runs into the rows of ``out``, and ``blank`` into those that see no key."""
+    """Copy folded rows back into ``out``, and set rows that see no key to ``blank``."""
     runs = folded.unflatten(0, (out.shape[0], -1)).unflatten(2, (call.geometry.compress_stride, -1))
     unfold(runs.permute(0, 4, 1, 2, 3, 5), out.shape[1], call.geometry, blank=blank, out=out)
 
 
 def _keys(x: Tensor) -> Tensor:
-    """[B, n_c, G, D] -> [B*G, n_c, D]."""
+    """Return [B, n_c, G, D] as [B*G, n_c, D]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _rows(lse: Tensor) -> Tensor:
-    """[B, Hq, S] -> [B, S, Hq, 1], a view: rows of width 1."""
+def _lse_rows(lse: Tensor) -> Tensor:
+    """Return lse [B, Hq, S] as a view [B, S, Hq, 1], which has the layout of q."""
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall) -> None:
-    if cudnn.serves(q, v, call):
+    """Store the output and log-sum-exp of sequences of one length into ``o`` and ``lse``."""
+    if cudnn.supports_call(q, v, call):
         cudnn.forward(q, k, v, o, lse, call)
         return
     folded_o, folded_lse = aten.causal(_fold(q, k.shape[2], call), _keys(k), _keys(v), call.scale)
     _unfold(folded_o, o, call)
-    _unfold(folded_lse.unsqueeze(-1), _rows(lse), call, -torch.inf)
+    _unfold(folded_lse.unsqueeze(-1), _lse_rows(lse), call, -torch.inf)
 
 
 def forward(
@@ -80,7 +83,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     *lead, heads, _ = q.shape
     o = q.new_empty((*lead, heads, v_cmp.shape[-1]))
     lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats_dtype(q.dtype))
@@ -98,12 +101,13 @@ def forward(
 
 
 def _backward_dense(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) -> None:
+    """Store dq, dk and dv of sequences of one length into ``grads``."""
     do, q, k, v, o, lse = tensors
-    if cudnn.serves(q, v, call):
+    if cudnn.supports_call(q, v, call):
         cudnn.backward(tensors, grads, call)
         return
     groups = k.shape[2]
-    folded_lse = _fold(_rows(lse), groups, call).squeeze(-1)
+    folded_lse = _fold(_lse_rows(lse), groups, call).squeeze(-1)
     dq, dk, dv = aten.causal_backward(
         _fold(do, groups, call),
         _fold(q, groups, call),
@@ -129,8 +133,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document
-    get zero.
+    """Return dq, dk_cmp and dv_cmp, shaped like q, k_cmp and v_cmp.
+
+    Rows of k_cmp and v_cmp that belong to no document have zero gradients.
     """
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cmp, v_cmp)]
     tensors = [do, q, k_cmp, v_cmp, o]

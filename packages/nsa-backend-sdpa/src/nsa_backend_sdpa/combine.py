@@ -1,4 +1,7 @@
-"""o = g_cmp * o_cmp + g_sel * o_sel + g_win * o_win, summed in fp32 (fp64) and rounded once."""
+"""The slot combine: o = g_cmp * o_cmp + g_sel * o_sel + g_win * o_win (Eq. 5).
+
+The sum is computed in fp32 (fp64 for fp64) and rounded once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> Tensor:
-    """The gated sum [..., Hq, Dv]."""
+    """Return the gated sum [..., Hq, Dv]."""
     with torch.profiler.record_function("nsa_sdpa.combine"):
         g_cmp, g_sel, g_win = gates.unsqueeze(-2).unbind(-1)
         total = g_cmp * o_cmp
@@ -34,7 +37,7 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgates in the gates' dtype; do_cmp, do_sel, do_win, each rounded once."""
+    """Return dgates in the dtype of the gates, and do_cmp, do_sel and do_win, each rounded once."""
     with torch.profiler.record_function("nsa_sdpa.combine_backward"):
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
         wide = do.to(gates.dtype)

@@ -1,4 +1,4 @@
-"""What the backend takes, from metadata alone."""
+"""The probe and the rank of the backend ``sdpa``: which requests it accepts, from metadata only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 from nsa_core.contract import LONG_SEQUENCE, Reason, Request
 
-# Tokens of fp64 on CUDA: a few seconds where fp64 runs at 1/64 of fp32 (consumer GPUs); fp64 is for
-# reference.
+# Longest sequence in fp64 on CUDA, where fp64 serves as a reference only. On consumer GPUs, which
+# run fp64 at 1/64 of the fp32 rate, this length takes a few seconds.
 FP64_CUDA_MAX_SEQ_LEN = 16384
-# Where cmp runs on cuDNN it is ahead of FlashAttention-2 by the fold, and behind kernels made for
-# it (benchmarks/results/h200/cmp_routes.json) but for wide heads over long sequences.
+# Ranks of cmp on cuDNN. It is faster than FlashAttention-2, because it does not copy the fold, and
+# slower than kernels written for cmp (benchmarks/results/h200/cmp_routes.json), except for heads
+# of at least CUDNN_WIDE elements over long sequences.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
-CUDNN_WIDE = 128  # head width
+CUDNN_WIDE = 128
 
 
 def probe(request: Request) -> Sequence[Reason]:
-    """All reasons against ``request``; none: every slot, dtype, width, head count and packing
-    runs.
+    """Return all reasons against ``request``.
+
+    The backend accepts every slot, dtype, head width, head count and packing.
     """
     reasons = []
     if request.device not in ("cpu", "cuda", "meta"):
@@ -25,7 +27,7 @@ def probe(request: Request) -> Sequence[Reason]:
             Reason(
                 "device_not_supported",
                 f"runs on cpu and cuda, got {request.device}",
-                "move the tensors",
+                "move the tensors to cpu or cuda",
             )
         )
     longest = request.seq_len or 0
@@ -41,10 +43,11 @@ def probe(request: Request) -> Sequence[Reason]:
 
 
 def rank(request: Request) -> int:
-    """Priority: 0, but higher where cmp runs on cuDNN; the highest for wide heads in a request of
-    many tokens.
+    """Return the rank for `auto`: 0, or more if cmp runs on cuDNN.
+
+    The rank is highest for wide heads over long sequences.
     """
-    # Packed documents are called one by one, and no step of decode runs on cuDNN.
+    # Packed documents take one call each, and decode steps do not run on cuDNN.
     if request.slot != "cmp" or request.varlen or request.phase == "decode":
         return 0
     import torch
@@ -52,7 +55,7 @@ def rank(request: Request) -> int:
     from nsa_backend_sdpa import cudnn
 
     widths, tokens = (request.head_dim, request.v_head_dim), request.seq_len
-    here = cudnn.takes(
+    on_cudnn = cudnn.supports(
         getattr(torch, request.dtype),
         request.device,
         request.capability,
@@ -62,7 +65,7 @@ def rank(request: Request) -> int:
         1.0,
         request.deterministic,
     )
-    if not here:
+    if not on_cudnn:
         return 0
     return (
         CUDNN_LONG_RANK

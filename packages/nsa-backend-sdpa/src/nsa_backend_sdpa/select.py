@@ -1,10 +1,11 @@
-"""Choice of blocks from the probabilities of the compressed branch (Eq. 8 to 12).
+"""The slot select: choose blocks from the probabilities of the compressed branch (Eq. 8 to 12).
 
-    p[h,t,i] = exp(scale * q.k_cmp[i] - lse)
-    score[t,j] = sum over heads of sum over taps of weight * p
+    p[h,t,i]   = exp(scale * q[h,t] . k_cmp[i] - lse[h,t])
+    score[t,j] = sum over heads h of the group, sum over taps i, of weight(i, j) * p[h,t,i]
 
-per tile of queries of one document, so that no tensor of tokens times blocks exists. Taps are added
-in ascending i, then heads in ascending order; a stable sort gives equal scores to the lower index.
+Scores are computed per tile of queries of one document, so that no tensor of size tokens times
+blocks exists. Taps are added in ascending order of i, then heads in ascending order. The sort is
+stable: among equal scores, the lower block index comes first.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
-from nsa_backend_sdpa.device import pieces
+from nsa_backend_sdpa.device import chunks
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
-from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How a call is cut into tiles."""
+class Tiling:
+    """How a call is split into steps of several tiles.
 
-    size: int  # queries of a tile
-    tiles: int  # of one step
-    groups: int  # kv heads of one step
+    Attributes:
+        size: Queries of a tile.
+        tiles: Tiles of a step.
+        groups: kv heads of a step.
+    """
+
+    size: int
+    tiles: int
+    groups: int
 
     @classmethod
     def of(
@@ -40,18 +47,20 @@ class Cut:
         heads: int,
         itemsize: int,
         budget: int,
-    ) -> Cut:
-        """Tiles of at most ``budget`` bytes of probabilities, if 64 queries are not too many
-        already.
+    ) -> Tiling:
+        """Return tiles of at most 64 queries, and steps with ``budget`` bytes of probabilities.
+
+        A single tile may exceed the budget.
         """
         size = max(1, min(64, longest))
-        together = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
-        return cls(size, max(1, together // groups), min(groups, together))
+        per_step = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
+        return cls(size, max(1, per_step // groups), min(groups, per_step))
 
 
 def columns(geometry: BlockGeometry, longest: int) -> int:
-    """Compressed tokens that overlap any selection block of ``longest`` tokens, those before the
-    first included.
+    """Return how many compressed tokens overlap the selection blocks of ``longest`` tokens.
+
+    The count includes the nonexistent ones before compressed token 0 that would overlap block 0.
     """
     per_block = geometry.select_block_size // geometry.compress_stride
     return geometry.num_select_blocks(longest) * per_block - geometry.overlap_taps()[0][0]
@@ -64,28 +73,28 @@ def forward(
     *,
     call: SlotCall,
 ) -> Tensor:
-    """blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, -1 at the end."""
+    """Return blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, with -1 at the end."""
     with torch.profiler.record_function("nsa_sdpa.select"), ieee_products(q):
         packed, geometry = call.cu_seqlens is not None, call.geometry
         groups, heads = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
         longest = max(1, min(call.max_seqlen, len(q)) if packed else q.shape[1])
         itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-        cut = Cut.of(geometry, longest, groups, heads, itemsize, budget)
-        tiles, first_cmp = make_tiles(q, cut.size, call), _first_compressed(k_cmp, call)
+        tiling = Tiling.of(geometry, longest, groups, heads, itemsize, budget)
+        tiles, first_cmp = make_tiles(q, tiling.size, call), _first_compressed(k_cmp, call)
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
         rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
         shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
         blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
-        for step in tiles.split(cut.tiles):
+        for step in tiles.split(tiling.tiles):
             position = step.clamp(step.rows()[0]) - step.start[:, None]
-            for part in pieces(groups, cut.groups):
+            for part in chunks(groups, tiling.groups):
                 scores = block_scores([x[:, part] for x in rows], first_cmp, step, call)
-                store(blocks[:, part], step.targets(), choose(scores, position, geometry))
+                scatter(blocks[:, part], step.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
 
 
 def _first_compressed(k_cmp: Tensor, call: SlotCall) -> Tensor:
-    """First compressed row of each document, int64 [documents]."""
+    """Return the first compressed row of each document, int64 [documents]."""
     if call.cu_seqlens is None:
         return torch.arange(k_cmp.shape[0], device=k_cmp.device) * k_cmp.shape[1]
     return compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()
@@ -96,41 +105,48 @@ def block_scores(
     first_cmp: Tensor,  # int64 [documents]
     step: Tiles,
     call: SlotCall,
-) -> Tensor:  # [g, tiles, c, NB]
-    """Group scores (Eq. 9 and 10) of every selection block that a query of the step may see."""
+) -> Tensor:  # [g, tiles, size, NB]
+    """Return the group scores (Eq. 9 and 10) of each block that a query of the step may see."""
     p = _probabilities(rows, first_cmp, step, call)
-    total = tap_sums(p, call.geometry, step.longest)
+    head_scores = tap_sums(p, call.geometry, step.longest)
     del p
-    return head_sums(total)
+    return head_sums(head_scores)
 
 
 def tap_sums(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
-    """Eq. 9 per head, [..., h, NB] for the blocks of ``longest`` tokens: probabilities [..., h,
-    columns()] weighted.
+    """Return the block scores of each head (Eq. 9).
+
+    Args:
+        p: Probabilities [..., h, columns()].
+        geometry: Block sizes.
+        longest: Tokens whose blocks are scored.
+
+    Returns:
+        [..., h, NB], NB the number of selection blocks of ``longest`` tokens.
     """
     taps, count = geometry.overlap_taps(), geometry.num_select_blocks(longest)
-    first, every = taps[0][0], geometry.select_block_size // geometry.compress_stride
-    total: Tensor | None = None
+    first, per_block = taps[0][0], geometry.select_block_size // geometry.compress_stride
+    scores: Tensor | None = None
     for tap, weight in taps:
-        overlapping = p[..., tap - first :: every][..., :count]
-        total = overlapping * weight if total is None else total.add_(overlapping, alpha=weight)
-    assert total is not None
-    return total
+        overlapping = p[..., tap - first :: per_block][..., :count]
+        scores = overlapping * weight if scores is None else scores.add_(overlapping, alpha=weight)
+    assert scores is not None
+    return scores
 
 
 def head_sums(scores: Tensor) -> Tensor:
-    """Eq. 10: [..., h, NB] to [..., NB], heads in ascending order."""
-    total = scores[..., 0, :].clone()
+    """Sum scores [..., h, NB] over the heads of a group, in ascending order (Eq. 10)."""
+    group_scores = scores[..., 0, :].clone()
     for head in range(1, scores.shape[-2]):
-        total += scores[..., head, :]
-    return total
+        group_scores += scores[..., head, :]
+    return group_scores
 
 
 def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: SlotCall) -> Tensor:
-    """Eq. 8, [g, tiles, c, h, columns], from the first compressed token that overlaps block 0 on,
-    which is negative.
+    """Return the probabilities of Eq. 8, [g, tiles, size, h, columns].
 
-    Exactly 0 where there is no compressed token, or one that is not visible.
+    Column 0 is the first compressed token that would overlap block 0, whose index is negative or 0.
+    A probability is exactly 0 if the compressed token does not exist or is not visible.
     """
     (q, k, lse), geometry, operand = rows, call.geometry, operand_dtype(rows[0])
     queries = step.clamp(step.rows()[0])
@@ -155,18 +171,19 @@ def choose(
     position: Tensor,  # [...] of the query in its document, broadcast against score's leading axes
     geometry: BlockGeometry,
 ) -> Tensor:  # int64 [..., n]
-    """The forced blocks and the best others, min(n, candidates) of them, ascending, -1 at the
-    end.
+    """Return the forced blocks and those with the best scores (Eq. 11 and 12).
+
+    At most n blocks up to the query's own are returned, in ascending order, with -1 at the end.
     """
     count, n = score.shape[-1], geometry.num_selected_blocks
     current = (position // geometry.select_block_size)[..., None]
     block = torch.arange(count, device=score.device)
     forced = (block < geometry.init_blocks) | (block > current - geometry.local_blocks)
-    # below every score (they are >= 0), above every block that is no candidate
+    # A NaN score ranks below all other scores, which are >= 0, and above future blocks.
     rank = score.masked_fill(score.isnan(), -1.0)
     rank = rank.masked_fill_(forced, torch.inf).masked_fill_(block > current, -torch.inf)
     best = rank.sort(dim=-1, descending=True, stable=True).indices[..., :n]
-    taken = torch.arange(best.shape[-1], device=score.device) <= current
-    best = best.masked_fill_(~taken, count).sort(dim=-1).values
+    is_candidate = torch.arange(best.shape[-1], device=score.device) <= current
+    best = best.masked_fill_(~is_candidate, count).sort(dim=-1).values
     best = best.masked_fill_(best == count, -1)
     return torch.nn.functional.pad(best, (0, n - best.shape[-1]), value=-1)

@@ -1,9 +1,9 @@
-"""The sliding window: each tile of c = clamp(w, 64, 512) queries over the w + c - 1 keys it can
-see, O(S*w) in time.
+"""The slot win: each tile of c = clamp(w, 64, 512) queries attends to the w + c - 1 keys it sees.
 
-Extra memory is O(S) for fp32 gradients of k and v, and a bounded tile of scores. A window that
-covers the whole sequence is the plain causal call. Tiles never cross a document, so packed equals
-separate, bit for bit where both choose the same c.
+The time is O(S * w). Extra memory is O(S) for fp32 gradients of k and v, plus a bounded tile of
+scores. A window that covers the whole sequence runs as one causal attention call. Tiles never cross
+a document, so that packed documents give the same results as separate calls: bitwise the same if
+both use the same c.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
-from nsa_backend_sdpa.device import pieces
+from nsa_backend_sdpa.device import chunks
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
-from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, store
+from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter
 from nsa_core.contract import SlotCall
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How a call is cut into tiles."""
+class Tiling:
+    """How a call is split into steps of several tiles.
 
-    window: int  # at most the longest document
-    size: int  # queries of a tile
-    tiles: int  # of one step
-    groups: int  # kv heads of one step
+    Attributes:
+        window: Window size, at most the length of the longest document.
+        size: Queries of a tile, c.
+        tiles: Tiles of a step.
+        groups: kv heads of a step.
+    """
+
+    window: int
+    size: int
+    tiles: int
+    groups: int
 
     @classmethod
     def of(
@@ -41,22 +48,26 @@ class Cut:
         heads: int,
         itemsize: int,
         budget: int,
-    ) -> Cut:
-        """Tiles of at most ``budget`` bytes of scores; small ones where documents are short."""
-        window = max(1, min(window, longest))
-        least = max(1, min(64, longest))
-        size = max(least, min(512, window, -(-tokens // documents)))
+    ) -> Tiling:
+        """Return steps with at most ``budget`` bytes of scores; short documents get small tiles.
 
-        def scores() -> int:
+        Tiles have at least 64 queries if a document is that long, even if their scores exceed the
+        budget.
+        """
+        window = max(1, min(window, longest))
+        min_size = max(1, min(64, longest))
+        size = max(min_size, min(512, window, -(-tokens // documents)))
+
+        def tile_bytes() -> int:
             return size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize
 
-        while size > least and scores() > budget:
-            size = max(least, size // 2)
-        together = max(1, budget // scores())
-        return cls(window, size, max(1, together // groups), min(groups, together))
+        while size > min_size and tile_bytes() > budget:
+            size = max(min_size, size // 2)
+        per_step = max(1, budget // tile_bytes())
+        return cls(window, size, max(1, per_step // groups), min(groups, per_step))
 
 
-def _cut(q: Tensor, k: Tensor, call: SlotCall) -> Cut:
+def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> Tiling:
     if call.cu_seqlens is None:
         documents, longest = q.shape[:2]
         tokens = documents * longest
@@ -64,23 +75,23 @@ def _cut(q: Tensor, k: Tensor, call: SlotCall) -> Cut:
         documents, tokens, longest = len(call.cu_seqlens) - 1, len(q), min(call.max_seqlen, len(q))
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-    return Cut.of(
+    return Tiling.of(
         call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget
     )
 
 
-def _covers(q: Tensor, call: SlotCall) -> bool:
+def _window_covers_sequence(q: Tensor, call: SlotCall) -> bool:
     return call.cu_seqlens is None and call.geometry.window_size >= q.shape[1]
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[B, S, Hq, D] -> [B*G, h, S, D]."""
+    """Return [B, S, Hq, D] as [B*G, h, S, D]."""
     by_group: Tensor = x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     return by_group
 
 
 def _by_token(x: Tensor, batch: int) -> Tensor:
-    """Inverse of :func:`_by_group`, contiguous."""
+    """Return [B*G, h, S, D] as a contiguous [B, S, Hq, D]; the inverse of :func:`_by_group`."""
     by_token: Tensor = x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).contiguous().flatten(2, 3)
     return by_token
 
@@ -92,9 +103,9 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     with torch.profiler.record_function("nsa_sdpa.win"), ieee_products(q):
-        if not _covers(q, call):
+        if not _window_covers_sequence(q, call):
             return _tiled_forward(q, k, v, call)
         groups, batch = k.shape[2], q.shape[0]
         keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
@@ -104,15 +115,20 @@ def forward(
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
     packed, groups, heads = call.cu_seqlens is not None, k.shape[-2], q.shape[-2]
-    cut = _cut(q, k, call)
-    tiles = make_tiles(q, cut.size, call)
+    tiling = _tiling(q, k, call)
+    tiles = make_tiles(q, tiling.size, call)
     rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k, packed), as_rows(v, packed)]
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
-    for step in tiles.split(cut.tiles):
-        for part in pieces(groups, cut.groups):
+    for step in tiles.split(tiling.tiles):
+        for part in chunks(groups, tiling.groups):
             _forward_step(
-                [x[:, part] for x in rows], o[:, part], lse[:, part], step, cut.window, call.scale
+                [x[:, part] for x in rows],
+                o[:, part],
+                lse[:, part],
+                step,
+                tiling.window,
+                call.scale,
             )
     lse_rows = from_rows(lse[:-1].flatten(1, 2), q, packed)
     return from_rows(o[:-1].flatten(1, 2), q, packed), lse_rows.transpose(-1, -2).contiguous()
@@ -121,36 +137,34 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
 def _forward_step(
     rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, window: int, scale: float
 ) -> None:
-    """Attention of the step's queries, stored into rows of o [T + 1, g, h, Dv] and lse [T + 1, g,
-    h].
-    """
+    """Store the step's rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
     q, k, v = rows
     operand = operand_dtype(q)
-    tile = gather(q, step.clamp(step.rows()[0]), operand)
-    total: tuple[Tensor, Tensor] | None = None
-    for keys, hidden in _key_parts(step, window):
-        places = step.clamp(keys)
-        new = engine.attend(
-            tile, gather(k, places, operand), gather(v, places, operand), hidden, scale
+    tile_q = gather(q, step.clamp(step.rows()[0]), operand)
+    merged: tuple[Tensor, Tensor] | None = None
+    for keys, hidden in _key_chunks(step, window):
+        key_rows = step.clamp(keys)
+        partial = engine.attend(
+            tile_q, gather(k, key_rows, operand), gather(v, key_rows, operand), hidden, scale
         )
-        total = engine.merge(total, new)
-    assert total is not None
-    store(o, step.targets(), total[0])
-    store(lse, step.targets(), total[1])
+        merged = engine.merge(merged, partial)
+    assert merged is not None
+    scatter(o, step.targets(), merged[0])
+    scatter(lse, step.targets(), merged[1])
 
 
-def _key_parts(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(key rows [tiles, L], hidden [tiles, R, 1, L]) for each run of at most MAX_KEYS keys.
+def _key_chunks(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (key rows [tiles, L], hidden [tiles, R, 1, L]) for each chunk of at most MAX_KEYS keys.
 
-    Place j of a tile's w + c - 1 keys is row first - (w - 1) + j, which its query r sees where r <=
-    j < r + w.
+    A tile has w + c - 1 keys. Key j is row first - (w - 1) + j; query r of the tile sees it if
+    r <= j < r + w.
     """
     device, count = step.first.device, window + step.size - 1
     query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
-    for part in pieces(count, engine.MAX_KEYS):
-        place = torch.arange(part.start, part.stop, device=device)
-        keys = step.first[:, None] + (place - (window - 1))
-        hidden = ((place < query) | (place >= query + window)) | (keys < step.start[:, None])[
+    for part in chunks(count, engine.MAX_KEYS):
+        key = torch.arange(part.start, part.stop, device=device)
+        keys = step.first[:, None] + (key - (window - 1))
+        hidden = ((key < query) | (key >= query + window)) | (keys < step.start[:, None])[
             :, None, :
         ]
         yield keys, hidden.logical_or_(no_query[:, :, None]).unsqueeze(2)
@@ -166,9 +180,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v."""
+    """Return dq, dk and dv, shaped like q, k and v."""
     with torch.profiler.record_function("nsa_sdpa.win_backward"), ieee_products(q):
-        if not _covers(q, call):
+        if not _window_covers_sequence(q, call):
             return _tiled_backward(do, q, k, v, o, lse, call)
         groups, batch = k.shape[2], q.shape[0]
         keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
@@ -178,8 +192,8 @@ def backward(
             tile_do, tile_q, keys, values, tile_o, tile_lse, call.scale, True
         )
         dk, dv = (
-            g.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous()
-            for g in grads[1:]
+            grad.to(k.dtype).unflatten(0, (batch, groups)).transpose(1, 2).contiguous()
+            for grad in grads[1:]
         )
         return _by_token(grads[0], batch), dk, dv
 
@@ -188,8 +202,8 @@ def _tiled_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
-    cut = _cut(q, k, call)
-    tiles = make_tiles(q, cut.size, call)
+    tiling = _tiling(q, k, call)
+    tiles = make_tiles(q, tiling.size, call)
     rows = [
         as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o, lse.transpose(-1, -2))
     ]
@@ -198,10 +212,10 @@ def _tiled_backward(
     dk, dv = (
         torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
     )
-    for step in tiles.split(cut.tiles):
-        for part in pieces(groups, cut.groups):
+    for step in tiles.split(tiling.tiles):
+        for part in chunks(groups, tiling.groups):
             grads = [x[:, part] for x in (dq, dk, dv)]
-            _backward_step([x[:, part] for x in rows], grads, step, cut.window, call.scale)
+            _backward_step([x[:, part] for x in rows], grads, step, tiling.window, call.scale)
     d_q = from_rows(dq[:-1].flatten(1, 2), q, packed)
     return d_q, from_rows(dk[:-1].to(k.dtype), k, packed), from_rows(dv[:-1].to(v.dtype), v, packed)
 
@@ -209,7 +223,7 @@ def _tiled_backward(
 def _backward_step(
     rows: list[Tensor], grads: list[Tensor], step: Tiles, window: int, scale: float
 ) -> None:
-    """Store the step's rows of dq [T + 1, g, h, Dk]; add to those of dk, dv [T + 1, g, D]."""
+    """Store the step's rows of dq [T + 1, g, h, Dk]; add to rows of dk and dv [T + 1, g, D]."""
     do, q, o, lse, k, v = rows
     operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), step.clamp(step.rows()[0])
     tile_do, tile_q, tile_lse = (
@@ -218,32 +232,32 @@ def _backward_step(
         gather(lse, queries, stats),
     )
     delta = (tile_do.to(stats) * gather(o, queries, operand)).sum(-1)
-    total: Tensor | None = None
-    for keys, hidden in _key_parts(step, window):
-        places = step.clamp(keys)
-        tile_k, tile_v = gather(k, places, operand), gather(v, places, operand)
+    tile_dq: Tensor | None = None
+    for keys, hidden in _key_chunks(step, window):
+        key_rows = step.clamp(keys)
+        tile_k, tile_v = gather(k, key_rows, operand), gather(v, key_rows, operand)
         dq, dk, dv = engine.attend_backward(
             tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale
         )
         del tile_k, tile_v, hidden
-        total = dq if total is None else total.add_(dq)
+        tile_dq = dq if tile_dq is None else tile_dq.add_(dq)
         _add(grads[1], keys, step, dk)
         _add(grads[2], keys, step, dv)
-    assert total is not None
-    store(grads[0], step.targets(), total)
+    assert tile_dq is not None
+    scatter(grads[0], step.targets(), tile_dq)
 
 
 def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
-    """Add [g, tiles, L, D] to the rows [T + 1, g, D] that ``keys`` [tiles, L] names, in a fixed
-    order.
+    """Add [g, tiles, L, D] to ``rows`` [T + 1, g, D] at indices ``keys`` [tiles, L].
 
-    Runs of ``size`` keys of different tiles never meet, so each run is one copy without a race.
+    The order is fixed. Chunks of ``size`` keys at the same offset in different tiles are disjoint,
+    so that one index_copy_ per chunk has no conflicts.
     """
     outside = (keys < step.start[:, None].clamp(min=0)) | (
         keys >= step.end[:, None].clamp(max=step.total)
     )
     target = keys.masked_fill(outside, step.total)
-    for run in pieces(keys.shape[1], step.size):
-        where = target[:, run].flatten()
-        added = rows.index_select(0, where) + grads[:, :, run].flatten(1, 2).transpose(0, 1)
-        rows.index_copy_(0, where, added)
+    for part in chunks(keys.shape[1], step.size):
+        index = target[:, part].flatten()
+        updated = rows.index_select(0, index) + grads[:, :, part].flatten(1, 2).transpose(0, 1)
+        rows.index_copy_(0, index, updated)

@@ -1,10 +1,12 @@
-"""Peak bytes of a slot beyond its inputs, from a dry run: the slot's own code on tensors without
-data.
+"""The workspace of each slot: its peak memory beyond its inputs, from a dry run.
 
-nsa_core.dryrun.PeakBytes counts outputs, gradients and the largest step. It does not see the
-buffers that cuDNN and FlashAttention-2 allocate inside a backward; they are added here. The outputs
-of forward stay alive while backward runs. Packed: ``batch`` counts documents; where their lengths
-decide (cmp), the answer is an upper bound, for one document of all tokens.
+A dry run calls the slot's own functions with tensors without data. nsa_core.dryrun.PeakBytes counts
+the outputs, the gradients and the largest step; the outputs of the forward stay alive during the
+backward. It does not see the buffers that cuDNN and FlashAttention-2 allocate inside a backward, so
+this module adds them.
+
+For packed requests, ``batch`` is the number of documents. The memory of packed cmp depends on their
+lengths, so its workspace is an upper bound: that of one document with all tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import cudnn
-from nsa_backend_sdpa.device import described
+from nsa_backend_sdpa.device import simulated
 from nsa_core.contract import Request, SlotCall
 from nsa_core.dryrun import PeakBytes, slot_inputs
 
 
 class _WithLibraries(PeakBytes):
-    """Counts the buffers inside a backward of cuDNN or FlashAttention-2 too."""
+    """PeakBytes that also counts the buffers inside a backward of cuDNN or FlashAttention-2."""
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, kinds, args, kwargs)
@@ -34,11 +36,11 @@ class _WithLibraries(PeakBytes):
 
 
 def library_bytes(operator: str, args: Sequence[Any]) -> int:
-    """Bytes that an attention operator of PyTorch holds on CUDA beside its results.
+    """Return the bytes that an attention operator of PyTorch holds on CUDA besides its results.
 
     Args:
-        operator: its name in torch.ops.aten.
-        args: its arguments, of which the second and third are q [N, H, L, D] and k [N, G, L, D].
+        operator: Name of the operator in torch.ops.aten.
+        args: Its arguments. The second is q [N, H, L, D], the third k [N, G, L, D].
     """
     if operator == "_scaled_dot_product_flash_attention_backward":
         return _flash_bytes(args[1])
@@ -48,47 +50,53 @@ def library_bytes(operator: str, args: Sequence[Any]) -> int:
 
 
 def _flash_bytes(q: Tensor) -> int:
-    """dq and rowsum(do * o) in fp32, both padded."""
+    """Return the bytes of dq and rowsum(do * o) in fp32, both padded."""
     batch, heads, length, width = q.shape
-    step = 32 if width <= 128 else 64
-    return batch * heads * (-(-length // 128) * 128) * (-(-width // step) * step + 1) * 4
+    width_step = 32 if width <= 128 else 64
+    padded_length = -(-length // 128) * 128
+    padded_width = -(-width // width_step) * width_step
+    return batch * heads * padded_length * (padded_width + 1) * 4
 
 
 def _cudnn_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """dq and rowsum(do * o) in fp32; where heads share keys, dk and dv of each (cuDNN 9)."""
-    rows = q.shape[:-1].numel() * (q.shape[-1] + 1) * 4
+    """Return the bytes of dq and rowsum(do * o) in fp32, and of dk and dv per query head.
+
+    cuDNN 9 allocates dk and dv per query head if heads share keys.
+    """
+    dq_and_delta = q.shape[:-1].numel() * (q.shape[-1] + 1) * 4
     if q.shape[1] == k.shape[1]:
-        return rows
+        return dq_and_delta
     heads = q.shape[:2].numel()
-    return rows + heads * k.shape[2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    return dq_and_delta + heads * k.shape[2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
 
 
 @functools.lru_cache(maxsize=256)
 def peak(request: Request) -> int:
-    """Bytes that ``request.slot`` holds at most, backward included where it needs gradients."""
+    """Return the peak bytes of ``request.slot``, backward included if it needs gradients."""
     if not request.seq_len:
         return 0
     do, tensors, call = slot_inputs(request)
-    with described(request.device, request.capability):
+    with simulated(request.device, request.capability):
         if request.slot != "cmp" or call.cu_seqlens is None:
             return _measure(request, do, tensors, call)
-        # Of packed documents, a short one may take the route with more bytes.
-        longest = {request.seq_len, min(request.seq_len, cudnn.LEAST_TOKENS - 1)}
-        return max(_measure(request, do, tensors, _one_document(call, n)) for n in longest)
+        # A document that is too short for cuDNN may need more memory than a long one.
+        lengths = {request.seq_len, min(request.seq_len, cudnn.LEAST_TOKENS - 1)}
+        return max(_measure(request, do, tensors, _one_document(call, n)) for n in lengths)
 
 
 def _one_document(call: SlotCall, length: int) -> SlotCall:
-    """``call`` for one document of ``length`` tokens; cmp reads the boundaries on the host."""
+    """Return ``call`` for one document of ``length`` tokens, with boundaries that cmp can read."""
     cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
     return SlotCall(call.geometry, call.scale, cu_seqlens, length, call.deterministic)
 
 
 def _measure(request: Request, do: Tensor, tensors: list[Tensor], call: SlotCall) -> int:
+    """Return the peak bytes of one call of the slot."""
     module = importlib.import_module(f"nsa_backend_sdpa.{request.slot}")
     backward = request.needs_grad and request.slot != "select"
     with _WithLibraries() as count:
         if request.slot == "cmp" and not tensors[1].shape[-3]:
-            # No query sees a key: nsa_core makes the results without a backend.
+            # No query sees a key. nsa_core then creates the results without calling the backend.
             outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
             gradients = [x.new_empty(x.shape) for x in tensors] if backward else []
             del outputs, gradients

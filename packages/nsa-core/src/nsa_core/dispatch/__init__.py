@@ -1,1 +1,1 @@
-"""From installed plugins to a plan: loading, probing, choosing, warming up."""
+"""Dispatch: load the installed backends, probe them, choose one per slot, and warm the plan up."""

@@ -1,4 +1,4 @@
-"""The candidates for every slot: each backend's answer to what is asked, in the order of `auto`."""
+"""Collect the candidates for every slot, in the order in which `auto` prefers them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from nsa_core.util.text import did_you_mean
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidates:
-    """What is asked of every slot, and every backend's answer.
+    """The request of every slot, and the candidates for it.
 
     Attributes:
-        config: the layer's configuration.
-        requests: slot -> what is asked of it.
-        wanted: slot -> the backend asked for by name; None: auto.
-        by_slot: slot -> candidates, in the order in which `auto` prefers them.
-        registry: where the backends come from.
-        tuned: slot -> why `nsa tune` put its first candidate first, where it did.
+        config: Configuration of the layer.
+        requests: slot -> its request.
+        wanted: slot -> the backend that the caller chose by name, or None for `auto`.
+        by_slot: slot -> one candidate per backend, in the order in which `auto` prefers them.
+        registry: The registry that holds the backends.
+        tuned: slot -> the measurement of `nsa tune` that put a candidate first. Slots without such
+            a measurement are absent.
     """
 
     config: NSAConfig
@@ -45,10 +46,16 @@ class Candidates:
 def request_of(
     config: NSAConfig, slot: str, *, dtype: str | torch.dtype = "float32", **fields: Any
 ) -> Request:
-    """What a layer of ``config`` asks of ``slot``; ``fields`` are the request's others.
+    """Return the request that a layer of ``config`` makes to ``slot``.
+
+    Args:
+        config: Configuration of the layer: heads, head widths and block geometry.
+        slot: One of contract.SLOTS.
+        dtype: dtype of q, k and v.
+        **fields: The other fields of :class:`nsa_core.contract.Request`, by name.
 
     Raises:
-        InvalidInput: a field is out of range.
+        InvalidInput: A field has the wrong type or is out of range.
     """
     return Request(
         slot=slot,
@@ -63,11 +70,11 @@ def request_of(
 
 
 def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Registry) -> Candidates:
-    """Ask every backend of ``registry`` about every slot.
+    """Probe every backend of ``registry`` for every slot, and sort the candidates.
 
     Raises:
-        InvalidInput: an option is wrong for every backend, or names an unknown slot or backend.
-        BackendUnavailable: this torch does not have the device.
+        InvalidInput: An option is wrong for every backend, or names an unknown slot or backend.
+        BackendUnavailable: PyTorch cannot use the device.
     """
     must_be_config(config)
     wanted = _wanted(options.backends, registry)
@@ -75,13 +82,13 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
     requests = _requests(config, options, device)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
     for entry in registry.entries:
-        given_up: Reason | None = None
+        probe_timeout: Reason | None = None
         for slot, request in requests.items():
-            reasons = reasons_against(entry, request, given_up)
-            given_up = next((r for r in reasons if r.code == "probe_too_slow"), None)
+            reasons = reasons_against(entry, request, probe_timeout)
+            probe_timeout = next((r for r in reasons if r.code == "probe_too_slow"), None)
             rank, reasons = rank_of(entry, request, reasons)
-            ranks_itself = entry.spec is not None and entry.spec.rank is not None
-            shown_rank = rank if ranks_itself and not reasons else None
+            has_rank_function = entry.spec is not None and entry.spec.rank is not None
+            shown_rank = rank if has_rank_function and not reasons else None
             candidate = Candidate(entry.name, entry.version, entry.status, reasons, shown_rank)
             ranked[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     by_slot = {
@@ -115,47 +122,57 @@ def _prefer_tuned(
     requests: Mapping[str, Request],
     device: torch.device,
 ) -> dict[str, str]:
-    """Put the backend that `nsa tune` measured to be fastest on this device first.
+    """Move the backend that `nsa tune` measured as the fastest on this device to the front.
+
+    Changes ``by_slot`` in place.
 
     Returns:
-        slot -> the sentence that says so.
+        slot -> the measurement as text, for each slot that has a valid record.
     """
     if not tuned.path().exists():
         return {}
     is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else tuned.processor_name()
-    sentences = {}
+    device_name = torch.cuda.get_device_name(device) if is_cuda else tuned.processor_name()
+    measurements = {}
     for slot, candidates in by_slot.items():
         accepted = {c.backend: c.version for c in candidates if c.accepted}
-        best = tuned.choose(requests[slot], name, accepted)
-        if best is not None:
-            by_slot[slot] = tuple(sorted(candidates, key=lambda c: c.backend != best[0]))
-            sentences[slot] = best[1]
-    return sentences
+        fastest = tuned.choose(requests[slot], device_name, accepted)
+        if fastest is not None:
+            by_slot[slot] = tuple(sorted(candidates, key=lambda c: c.backend != fastest[0]))
+            measurements[slot] = fastest[1]
+    return measurements
 
 
 def backends_problems(backends: object) -> list[str]:
-    """What makes ``backends`` unusable for resolve(), whichever backends are installed."""
+    """Return what is wrong with ``backends``, the argument of resolve(); [] if it is valid.
+
+    The result does not depend on the installed backends: an unknown name is not a problem here.
+    """
     if backends is None or isinstance(backends, str):
         return []
     if not isinstance(backends, Mapping):
         return [f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"]
-    wrong = [
+    problems = [
         f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}"
         for slot in backends
         if slot not in SLOTS
     ]
-    strangers = {
+    invalid_names = {
         slot: name for slot, name in backends.items() if not (name is None or isinstance(name, str))
     }
-    return wrong + [
+    return problems + [
         f"the backend of slot {slot!r} must be a name, got {name!r}"
-        for slot, name in strangers.items()
+        for slot, name in invalid_names.items()
     ]
 
 
 def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
-    wrong = backends_problems(backends)
+    """Return the backend that the caller chose for each slot, or None for `auto`.
+
+    Raises:
+        InvalidInput: ``backends`` is invalid, or names a backend that the registry does not know.
+    """
+    problems = backends_problems(backends)
     if backends is None or isinstance(backends, str):
         backends = dict.fromkeys(SLOTS, backends)
     wanted: dict[str, str | None] = dict.fromkeys(SLOTS)
@@ -166,7 +183,7 @@ def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
         try:
             registry.get(name)
         except InvalidInput as error:
-            wrong.append(str(error))
-    if wrong:
-        raise InvalidInput("; ".join(dict.fromkeys(wrong)))
+            problems.append(str(error))
+    if problems:
+        raise InvalidInput("; ".join(dict.fromkeys(problems)))
     return wanted

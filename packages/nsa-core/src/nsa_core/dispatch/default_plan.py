@@ -1,6 +1,4 @@
-"""The plan of calls that bring none: made once per configuration, device and dtype, and visible to
-torch.compile.
-"""
+"""Default plans: the cached plans of calls without an explicit plan, readable by torch.compile."""
 
 from __future__ import annotations
 
@@ -23,44 +21,43 @@ Backends = str | tuple[tuple[str, str], ...] | None
 
 
 def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
-    """``backends`` of :func:`nsa_core.resolve` as a hashable value.
+    """Return ``backends``, an argument of :func:`nsa_core.resolve`, as a hashable value.
 
     Raises:
-        InvalidInput: a kind or a slot that resolve() would refuse; whether a name is known shows
-            when planning.
+        InvalidInput: The type is wrong, or a slot is unknown. An unknown backend name is reported
+            later, by resolve().
     """
-    if wrong := backends_problems(backends):
-        raise InvalidInput("; ".join(wrong))
+    if problems := backends_problems(backends):
+        raise InvalidInput("; ".join(problems))
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 
 def must_be_plan(plan: object) -> None:
-    """Refuse what a caller gave as a plan and is none.
+    """Check that an argument ``plan`` is a Plan.
 
     Raises:
-        InvalidInput: its type, and what makes a plan.
+        InvalidInput: It is not; the message gives its type and how to get a plan.
     """
     if not isinstance(plan, Plan):
-        why = (
-            "; a backend's name goes to backends= of the layer or of nsa_core.resolve()"
-            * isinstance(plan, str)
+        hint = (
+            "; to choose a backend by name, pass it as backends= to the layer or to"
+            " nsa_core.resolve()" * isinstance(plan, str)
         )
         raise InvalidInput(
-            f"plan must be what nsa_core.resolve() returns, got {type(plan).__name__}{why}"
+            f"plan must be what nsa_core.resolve() returns, got {type(plan).__name__}{hint}"
         )
 
 
 def is_long(tokens: int, varlen: bool) -> bool:
-    """Whether a call on sequences of ``tokens``, not on packed documents, has the plan of long
-    sequences.
-    """
-    # A branch, so that torch.compile has a constant and a guard where S is a symbol.
+    """Return whether a call uses the plan for long sequences; packed documents never do."""
+    # A conditional expression makes torch.compile guard on a symbolic S and return a constant.
     return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 
 
 class _Plans:
-    """Every default plan made, as attributes: torch.compile follows an attribute down to a kernel,
-    with guards.
+    """Holds every default plan as an attribute.
+
+    torch.compile traces attribute reads down to a kernel and guards on them.
     """
 
 
@@ -76,15 +73,23 @@ def default_plan(
     backends: Backends = None,
     long: bool = False,
 ) -> Plan:
-    """The plan for calls that name none, made once per process and arguments.
+    """Return the plan of calls without an explicit plan, resolved once per process and arguments.
 
-    ``long``: for dense calls of contract.LONG_SEQUENCE tokens or more, see :func:`is_long`.
+    The plan supports gradients, so that a call runs the same kernels with and without grad mode.
+    If no such plan exists and ``wants_grad`` is False, the plan is forward-only. Meta tensors, on
+    which no kernel runs, use the plan for the CPU.
 
-    One that can train, so that grad and no_grad run the same kernels; only where none can and no
-    gradient is wanted, one that cannot. Meta tensors, which run nothing, take the CPU's plan.
+    Args:
+        config: Configuration of the layer.
+        device: Device of the tensors.
+        dtype: dtype of q, k and v.
+        varlen: Whether the call has packed documents.
+        wants_grad: Whether the call needs gradients.
+        backends: Result of :func:`frozen_backends`.
+        long: Whether to plan for sequences of contract.LONG_SEQUENCE tokens; see :func:`is_long`.
 
     Raises:
-        Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
+        Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
     plan: Plan = getattr(
         _plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long)
@@ -93,16 +98,18 @@ def default_plan(
 
 
 def constant_result(function: Function) -> Function:
-    """torch.compiler.assume_constant_result, which would import the compiler: as long again as
-    torch itself takes.
+    """Mark ``function`` as torch.compiler.assume_constant_result does.
+
+    torch.compiler.assume_constant_result imports the compiler, which takes as long again as
+    importing torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@constant_result  # planning is Python over plugins: torch.compile takes its result, not its code
+@constant_result  # planning calls plugin code, which torch.compile must not trace
 def _plan_name(
-    # of the config: torch.compile passes plain values on, not every torch a dataclass
+    # Fields of the config: some versions of torch.compile cannot pass a dataclass here.
     values: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
@@ -111,8 +118,9 @@ def _plan_name(
     backends: Backends,
     long: bool,
 ) -> str:
+    """Return the name of the attribute of ``_plans`` that holds the default plan."""
     device = torch.device("cpu") if device.type == "meta" else device
-    asked = (
+    arguments = (
         values,
         device,
         dtype,
@@ -122,15 +130,15 @@ def _plan_name(
         long,
     )
     try:
-        return _made(_plans, True, *asked)
+        return _store_plan(_plans, True, *arguments)
     except Unsupported:
         if wants_grad:
             raise
-        return _made(_plans, False, *asked)
+        return _store_plan(_plans, False, *arguments)
 
 
 @functools.cache
-def _made(
+def _store_plan(
     plans: _Plans,
     needs_grad: bool,
     values: tuple[Any, ...],
@@ -141,7 +149,7 @@ def _made(
     backends: Backends,
     long: bool,
 ) -> str:
-    """Name of the attribute of ``plans`` that holds the plan."""
+    """Resolve a plan and set it as an attribute of ``plans``; return the attribute's name."""
     options = PlanOptions(
         device=device,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Devices that a plan may be made for."""
+"""Check that PyTorch can use a device."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from nsa_core.util.text import describe_error
 
 
 def known_device(device: str | torch.device) -> torch.device:
-    """``device``, if it can be used here; touches CUDA only when a CUDA device is named.
+    """Return ``device`` as a torch.device if PyTorch can use it.
+
+    The function queries CUDA only for a CUDA device.
+
+    Args:
+        device: Device or its name, such as "cpu" or "cuda:1".
 
     Raises:
-        InvalidInput: torch knows no such device, or there are fewer of them.
-        BackendUnavailable: it is a GPU, and this torch has none.
+        InvalidInput: PyTorch does not know the device, or its index is too large.
+        BackendUnavailable: The device is a GPU, and PyTorch cannot use any GPU.
     """
     try:
-        place = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInput(
             f"device {device!r} is not one that torch knows: {describe_error(error)}"
         ) from None
-    if place.type != "cuda":
-        return place
+    if parsed.type != "cuda":
+        return parsed
     if not torch.cuda.is_available():
-        why = (
+        cause = (
             "is built without CUDA"
             if torch.version.cuda is None
             else "finds no CUDA GPU and driver"
         )
         raise BackendUnavailable(
-            f"device {str(place)!r} cannot be used: torch {torch.__version__} {why}"
+            f"device {str(parsed)!r} cannot be used: torch {torch.__version__} {cause}"
         )
     count = torch.cuda.device_count()
-    if place.index is not None and place.index >= count:
+    if parsed.index is not None and parsed.index >= count:
         raise InvalidInput(
-            f"device {str(place)!r} does not exist: there are {count} CUDA devices, numbered from 0"
+            f"device {str(parsed)!r} does not exist: there are {count} CUDA devices, numbered from"
+            " 0"
         )
-    return place
+    return parsed

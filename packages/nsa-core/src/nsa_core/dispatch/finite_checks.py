@@ -1,6 +1,4 @@
-"""Plans whose outputs are looked at: the first value that is not finite is an error that names its
-branch.
-"""
+"""Checked plans: a NaN or Inf in an output of a slot raises an error that names the branch."""
 
 from __future__ import annotations
 
@@ -17,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedKernel:
-    """A kernel whose output must be finite (the LSE may be -inf: nothing visible)."""
+    """A kernel that raises if its output o has NaN or Inf.
+
+    The log-sum-exp is not checked: it is -inf where no key is visible.
+    """
 
     kernel: Any
     layer: str | int | None
@@ -26,26 +27,29 @@ class CheckedKernel:
         """Run the kernel.
 
         Raises:
-            NSAError: the output has NaN or Inf; names layer, branch and backend.
+            NSAError: The output has NaN or Inf; the message names layer, branch and backend.
         """
         result = self.kernel(*tensors, **packing)
         o = result[0] if isinstance(result, tuple) else result
         if not torch.isfinite(o).all():
-            bad = (~torch.isfinite(o)).nonzero()
-            at_fault = (
+            positions = (~torch.isfinite(o)).nonzero()
+            finite_inputs = (
                 " (its inputs are finite)" if all(torch.isfinite(t).all() for t in tensors) else ""
             )
             raise NSAError(
                 f"layer {self.layer}, branch {self.kernel.slot!r}, backend {self.kernel.backend!r}:"
-                f" {len(bad)} values of {list(o.shape)} are not finite, the first at"
-                f" {bad[0].tolist()}{at_fault}"
+                f" {len(positions)} values of the output {list(o.shape)} are not finite, the first"
+                f" at index {positions[0].tolist()}{finite_inputs}"
             )
         return result
 
 
 def checked_plan(plan: Plan, layer: str | int | None) -> Plan:
-    """``plan`` with every output of cmp, sel, win and combine checked for NaN and Inf, named after
-    ``layer``.
+    """Return ``plan`` with the outputs of cmp, sel, win and combine checked for NaN and Inf.
+
+    Args:
+        plan: The plan to check.
+        layer: Name or index of the layer, for error messages.
     """
     kernels: dict[str, Any] = {
         s: CheckedKernel(getattr(plan, s), layer) for s in ("cmp", "sel", "win", "combine")

@@ -1,8 +1,7 @@
-"""Installed plugins: what the metadata says about them, and loading one of them inside its own
-guard. No torch here.
+"""Find the installed plugins by their metadata, and load each one in isolation. Imports no torch.
 
-Stock pluggy stops at the first bad plugin; here every entry point has a pluggy manager, a guard and
-a status.
+Plain pluggy stops at the first plugin that fails to load. Here every entry point has its own pluggy
+manager, its own exception handling and its own status.
 """
 
 from __future__ import annotations
@@ -36,21 +35,20 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def normalized(name: str) -> str:
-    """Names that differ only in case, "-", "_" or "." are one name, as for distributions and
-    operator namespaces.
+    """Return ``name`` in lower case, with "-" for each run of "-", "_" and ".".
+
+    Names that normalize alike count as one, as for distributions and operator namespaces.
     """
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def is_first_party(distribution: str) -> bool:
-    """Whether ``distribution`` is one of this project's own backends."""
+    """Return whether ``distribution`` is one of this project's own backends."""
     return normalized(distribution) in FIRST_PARTY
 
 
 def report_hint(distribution: str) -> str:
-    """Where to report a fault inside a backend of ``distribution``: to this project, or to the
-    plugin's author.
-    """
+    """Return a hint where to report a fault in a backend of ``distribution``."""
     if is_first_party(distribution):
         return "this is a bug in NSA itself: please report it with the output of `nsa env`"
     return "report it to the plugin's author"
@@ -58,7 +56,7 @@ def report_hint(distribution: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """An entry point of group ``nsa.backends``, as its distribution's metadata states it."""
+    """An entry point of group ``nsa.backends``, from the metadata of its distribution."""
 
     name: str
     distribution: str
@@ -67,20 +65,29 @@ class Plugin:
 
     @property
     def first_party(self) -> bool:
-        """Part of this project, by the name of its distribution."""
+        """Whether the distribution is one of this project's own."""
         return is_first_party(self.distribution)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendEntry:
-    """A backend as the registry knows it; ``spec`` is there exactly when ``status`` is "ready",
-    else ``reason`` is.
+    """A backend in the registry, usable or not.
+
+    Attributes:
+        name: Name of the backend.
+        distribution: Name of the distribution that provides it.
+        version: Version of that distribution.
+        status: One of STATUSES.
+        reason: Why the backend cannot be used; None if its status is "ready".
+        spec: The specification that it registered; None unless its status is "ready".
+        entry_point: "module" or "module:attribute".
+        first_party: Whether the distribution is one of this project's own.
     """
 
     name: str
     distribution: str
     version: str
-    status: str  # one of STATUSES
+    status: str
     reason: Reason | None
     spec: BackendSpec | None
     entry_point: str
@@ -93,19 +100,19 @@ class BackendEntry:
 
 
 def installed() -> list[Plugin]:
-    """Every installed plugin by name, from metadata alone: nothing is imported.
+    """Return every installed plugin, sorted by name. Reads metadata only and imports nothing.
 
-    A distribution found twice on the path counts once, the first one, as import does. One whose
-    entry points cannot be read is a Plugin with an empty value, which :func:`load` reports as
-    broken.
+    If a distribution is on the path twice, the first copy counts, as for imports. A distribution
+    whose entry points cannot be read becomes a Plugin with an empty value, which :func:`load`
+    reports as broken.
     """
-    found: dict[tuple[str, str, str], Plugin] = {}
-    homes: dict[str, int] = {}
-    for order, dist in enumerate(importlib.metadata.distributions()):
+    plugins: dict[tuple[str, str, str], Plugin] = {}
+    first_position: dict[str, int] = {}  # distribution -> where on the path it occurs first
+    for position, dist in enumerate(importlib.metadata.distributions()):
         for plugin in _plugins_of(dist):
-            if homes.setdefault(normalized(plugin.distribution), order) == order:
-                found.setdefault((plugin.distribution, plugin.name, plugin.value), plugin)
-    return sorted(found.values(), key=lambda p: (p.name, p.distribution))
+            if first_position.setdefault(normalized(plugin.distribution), position) == position:
+                plugins.setdefault((plugin.distribution, plugin.name, plugin.value), plugin)
+    return sorted(plugins.values(), key=lambda p: (p.name, p.distribution))
 
 
 def _plugins_of(dist: importlib.metadata.Distribution) -> Iterator[Plugin]:
@@ -117,25 +124,26 @@ def _plugins_of(dist: importlib.metadata.Distribution) -> Iterator[Plugin]:
         return
     try:
         name, version = str(dist.metadata["Name"] or "unknown"), str(dist.version or "unknown")
-    except Exception:  # noqa: BLE001  somebody else's broken metadata
+    except Exception:  # noqa: BLE001  the metadata of any distribution may be broken
         name, version = "unknown", "unknown"
     try:
         points = [(p.name, p.value) for p in dist.entry_points if p.group == ENTRY_POINT_GROUP]
-    except Exception:  # noqa: BLE001  somebody else's broken metadata
+    except Exception:  # noqa: BLE001  the metadata of any distribution may be broken
         points = [(name, "")]
     for point, value in points:
         yield Plugin(point, name, version, value)
 
 
 def call_plugin(name: str, value: str) -> list[object]:
-    """Import an entry point and call its hook; the results, flat and unchecked. Raises whatever the
-    plugin raises.
+    """Import an entry point, call its hook, and return a flat list of the unchecked results.
+
+    Raises whatever the plugin raises.
     """
     module = importlib.metadata.EntryPoint(name, value, ENTRY_POINT_GROUP).load()
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Hooks)
     manager.register(module, name=value)
-    manager.check_pending()  # an implementation of a hook that this nsa_core does not have
+    manager.check_pending()  # raises if the plugin implements a hook that nsa_core does not have
     results = []
     for result in manager.hook.nsa_register_backends(api_version=API_VERSION):
         results += list(result) if isinstance(result, (list, tuple)) else [result]
@@ -143,15 +151,15 @@ def call_plugin(name: str, value: str) -> list[object]:
 
 
 def load(plugin: Plugin) -> list[BackendEntry]:
-    """The backends of ``plugin``; one entry with the reason where it cannot be loaded. Raises
-    nothing of the plugin's.
+    """Load ``plugin`` and return its backends, or one entry with the reason why loading failed.
 
-    A missing module of somebody else's is "unavailable" (a dependency to install); a missing module
-    of the plugin's own or of nsa_core, and every other failure to import, is "broken".
+    No exception of the plugin escapes. A missing third-party module makes the plugin "unavailable",
+    because the user can install it. A missing module of the plugin itself or of nsa_core, and every
+    other failed import, makes it "broken".
     """
     if not plugin.value:
         return [
-            failed(
+            entry_without_spec(
                 plugin,
                 "broken",
                 Reason("bad_metadata", "its entry points cannot be read", "reinstall it"),
@@ -163,7 +171,7 @@ def load(plugin: Plugin) -> list[BackendEntry]:
     except pluggy.PluginValidationError as error:
         text = f"does not fit contract {_dotted(API_VERSION)}: {describe_error(error)}"
         return [
-            failed(
+            entry_without_spec(
                 plugin, "incompatible", Reason("stale_hook", text, "upgrade the plugin or nsa-core")
             )
         ]
@@ -175,12 +183,12 @@ def load(plugin: Plugin) -> list[BackendEntry]:
         ):
             hint = f"install the package that provides {missing!r}"
             return [
-                failed(
+                entry_without_spec(
                     plugin, "unavailable", Reason("dependency_missing", describe_error(error), hint)
                 )
             ]
         return [
-            failed(
+            entry_without_spec(
                 plugin,
                 "broken",
                 Reason("import_failed", describe_error(error), "reinstall the plugin"),
@@ -188,19 +196,19 @@ def load(plugin: Plugin) -> list[BackendEntry]:
         ]
     except ImportError as error:
         return [
-            failed(
+            entry_without_spec(
                 plugin,
                 "broken",
                 Reason("import_failed", describe_error(error), "reinstall the plugin"),
             )
         ]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
         reason = Reason("load_failed", describe_error(error), report_hint(plugin.distribution))
-        return [failed(plugin, "broken", reason)]
+        return [entry_without_spec(plugin, "broken", reason)]
     if not entries:
         text = "its hook nsa_register_backends is missing or registered nothing"
         return [
-            failed(
+            entry_without_spec(
                 plugin,
                 "broken",
                 Reason("registers_nothing", text, report_hint(plugin.distribution)),
@@ -210,12 +218,14 @@ def load(plugin: Plugin) -> list[BackendEntry]:
 
 
 def load_spec(spec: BackendSpec, version: str, distribution: str) -> BackendEntry:
-    """The entry of a backend that is given rather than installed, checked alike."""
+    """Return the entry of a spec that no installed plugin provides, with the same checks."""
     return _entry(Plugin(str(spec.name), distribution, version, ""), spec)
 
 
-def failed(plugin: Plugin, status: str, reason: Reason, name: str | None = None) -> BackendEntry:
-    """An entry without a spec."""
+def entry_without_spec(
+    plugin: Plugin, status: str, reason: Reason, name: str | None = None
+) -> BackendEntry:
+    """Return an entry without a spec, for a plugin that cannot be used."""
     return BackendEntry(
         name or plugin.name,
         plugin.distribution,
@@ -229,30 +239,31 @@ def failed(plugin: Plugin, status: str, reason: Reason, name: str | None = None)
 
 
 def _entry(plugin: Plugin, result: object) -> BackendEntry:
+    """Check one result of the hook, and return its entry: ready, or with a reason."""
     if isinstance(result, Unavailable):
         faults = [] if _is_name(result.name) else [f"name {result.name!r} is not a backend name"]
         faults += [] if is_reason(result.reason) else ["reason is not a Reason"]
         if not faults:
-            return failed(plugin, "unavailable", result.reason, result.name)
+            return entry_without_spec(plugin, "unavailable", result.reason, result.name)
     elif isinstance(result, BackendSpec):
         name = result.name if _is_name(result.name) else plugin.name
-        newer = _api_reason(result.api_version)
-        if newer:
-            return failed(plugin, "incompatible", newer, name)
+        mismatch = _api_reason(result.api_version)
+        if mismatch:
+            return entry_without_spec(plugin, "incompatible", mismatch, name)
         faults = _spec_faults(result)
         if not faults:
-            maps: dict[str, Any] = {
+            copied_mappings: dict[str, Any] = {
                 n: dict(getattr(result, n)) for n in ("slots", "slot_priority", "fused")
             }
-            own = dataclasses.replace(result, **maps)
+            spec = dataclasses.replace(result, **copied_mappings)
             return dataclasses.replace(
-                failed(plugin, "ready", Reason("", ""), name), reason=None, spec=own
+                entry_without_spec(plugin, "ready", Reason("", ""), name), reason=None, spec=spec
             )
     else:
         faults = [f"the hook returned {type(result).__name__}, not a BackendSpec or Unavailable"]
     name = result.name if hasattr(result, "name") and _is_name(result.name) else plugin.name
     reason = Reason("bad_spec", one_line("; ".join(faults)), report_hint(plugin.distribution))
-    return failed(plugin, "broken", reason, name)
+    return entry_without_spec(plugin, "broken", reason, name)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -260,8 +271,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _api_reason(version: Any) -> Reason | None:
-    """Why this contract version is not ours; None when it is, or is no version at all (a fault of
-    the spec).
+    """Return the reason why contract ``version`` is incompatible, or None.
+
+    A malformed version gives None here; :func:`_spec_faults` reports it.
     """
     if not _is_version(version) or (version[0] == API_VERSION[0] and version[1] <= API_VERSION[1]):
         return None
@@ -280,7 +292,7 @@ def _is_name(value: Any) -> bool:
 
 
 def is_reason(value: Any) -> bool:
-    """A Reason whose fields are all text."""
+    """Return whether ``value`` is a Reason whose fields are all strings."""
     return isinstance(value, Reason) and all(
         isinstance(t, str) for t in (value.code, value.message, value.hint)
     )
@@ -303,14 +315,14 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
     if type(spec.priority) is not int:
         faults.append(f"priority must be an integer, got {spec.priority!r}")
     if not isinstance(spec.summary, str):
-        faults.append(f"summary must be text, got {spec.summary!r}")
+        faults.append(f"summary must be a string, got {spec.summary!r}")
     for field in ("slots", "slot_priority"):
         value = getattr(spec, field)
         if not isinstance(value, Mapping):
-            return [*faults, f"{field} must map slots, got {value!r}"]
+            return [*faults, f"{field} must be a mapping whose keys are slots, got {value!r}"]
         faults += [f"unknown slot {key!r} in {field}" for key in value if key not in SLOTS]
     if not spec.slots:
-        faults.append("slots is empty")
+        faults.append("slots is empty: a backend must offer at least one slot")
     if not isinstance(spec.fused, Mapping) or not all(
         k in FUSED and _is_function(v) for k, v in spec.fused.items()
     ):
@@ -340,7 +352,7 @@ def _slot_faults(slot: Any) -> list[str]:
     if not isinstance(slot.evidence, tuple) or not all(
         isinstance(text, str) for text in slot.evidence
     ):
-        faults.append(f"evidence must be a tuple of texts, got {slot.evidence!r}")
+        faults.append(f"evidence must be a tuple of strings, got {slot.evidence!r}")
     for field in ("deterministic", "reads_boundaries"):
         if type(getattr(slot, field)) is not bool:
             faults.append(f"{field} must be True or False, got {getattr(slot, field)!r}")

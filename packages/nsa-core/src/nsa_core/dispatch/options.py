@@ -1,4 +1,4 @@
-"""PlanOptions: what a caller may choose about a plan."""
+"""PlanOptions: the choices of a caller about a plan."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ Backends: TypeAlias = str | Mapping[str, str | None] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a caller may choose about a plan, beside the layer's configuration and the registry.
+    """The choices of a caller about a plan, besides the layer's configuration and the registry.
 
-    Values are checked when a plan is made, by :func:`nsa_core.resolve`.
+    :func:`nsa_core.resolve` checks the values.
 
     Attributes:
-        device: where the plan runs: "cpu", "cuda", "cuda:1" or a torch.device.
+        device: Device of the tensors: "cpu", "cuda", "cuda:1" or a torch.device.
         dtype: dtype of q, k and v: "bfloat16", "float16", "float32", "float64" or a torch.dtype.
-        backends: None or "auto" for the accepting backend of the highest rank in every slot, one
-            name for all slots, or a mapping of slots to names; a slot left out is auto.
-        needs_grad: plan the backward too.
-        deterministic: demand the same bits in every run. None takes
+        backends: Backend of each slot. A name sets all slots; a mapping sets single slots, and the
+            slots that it leaves out are "auto". None or "auto" takes, for each slot, the accepting
+            backend of the highest rank.
+        needs_grad: Plan the backward pass too.
+        deterministic: Require bitwise-identical results in every run. None follows
             ``torch.are_deterministic_algorithms_enabled()``.
-        varlen: packed documents.
+        varlen: Plan for packed documents.
         phase: "prefill", or "decode" for the decode forms over a cache.
-        batch: number of sequences, or of documents when packed; None if unknown.
-        seq_len: tokens per sequence, or in all when packed; None if unknown.
-        page_size: tokens per page of the cache, decode only; None if each sequence is contiguous.
+        batch: Number of sequences, or of packed documents; None if unknown.
+        seq_len: Tokens per sequence, or in all packed documents together; None if unknown.
+        page_size: Tokens per page of the cache, for decode only; None if each sequence is
+            contiguous.
     """
 
     device: str | torch.device = "cpu"

@@ -1,6 +1,4 @@
-"""resolve: a configuration, a device and a dtype in; an immutable Plan that names the kernel of
-every slot out.
-"""
+"""resolve: choose a backend for every slot, and return an immutable Plan of their kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.text import describe_error, one_line
 
 _log = logging.getLogger("nsa")
-_said: set[tuple[str, ...]] = set()
-_said_lock = threading.Lock()
+_logged: set[tuple[str, ...]] = set()
+_logged_lock = threading.Lock()
 _NO_BACKEND = (
     "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
 )
@@ -34,23 +32,47 @@ _NO_BACKEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Who runs a slot, and everyone who was considered."""
+    """The backend that a plan uses for a slot, and all candidates.
+
+    Attributes:
+        slot: The slot.
+        backend: Name of the backend.
+        version: Version of its distribution.
+        explicit: True if the caller chose the backend by name, False if `auto` chose it.
+        candidates: One candidate per backend, in the order in which `auto` prefers them.
+        tuned: The measurement of `nsa tune`, if it decided the choice; otherwise "".
+    """
 
     slot: str
     backend: str
     version: str
-    explicit: bool  # asked for by name, not chosen by `auto`
+    explicit: bool
     candidates: tuple[Candidate, ...]
-    tuned: str = ""  # what `nsa tune` measured, where that decided
+    tuned: str = ""
 
 
-SlotKernel = Any  # a Kernel; in a plan for decode a DecodeKernel, but for combine
+# A Kernel. In a plan for decode, a DecodeKernel for every slot except combine.
+SlotKernel = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Who runs each slot. Immutable; a copy is the same plan, and a pickled one is resolved anew
-    where it is loaded.
+    """The kernel of each slot, chosen by :func:`nsa_core.resolve`.
+
+    A plan is immutable. copy() and deepcopy() return the plan itself. Unpickling resolves a new
+    plan from the same configuration, options and explicitly chosen backends.
+
+    Attributes:
+        config: Configuration of the layer.
+        requests: slot -> the request that the backend accepted.
+        choices: slot -> the chosen backend, and all candidates.
+        cmp: Kernel of the compressed branch.
+        select: Kernel that selects blocks.
+        sel: Kernel of the selected branch.
+        win: Kernel of the sliding-window branch.
+        combine: Kernel of the gated sum (Eq. 5).
+        fused: Name of a fused decode form (contract.FUSED) -> its kernel. Empty unless the plan is
+            for decode and one backend runs every slot.
     """
 
     config: NSAConfig
@@ -62,21 +84,23 @@ class Plan:
     win: SlotKernel
     combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
-    # of contract.FUSED, decode only
     fused: Mapping[str, DecodeKernel] = dataclasses.field(default_factory=dict)
 
     def explain(self) -> str:
-        """The request, and per slot who runs it and why nobody else does; plain text of several
-        lines.
+        """Describe the plan: the request, and each slot's backend and other candidates.
+
+        Returns:
+            Plain text of several lines. Each other candidate is listed with its reasons.
         """
         lines = [describe_request(self.requests["cmp"])]
         for slot, choice in self.choices.items():
-            how = (
+            chosen_by = (
                 "asked for"
                 if choice.explicit
                 else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
             )
-            lines.append(f"{slot}: {one_line(choice.backend)} {one_line(choice.version)} ({how})")
+            title = f"{one_line(choice.backend)} {one_line(choice.version)}"
+            lines.append(f"{slot}: {title} ({chosen_by})")
             lines += [
                 f"  {candidate}"
                 for candidate in choice.candidates
@@ -88,28 +112,29 @@ class Plan:
         return "\n".join(lines)
 
     def workspace_bytes(self, request: Request) -> int:
-        """Peak bytes that the backend of ``request.slot`` takes beyond its inputs.
+        """Return the peak memory of a slot beyond its inputs, in bytes.
 
-        ``request`` is usually one of ``requests`` with batch and seq_len set
-        (``dataclasses.replace``).
+        Args:
+            request: The request to size, with batch and seq_len set. Usually one of ``requests``,
+                changed by ``dataclasses.replace``.
 
         Raises:
-            InvalidInput: batch or seq_len is not given.
-            Unsupported: the backend does not state its workspace.
-            NSAError: the backend's function failed or returned no size.
+            InvalidInput: batch or seq_len is None.
+            Unsupported: The backend does not state its workspace.
+            NSAError: The backend's workspace function failed or did not return a size.
         """
-        wrong = [
+        missing = [
             f"{n} must be >= 0, got None"
             for n in ("batch", "seq_len")
             if getattr(request, n) is None
         ]
-        if wrong:
-            raise InvalidInput("workspace_bytes: " + "; ".join(wrong))
+        if missing:
+            raise InvalidInput("workspace_bytes: " + "; ".join(missing))
         name, spec = self.choices[request.slot].backend, self._slots[request.slot]
-        step = request.phase == "decode" and request.slot != "combine"
-        path = spec.decode_workspace if step else spec.workspace
+        is_decode_form = request.phase == "decode" and request.slot != "combine"
+        path = spec.decode_workspace if is_decode_form else spec.workspace
         if path is None:
-            form = "the decode form of " if step else ""
+            form = "the decode form of " if is_decode_form else ""
             raise Unsupported(
                 f"backend {name!r} does not state the workspace of {form}{request.slot!r}"
             )
@@ -128,27 +153,30 @@ class Plan:
         return size
 
     def warmup(self, device: str | torch.device | None = None) -> None:
-        """Compile what a first step would, by running every slot on a few tokens; forward, and
-        backward if planned.
+        """Compile the plan's kernels by running every slot once on a few tokens.
 
-        A plan for decode runs its decode and fused forms for a token, on a small cache; a cache's
-        own longest step is cache.reserve_workspace()'s. ``device``: one of the plan's kind, by
-        default the current one. Kernels of our own are one binary for every length, so nothing is
-        left to compile at the first real step.
+        A plan for prefill runs the forward, and the backward if it was planned. A plan for decode
+        runs its decode forms and fused forms for one token over a small cache. To reserve memory
+        for the longest step of a cache, call cache.reserve_workspace(). A kernel of this project
+        is one binary for all lengths, so that the first real step compiles nothing.
+
+        Args:
+            device: Device to run on, of the device type that the plan is for; None: the current
+                one.
 
         Raises:
-            InvalidInput: ``device`` is of another kind than the plan's.
-            NSAError: a kernel failed; the message names it.
+            InvalidInput: ``device`` has another type than the plan's device.
+            NSAError: A kernel failed; the message names it.
         """
         from nsa_core.dispatch.warmup import warm
 
-        place = torch.device(self.requests["cmp"].device if device is None else device)
-        if place.type != self.requests["cmp"].device:
+        target = torch.device(self.requests["cmp"].device if device is None else device)
+        if target.type != self.requests["cmp"].device:
             raise InvalidInput(
-                f"warmup: the plan is for {self.requests['cmp'].device}, got {place}"
+                f"warmup: the plan is for {self.requests['cmp'].device}, got {target}"
             )
         kernels = {slot: getattr(self, slot) for slot in SLOTS}
-        warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, place)
+        warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, target)
 
     def __copy__(self) -> Plan:
         return self
@@ -157,12 +185,12 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        asked = self.requests["cmp"]
+        request = self.requests["cmp"]
         explicit = {
             slot: choice.backend for slot, choice in self.choices.items() if choice.explicit
         }
         names = {field.name for field in dataclasses.fields(PlanOptions)} - {"backends"}
-        options = PlanOptions(backends=explicit, **{name: getattr(asked, name) for name in names})
+        options = PlanOptions(backends=explicit, **{name: getattr(request, name) for name in names})
         return (resolve, (self.config, options))
 
 
@@ -171,9 +199,7 @@ def _size(value: int | None) -> str:
 
 
 def describe_request(request: Request) -> str:
-    """The request in one line: shapes in the contract's symbols, then what else matters to a
-    backend.
-    """
+    """Return the request as one line: sizes under the contract's symbols, dtype, device, flags."""
     g = request.geometry
     shape = (
         f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads}"
@@ -184,18 +210,13 @@ def describe_request(request: Request) -> str:
     device = request.device + (
         f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else ""
     )
-    said = {
+    conditions = {
         "gradients": request.needs_grad,
         "deterministic": request.deterministic,
         "packed": request.varlen,
+        f"pages of {request.page_size} tokens": request.page_size,
     }
-    flags = [
-        word
-        for word, yes in (
-            said | {f"pages of {request.page_size} tokens": request.page_size}
-        ).items()
-        if yes
-    ]
+    flags = [flag for flag, holds in conditions.items() if holds]
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
 
 
@@ -206,22 +227,26 @@ def resolve(
     registry: Registry | None = None,
     **fields: Any,
 ) -> Plan:
-    """Decide which backend runs each slot.
+    """Choose the backend of each slot.
 
     Args:
-        config: the layer's configuration.
-        options: what else is asked (:class:`nsa_core.dispatch.options.PlanOptions`).
-        registry: where backends come from; None: the installed plugins.
-        **fields: fields of PlanOptions by name, in place of those of ``options``: device, dtype,
-            backends, needs_grad, deterministic, varlen, phase, batch, seq_len, page_size.
+        config: Configuration of the layer.
+        options: The other choices about the plan
+            (:class:`nsa_core.dispatch.options.PlanOptions`); None: the defaults.
+        registry: The registry of backends; None: the installed plugins.
+        **fields: Fields of PlanOptions by name, which override those of ``options``: device,
+            dtype, backends, needs_grad, deterministic, varlen, phase, batch, seq_len, page_size.
+
+    Returns:
+        A plan with a kernel for every slot.
 
     Raises:
-        InvalidInput: an argument is wrong for every backend; an unknown backend or slot, with a
-            suggestion.
-        BackendUnavailable: a backend asked for by name is not ready or its kernels do not import;
-            or there is none.
-        Unsupported: a backend asked for by name, or every backend, refuses; the message lists every
-            reason.
+        InvalidInput: An argument is wrong for every backend, or names an unknown backend or slot;
+            the message suggests a similar name.
+        BackendUnavailable: A backend chosen by name is not ready or its kernels cannot be imported,
+            or no backend is ready.
+        Unsupported: A backend chosen by name refuses its request, or all backends refuse one; the
+            message lists every reason.
 
     Example:
         >>> plan = resolve(NSAConfig(768, 12, 2), device="cpu", dtype="float32", needs_grad=True)
@@ -231,56 +256,61 @@ def resolve(
     return decide(find_candidates(config, options, registry=registry))
 
 
-def decide(answers: Candidates) -> Plan:
-    """The plan that ``answers`` allow; raises as :func:`resolve`."""
-    outcomes = {slot: _decide_slot(answers, slot) for slot in SLOTS}
+def decide(all_candidates: Candidates) -> Plan:
+    """Choose one of the candidates of each slot, and return the plan; raises as :func:`resolve`."""
+    outcomes = {slot: _decide_slot(all_candidates, slot) for slot in SLOTS}
     refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
     if refused:
-        text = _report(answers, {slot: outcomes[slot][1] for slot in refused})
+        text = _report(all_candidates, {slot: outcomes[slot][1] for slot in refused})
         if BackendUnavailable not in refused.values():
             raise Unsupported(text)
         unavailable_error = BackendUnavailable(text)
-        unavailable_error.nothing_usable = not answers.registry.ready()
+        unavailable_error.nothing_usable = not all_candidates.registry.ready()
         raise unavailable_error
     choices, kernels, slots = {}, {}, {}
     for slot, (chosen, candidates, _) in outcomes.items():
-        assert chosen is not None  # no error: somebody was chosen
+        assert chosen is not None  # a slot without an error has a chosen candidate
         candidate, kernel = chosen
-        explicit = answers.wanted[slot] is not None
-        first = not explicit and candidates[0].backend == candidate.backend
-        said = answers.tuned.get(slot, "") if first else ""
+        explicit = all_candidates.wanted[slot] is not None
+        is_auto_first = not explicit and candidates[0].backend == candidate.backend
+        measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
         choices[slot] = Choice(
-            slot, candidate.backend, candidate.version, explicit, candidates, said
+            slot, candidate.backend, candidate.version, explicit, candidates, measurement
         )
-        spec = answers.registry.get(candidate.backend).spec
+        spec = all_candidates.registry.get(candidate.backend).spec
         assert spec is not None  # an accepted candidate is ready
         kernels[slot], slots[slot] = kernel, spec.slots[slot]
-    _say_once(answers, choices)
-    fused = MappingProxyType(_fused(answers, choices))
+    _log_once(all_candidates, choices)
+    fused = MappingProxyType(_fused(all_candidates, choices))
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
     return Plan(
-        answers.config, answers.requests, frozen[0], _slots=frozen[1], fused=fused, **kernels
+        all_candidates.config,
+        all_candidates.requests,
+        frozen[0],
+        _slots=frozen[1],
+        fused=fused,
+        **kernels,
     )
 
 
-def _kernel(answers: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
-    """What runs ``slot`` on ``backend``; whatever importing its functions raises passes through."""
-    spec, request = answers.registry.get(backend).spec, answers.requests[slot]
+def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
+    """Return the kernel of ``slot`` from ``backend``; passes on any exception of its imports."""
+    spec, request = all_candidates.registry.get(backend).spec, all_candidates.requests[slot]
     assert spec is not None  # an accepted candidate is ready
-    chosen = spec.slots[slot]
-    if request.phase == "decode" and chosen.decode is not None:
-        return decode_kernel(backend, slot, chosen.decode)
-    scale, geometry = answers.config.softmax_scale, tuple(request.geometry.as_ints())
+    slot_spec = spec.slots[slot]
+    if request.phase == "decode" and slot_spec.decode is not None:
+        return decode_kernel(backend, slot, slot_spec.decode)
+    scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
     return Kernel(
-        backend, slot, slot_op(backend, slot, chosen).op, scale, geometry, request.deterministic
+        backend, slot, slot_op(backend, slot, slot_spec).op, scale, geometry, request.deterministic
     )
 
 
-def _fused(answers: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
-    """The fused decode forms, where one backend runs every slot."""
+def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
+    """Return the fused decode forms of the backend if one backend runs every slot; else {}."""
     names = {choice.backend for choice in choices.values()}
-    spec = answers.registry.get(names.pop()).spec if len(names) == 1 else None
-    if spec is None or answers.requests["cmp"].phase != "decode":
+    spec = all_candidates.registry.get(names.pop()).spec if len(names) == 1 else None
+    if spec is None or all_candidates.requests["cmp"].phase != "decode":
         return {}
     return {name: decode_kernel(spec.name, name, path) for name, path in spec.fused.items()}
 
@@ -288,24 +318,31 @@ def _fused(answers: Candidates, choices: Mapping[str, Choice]) -> dict[str, Deco
 _Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
 
 
-def _decide_slot(answers: Candidates, slot: str) -> _Outcome:
-    """(chosen candidate and its kernel, candidates with what importing added, or the error's
-    type).
+def _decide_slot(all_candidates: Candidates, slot: str) -> _Outcome:
+    """Choose the first usable candidate of ``slot``.
+
+    Returns:
+        (chosen candidate and its kernel or None, all candidates, type of the error or None). A
+        candidate whose kernel cannot be imported carries that failure as its reason.
     """
-    name, candidates = answers.wanted[slot], list(answers.by_slot[slot])
+    name, candidates = all_candidates.wanted[slot], list(all_candidates.by_slot[slot])
     error: type[NSAError] = Unsupported
     if (
-        not answers.registry.ready()
+        not all_candidates.registry.ready()
         if name is None
-        else answers.registry.get(name).status != "ready"
+        else all_candidates.registry.get(name).status != "ready"
     ):
         error = BackendUnavailable
     for index, candidate in enumerate(candidates):
         if name not in (None, candidate.backend) or not candidate.accepted:
             continue
         try:
-            return (candidate, _kernel(answers, slot, candidate.backend)), tuple(candidates), None
-        except Exception as failure:  # noqa: BLE001  plugins are other people's code
+            return (
+                (candidate, _kernel(all_candidates, slot, candidate.backend)),
+                tuple(candidates),
+                None,
+            )
+        except Exception as failure:  # noqa: BLE001  a plugin may raise anything
             text = f"its kernel does not load: {describe_error(failure)}"
             reason = Reason("kernel_import_failed", text, "reinstall the plugin")
             candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
@@ -313,41 +350,51 @@ def _decide_slot(answers: Candidates, slot: str) -> _Outcome:
     return None, tuple(candidates), error
 
 
-def _report(answers: Candidates, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
-    """One sentence, the request, and for every slot that nobody runs a line per backend."""
-    named = {slot: one_line(name) for slot in refused if (name := answers.wanted[slot]) is not None}
+def _report(all_candidates: Candidates, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
+    """Return the error message: a summary, the request, and each refused slot's candidates.
+
+    Slots whose candidates have the same reasons share one list of candidates.
+    """
+    named = {
+        slot: one_line(name)
+        for slot in refused
+        if (name := all_candidates.wanted[slot]) is not None
+    }
     sentences = [
         f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}"
         for name in {*named.values()}
     ]
-    others = [slot for slot in refused if slot not in named]
-    if others:
+    auto_slots = [slot for slot in refused if slot not in named]
+    if auto_slots:
         sentences.append(
-            f"no backend takes {', '.join(others)}" if answers.registry.ready() else _NO_BACKEND
+            f"no backend takes {', '.join(auto_slots)}"
+            if all_candidates.registry.ready()
+            else _NO_BACKEND
         )
     lines = [
         "; ".join(sorted(sentences)),
-        f"  request: {describe_request(answers.requests['cmp'])}",
+        f"  request: {describe_request(all_candidates.requests['cmp'])}",
     ]
-    blocks: dict[tuple[str, ...], list[str]] = {}  # slots that got the same answers share one block
+    slots_by_answers: dict[tuple[str, ...], list[str]] = {}  # (named backend, *candidates) -> slots
     for slot, candidates in refused.items():
-        said = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
-        blocks.setdefault((named.get(slot, ""), *said), []).append(slot)
-    for (name, *said), slots in blocks.items():
-        lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *said]
+        rows = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
+        slots_by_answers.setdefault((named.get(slot, ""), *rows), []).append(slot)
+    for (name, *rows), slots in slots_by_answers.items():
+        lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *rows]
     return "\n".join(lines)
 
 
-def _say_once(answers: Candidates, choices: Mapping[str, Choice]) -> None:
+def _log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
+    """Log the choices of `auto`, once per device, dtype and set of choices."""
     chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
-    request = answers.requests["cmp"]
-    said = (
+    request = all_candidates.requests["cmp"]
+    key = (
         request.device,
         request.dtype,
         *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()),
     )
-    with _said_lock:
-        if not chosen or said in _said:
+    with _logged_lock:
+        if not chosen or key in _logged:
             return
-        _said.add(said)
-    _log.info("auto chose %s (%s)", ", ".join(said[2:]), describe_request(request))
+        _logged.add(key)
+    _log.info("auto chose %s (%s)", ", ".join(key[2:]), describe_request(request))

@@ -1,6 +1,6 @@
-"""One backend's answer to one request: its probe and its rank, called with a time limit.
+"""Run a backend's probe and rank for a request, with a time limit.
 
-Plugins are other people's code: whatever goes wrong inside one is a reason against it.
+Plugins are third-party code: any failure inside one becomes a reason against it.
 """
 
 from __future__ import annotations
@@ -20,42 +20,53 @@ PROBE_LIMIT_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One backend's answer to one slot's request: accepted when ready and without reasons."""
+    """One backend considered for one slot's request.
+
+    Attributes:
+        backend: Name of the backend.
+        version: Version of its distribution.
+        status: Status of the backend, one of loading.STATUSES.
+        reasons: Every reason against the request.
+        rank: Rank of the backend for this request, if it accepts and has a rank function.
+    """
 
     backend: str
     version: str
-    status: str  # the backend's: ready, unavailable, incompatible, broken, disabled
+    status: str
     reasons: tuple[Reason, ...]
-    # for this request, where it accepts and the backend ranks requests itself
     rank: int | None = None
 
     @property
     def accepted(self) -> bool:
-        """It would run."""
+        """Whether the backend is ready and has no reason against the request."""
         return self.status == "ready" and not self.reasons
 
     def __str__(self) -> str:
         title = f"{one_line(self.backend)} {one_line(self.version)}"
         if self.accepted:
             return f"{title}: accepted"
-        said = "; ".join(one_line(reason) for reason in self.reasons)
-        return f"{title}: {'refused' if self.status == 'ready' else self.status}: {said}"
+        reasons = "; ".join(one_line(reason) for reason in self.reasons)
+        return f"{title}: {'refused' if self.status == 'ready' else self.status}: {reasons}"
 
 
 def ask(entry: BackendEntry, request: Request) -> Candidate:
-    """What ``entry`` says to one request, which may describe a device that is not here."""
+    """Return ``entry`` as a candidate for ``request``, whose device need not exist here."""
     return Candidate(entry.name, entry.version, entry.status, reasons_against(entry, request))
 
 
 def reasons_against(
-    entry: BackendEntry, request: Request, given_up: Reason | None = None
+    entry: BackendEntry, request: Request, probe_timeout: Reason | None = None
 ) -> tuple[Reason, ...]:
-    """Every reason against ``entry`` running ``request``.
+    """Return every reason against running ``request`` on ``entry``.
 
-    ``given_up`` is the reason why its probe was given up earlier; the probe is then not asked.
+    Args:
+        entry: The backend.
+        request: The request.
+        probe_timeout: The reason from an earlier probe of this backend that timed out. The probe
+            is not called again, and this reason takes its place.
     """
     if entry.spec is None:
-        assert entry.reason is not None  # an entry has one or the other
+        assert entry.reason is not None  # an entry has either a spec or a reason
         return (entry.reason,)
     reasons = []
     slot = entry.spec.slots.get(request.slot)
@@ -75,84 +86,87 @@ def reasons_against(
                 "no_backward", f"has no backward for {request.slot}", "use another backend to train"
             )
         )
-    return (*reasons, *([given_up] if given_up else _probe(entry, entry.spec.probe, request)))
+    if probe_timeout:
+        return (*reasons, probe_timeout)
+    return (*reasons, *_probe(entry, entry.spec.probe, request))
 
 
 def rank_of(
     entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]
 ) -> tuple[int, tuple[Reason, ...]]:
-    """Where ``entry`` stands for ``request``, highest first, and ``reasons``, with one more where
-    its rank fails.
+    """Return the rank of ``entry`` for ``request``, and the reasons against it.
+
+    The reasons are ``reasons``, or the failure of the backend's rank function. `auto` prefers the
+    highest rank.
     """
     if entry.spec is None:
         return 0, reasons
-    stated = entry.spec.priority_of(request.slot)
+    priority = entry.spec.priority_of(request.slot)
     if reasons or entry.spec.rank is None:
-        return stated, reasons
+        return priority, reasons
     hint = report_hint(entry.distribution)
     try:
         rank = _call_limited(import_named(entry.spec.rank), request)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
         text = f"its rank raised {describe_error(error)}"
-        return stated, (Reason("rank_raised", text, hint),)
+        return priority, (Reason("rank_raised", text, hint),)
     if type(rank) is not int:
         text = f"its rank returned {type(rank).__name__}, not an integer"
-        return stated, (Reason("rank_nonsense", text, hint),)
+        return priority, (Reason("rank_nonsense", text, hint),)
     return rank, reasons
 
 
 def details(entry: BackendEntry) -> list[str]:
-    """What ``entry``'s backend says of itself on this machine, a line each; what goes wrong in
-    asking is a line too.
-    """
+    """Return the lines of the backend's detail function; a failure of that function is a line."""
     if entry.spec is None or entry.spec.detail is None:
         return []
     try:
         return [one_line(text) for text in _call_limited(import_named(entry.spec.detail))]
     except _TooSlowError:
-        return [f"its detail did not come within {PROBE_LIMIT_S:g} s"]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
-        return [f"its detail raised {describe_error(error)}"]
+        return [f"its detail function did not return within {PROBE_LIMIT_S:g} s"]
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
+        return [f"its detail function raised {describe_error(error)}"]
 
 
 class _TooSlowError(Exception):
-    """The probe did not answer in time."""
+    """The function of a plugin did not return in time."""
 
 
 def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ...]:
-    """What ``entry``'s probe, at ``path``, says; whatever goes wrong inside it is a reason too."""
+    """Return the reasons from the probe that ``path`` names; a failing probe is a reason itself."""
     hint = report_hint(entry.distribution)
     try:
-        answer = _call_limited(import_named(path), request)
+        result = _call_limited(import_named(path), request)
     except _TooSlowError:
         text = f"its probe did not answer within {PROBE_LIMIT_S:g} s"
         return (Reason("probe_too_slow", text, hint),)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  plugins are other people's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
         text = f"its probe raised {describe_error(error)}"
         return (Reason("probe_raised", text, hint),)
-    if not isinstance(answer, (list, tuple)) or not all(map(is_reason, answer)):
-        text = f"its probe returned {type(answer).__name__}, not a list of Reasons"
+    if not isinstance(result, (list, tuple)) or not all(map(is_reason, result)):
+        text = f"its probe returned {type(result).__name__}, not a list of Reasons"
         return (Reason("probe_nonsense", text, hint),)
-    return tuple(answer)
+    return tuple(result)
 
 
-def _call_limited(probe: Any, *arguments: Any) -> Any:
-    """``probe(*arguments)`` in a thread of its own, left behind when it does not answer within
-    PROBE_LIMIT_S.
+def _call_limited(function: Any, *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, called in a daemon thread.
+
+    The thread is abandoned after PROBE_LIMIT_S seconds, and _TooSlowError is raised.
     """
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def call() -> None:
         try:
-            answers.put((probe(*arguments), None))
-        except BaseException as error:  # noqa: BLE001  handed to the asking thread
-            answers.put((None, error))
+            outcomes.put((function(*arguments), None))
+        except BaseException as error:  # noqa: BLE001  raised again in the calling thread
+            outcomes.put((None, error))
 
-    threading.Thread(target=ask, name="nsa-probe", daemon=True).start()
+    threading.Thread(target=call, name="nsa-probe", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=PROBE_LIMIT_S)
+        result, error = outcomes.get(timeout=PROBE_LIMIT_S)
     except queue.Empty:
         raise _TooSlowError from None
     if error is not None:
         raise error
-    return answer
+    return result

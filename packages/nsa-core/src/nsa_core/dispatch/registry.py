@@ -1,6 +1,4 @@
-"""Which backends there are: discovery, what the user switched off, and names claimed twice. No
-torch here.
-"""
+"""The registry: discover backends, leave out disabled ones, detect name conflicts. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from nsa_core.dispatch.loading import (
     FIRST_PARTY,
     BackendEntry,
     Plugin,
-    failed,
+    entry_without_spec,
     installed,
     load,
     load_spec,
@@ -37,7 +35,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """The known backends, usable or not, in the order of their names. Immutable."""
+    """The known backends, usable or not, sorted by name. Immutable."""
 
     entries: tuple[BackendEntry, ...] = ()
 
@@ -49,44 +47,49 @@ class Registry:
         object.__setattr__(self, "entries", tuple(ordered))
 
     def names(self) -> tuple[str, ...]:
-        """Every known name, whatever its status."""
+        """Return the names of all backends, usable or not."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
 
     def ready(self) -> tuple[BackendEntry, ...]:
-        """The entries that may run."""
+        """Return the entries whose status is "ready"."""
         return tuple(entry for entry in self.entries if entry.status == "ready")
 
     def get(self, name: str) -> BackendEntry:
-        """The entry called ``name``; of several, one that is not disabled.
+        """Return the entry called ``name``; if several have the name, an enabled one.
 
         Raises:
-            InvalidInput: no backend has this name; the message suggests a close one and lists all.
+            InvalidInput: No backend has this name. The message suggests a similar name and lists
+                all.
         """
         for entry in self.entries:
             if entry.name == name:
                 return entry
         known = self.names()
-        listed = ", ".join(map(one_line, known)) or "none, no backend is installed"
-        raise InvalidInput(f"unknown backend {name!r}{did_you_mean(name, known)} (known: {listed})")
+        all_names = ", ".join(map(one_line, known)) or "none, no backend is installed"
+        raise InvalidInput(
+            f"unknown backend {name!r}{did_you_mean(name, known)} (known: {all_names})"
+        )
 
     def with_backend(
         self, spec: BackendSpec, version: str = "0", distribution: str = "in-process"
     ) -> Registry:
-        """A registry that also holds ``spec``, checked as a plugin's would be; for tests and
-        experiments.
+        """Return a registry that also holds ``spec``, for tests and experiments.
+
+        The spec is checked like one from an installed plugin.
         """
         return Registry((*self.entries, load_spec(spec, version, distribution)))
 
 
 def mark_conflicts(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
-    """Entries whose name another enabled entry claims too become broken: nobody is silently
-    preferred, not even us.
+    """Return ``entries``, with enabled entries that share a name marked as broken.
+
+    No distribution takes precedence, not even one of this project.
     """
-    claims = defaultdict(list)
+    by_name = defaultdict(list)
     for entry in entries:
-        claims[normalized(entry.name), entry.status == "disabled"].append(entry)
+        by_name[normalized(entry.name), entry.status == "disabled"].append(entry)
     result = []
-    for (_, disabled), group in claims.items():
+    for (_, disabled), group in by_name.items():
         if disabled or len(group) == 1:
             result += group
             continue
@@ -105,23 +108,26 @@ def mark_conflicts(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
     return result
 
 
-def _names_in(listed: str) -> set[str]:
-    return {normalized(name.strip()) for name in listed.split(",") if name.strip()}
+def _names_in(text: str) -> set[str]:
+    return {normalized(name.strip()) for name in text.split(",") if name.strip()}
 
 
 def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
-    """Why the user does not want ``plugin``; None: it may be loaded.
+    """Return why ``plugin`` is disabled, or None if it may be loaded.
 
-    NSA_PLUGINS lists, by entry-point or distribution name and separated by commas, the plugins to
-    load beside this project's own; empty means none. NSA_DISABLE_PLUGINS lists plugins not to load,
-    this project's own included; "1" or "all" means all but this project's own, "" and "0" none.
-    ``safe`` loads this project's own only.
+    Two environment variables hold comma-separated names of entry points or distributions:
+
+    - NSA_PLUGINS lists the third-party plugins to load; if it is set but empty, none is loaded.
+    - NSA_DISABLE_PLUGINS lists the plugins not to load, which may include this project's own. "1"
+      or "all" disables all third-party plugins; "" and "0" disable none.
+
+    ``safe`` disables all third-party plugins.
     """
     names = {normalized(plugin.name), normalized(plugin.distribution)}
     refused = _names_in(os.environ.get("NSA_DISABLE_PLUGINS", "")) - {"0"}
     if names & refused:
         return Reason(
-            "disabled", "named in NSA_DISABLE_PLUGINS", "take it out of NSA_DISABLE_PLUGINS"
+            "disabled", "named in NSA_DISABLE_PLUGINS", "remove it from NSA_DISABLE_PLUGINS"
         )
     if plugin.first_party:
         return None
@@ -132,7 +138,7 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
     if refused & {"1", "all"}:
         return Reason(
             "disabled",
-            "NSA_DISABLE_PLUGINS refuses all third-party plugins",
+            "NSA_DISABLE_PLUGINS disables all third-party plugins",
             "unset NSA_DISABLE_PLUGINS",
         )
     allowed = os.environ.get("NSA_PLUGINS")
@@ -144,22 +150,30 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
 def discover(
     *, isolate: bool = False, safe: bool = False, limit_s: float = isolation.LIMIT_S
 ) -> Registry:
-    """Load every installed plugin, each in its own guard.
+    """Load every installed plugin in isolation from the others.
 
-    With ``isolate``, a third-party plugin is first loaded in a child process, for ``limit_s``
-    seconds at most, and here only if it survived that; a crash remembered from an earlier such run
-    is honoured in any case. ``safe`` loads this project's own plugins only.
+    A plugin that crashed in the child process of an earlier call is not loaded, whatever
+    ``isolate`` is.
+
+    Args:
+        isolate: Load each third-party plugin in a child process first, and in this process only if
+            the child survives.
+        safe: Load only this project's own plugins.
+        limit_s: Seconds until a child process counts as hanging.
     """
     plugins = installed()
     disabled = {p: reason for p in plugins if (reason := disabled_reason(p, safe))}
-    foreign = [p for p in plugins if p not in disabled and not p.first_party and p.value]
-    crashed = isolation.crashed(foreign, limit_s) if isolate else isolation.remembered(foreign)
+    third_party = [p for p in plugins if p not in disabled and not p.first_party and p.value]
+    if isolate:
+        failures = isolation.failed_trials(third_party, limit_s)
+    else:
+        failures = isolation.cached_failures(third_party)
     entries = []
     for plugin in plugins:
         if plugin in disabled:
-            entries.append(failed(plugin, "disabled", disabled[plugin]))
-        elif plugin in crashed:
-            entries.append(failed(plugin, "broken", crashed[plugin]))
+            entries.append(entry_without_spec(plugin, "disabled", disabled[plugin]))
+        elif plugin in failures:
+            entries.append(entry_without_spec(plugin, "broken", failures[plugin]))
         else:
             entries += load(plugin)
     return Registry(tuple(entries))
@@ -170,9 +184,7 @@ _lock = threading.Lock()
 
 
 def default_registry() -> Registry:
-    """What :func:`discover` finds, once per process; several threads asking first get one
-    answer.
-    """
+    """Return the registry from :func:`discover`, built once per process, for all threads."""
     global _default
     with _lock:
         if _default is None:

@@ -1,10 +1,9 @@
-"""Third-party plugins tried in a child process first: a crash or a hang of one must not take the
-caller with it.
+"""Trials: load third-party plugins in child processes, so that a crash or hang ends only the child.
 
-A child loads the plugin and puts a plain request to its probe.
+A child loads one plugin and calls its probe with a simple request.
 
-The verdict is remembered in the user's cache directory, per distribution version, entry point and
-Python version, and dropped when the plugin's files or the installed torch change.
+The outcome is cached in the user's cache directory by distribution version, entry point and Python
+version. A change of the plugin's files or of the installed torch invalidates it.
 """
 
 from __future__ import annotations
@@ -31,54 +30,68 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.util.atomic_files import user_cache, write_atomic
 
 LIMIT_S = 20.0
-_PROBE_S = 5.0  # a probe that takes longer is given up here, and by nsa_core.dispatch.candidates
-_AT_ONCE = 8
-# exit status; no pipe, because a grandchild that outlives the child would keep a pipe open
+_PROBE_S = 5.0  # equals nsa_core.dispatch.probing.PROBE_LIMIT_S
+_MAX_CHILDREN = 8
+# The child reports survival by this exit status. A pipe would stay open if a process that the
+# plugin started outlived the child.
 _SURVIVED = 86
-_SCHEMA = 2  # 1: probes were not asked
+_SCHEMA = 2  # outcomes of schema 1 did not include a call of the probe
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What became of one plugin in a child process."""
+    """The outcome of loading one plugin in a child process.
 
-    reason: Reason | None  # None: it survived
+    Attributes:
+        reason: Why the child did not survive; None if it did.
+        limit_s: Time limit of the child, in seconds.
+    """
+
+    reason: Reason | None
     limit_s: float
 
 
-def crashed(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
-    """The plugins that do not survive loading and probing in a child process, with what became of
-    each.
+def failed_trials(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
+    """Load and probe each plugin in a child process, and return the ones that crash or hang.
 
-    Several children run at once, ``limit_s`` bounds each, and a remembered verdict takes the place
-    of a child. A plugin that merely raises survives: loading it here tells the reason.
+    Several children run at once. A cached outcome replaces a child. A plugin that only raises an
+    exception counts as survived: loading it in this process reports the exception.
+
+    Args:
+        plugins: The plugins to try.
+        limit_s: Time limit of each child, in seconds.
+
+    Returns:
+        plugin -> the reason why it did not survive.
     """
-    known = _recall(plugins)
-    # A hang under a shorter limit than this one says nothing about this one.
+    cached = _read_cached(plugins)
+    # A hang under a shorter limit does not imply a hang under this one.
     stale = [
         p
-        for p, v in known.items()
-        if v.reason is not None and v.reason.code == "hangs" and v.limit_s < limit_s
+        for p, trial in cached.items()
+        if trial.reason is not None and trial.reason.code == "hangs" and trial.limit_s < limit_s
     ]
-    todo = [p for p in plugins if p not in known or p in stale]
-    fresh = _try_all(todo, limit_s)
+    untried = [p for p in plugins if p not in cached or p in stale]
+    fresh = _try_all(untried, limit_s)
     if fresh:
-        _remember(fresh)
-    verdicts = {**known, **fresh}
-    return {p: v.reason for p, v in verdicts.items() if v.reason is not None}
+        _write_cached(fresh)
+    trials = {**cached, **fresh}
+    return {p: trial.reason for p, trial in trials.items() if trial.reason is not None}
 
 
-def remembered(plugins: Sequence[Plugin]) -> dict[Plugin, Reason]:
-    """The plugins known from an earlier :func:`crashed` not to survive; starts nothing."""
-    return {p: v.reason for p, v in _recall(plugins).items() if v.reason is not None}
+def cached_failures(plugins: Sequence[Plugin]) -> dict[Plugin, Reason]:
+    """Return the plugins with a cached crash or hang, and the reason of each. Starts no child."""
+    cached = _read_cached(plugins)
+    return {p: trial.reason for p, trial in cached.items() if trial.reason is not None}
 
 
 def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Trial]:
-    waiting, verdicts = list(plugins), dict[Plugin, Trial]()
+    """Try every plugin, up to _MAX_CHILDREN at a time, and kill all children at the end."""
+    waiting, trials = list(plugins), dict[Plugin, Trial]()
     running: dict[Plugin, tuple[subprocess.Popen[bytes], float]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < _AT_ONCE:
+            while waiting and len(running) < _MAX_CHILDREN:
                 plugin = waiting.pop(0)
                 running[plugin] = (_start(plugin), time.monotonic() + limit_s)
             for plugin, (child, deadline) in list(running.items()):
@@ -87,17 +100,17 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Trial]:
                     continue
                 del running[plugin]
                 end(child)
-                verdicts[plugin] = Trial(_reason(status, limit_s), limit_s)
+                trials[plugin] = Trial(_reason(status, limit_s), limit_s)
             time.sleep(0.005)
     finally:
         for child, _ in running.values():
             end(child)
-    return verdicts
+    return trials
 
 
 def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
-    # The caller's own path, set before anything is imported; an argument, so that no environment
-    # variable is needed.
+    # The child takes over this process's sys.path before it imports anything. The path is part of
+    # the code, so that no environment variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import"
@@ -107,20 +120,21 @@ def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A silent child that runs ``arguments[0]`` as Python; it and what it starts are ended by
-    :func:`end`.
+    """Start a child process that runs ``arguments[0]`` as Python code, with its output discarded.
+
+    :func:`end` kills the child and the processes that it started.
     """
     return subprocess.Popen(
         [sys.executable, "-c", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that what the plugin started can be ended with it
+        start_new_session=True,  # a process group, which end() kills with everything in it
     )
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Kill ``child`` with its process group, and wait for it."""
+    """Kill ``child`` and its process group, and wait for ``child``."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
@@ -130,23 +144,23 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _child(name: str, value: str) -> None:
-    """Body of the child process: load the plugin, ask it, and leave with the status that says it
-    survived.
-    """
+    """Run in the child process: load the plugin, call its probe, and exit with _SURVIVED."""
     with contextlib.suppress(ImportError):
         import resource
 
-        # a crash here is a finding, not a case for a core file
+        # Crashes are expected in a trial, so the child writes no core file.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    asking = threading.Thread(target=_ask, args=(load(Plugin(name, "", "", value)),), daemon=True)
-    asking.start()
-    asking.join(_PROBE_S)
-    os._exit(_SURVIVED)  # threads that the plugin started do not keep the child
+    entries = load(Plugin(name, "", "", value))
+    probing = threading.Thread(target=_probe_slots, args=(entries,), daemon=True)
+    probing.start()
+    probing.join(_PROBE_S)
+    os._exit(_SURVIVED)  # exits even if the plugin's threads are still running
 
 
-def _ask(entries: Sequence[BackendEntry]) -> None:
-    """Put a plain request of each slot to the probes; what they answer, or raise, is for whoever
-    asks in earnest.
+def _probe_slots(entries: Sequence[BackendEntry]) -> None:
+    """Call the probes with a simple request for each slot, and ignore results and exceptions.
+
+    :mod:`nsa_core.dispatch.probing` evaluates them later, in the caller's process.
     """
     geometry = BlockGeometry()
     for spec in (entry.spec for entry in entries if entry.spec is not None):
@@ -169,8 +183,13 @@ def _reason(status: int | None, limit_s: float) -> Reason | None:
 
 
 def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:
-    """Why a child that ended with ``status`` (None: killed at its limit) did not survive; None: it
-    did.
+    """Return why a child did not survive, or None if it did.
+
+    Args:
+        status: Return code of the child; None if it was killed at its time limit.
+        limit_s: Time limit of the child, in seconds.
+        doing: What the child did, such as "while loading".
+        hint: Hint of the reason.
     """
     if status == _SURVIVED:
         return None
@@ -182,9 +201,7 @@ def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason |
 
 
 def fate(status: int, doing: str) -> str:
-    """What a process that left with ``status`` (negative: a signal's number) did, ``doing``
-    something.
-    """
+    """Describe how a process ended, from its return code (negative: the number of a signal)."""
     if status >= 0:
         return f"ended its process with exit status {status} {doing}"
     try:
@@ -199,7 +216,7 @@ def _hint() -> str:
 
 
 def cache_file() -> Path:
-    """Where verdicts are remembered: ``nsa/plugins.json`` under XDG_CACHE_HOME or ~/.cache."""
+    """Return the file of cached outcomes: ``nsa/plugins.json`` in XDG_CACHE_HOME or ~/.cache."""
     return user_cache() / "plugins.json"
 
 
@@ -209,30 +226,31 @@ def _key(plugin: Plugin) -> str:
 
 
 def _stamp(plugin: Plugin) -> str:
-    """Changes when the plugin's top package (found, not imported) or the installed torch does."""
+    """Return a text that changes with the files of the plugin's top package and with torch.
+
+    The package is located but not imported.
+    """
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
     try:
         spec = importlib.util.find_spec(plugin.value.partition(":")[0].partition(".")[0])
-        places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec else []
+        locations = list(spec.submodule_search_locations or [spec.origin or ""]) if spec else []
         files = [
             f
-            for p in places
+            for p in locations
             for f in (Path(p).iterdir() if os.path.isdir(p) else [Path(p)])
             if f.is_file()
         ]
         newest = max((f.stat().st_mtime_ns for f in files), default=0)
     except Exception:  # noqa: BLE001  a plugin may install its own finder
-        places, newest = [], 0
-    return f"torch {torch}, {places}, {newest}"
+        locations, newest = [], 0
+    return f"torch {torch}, {locations}, {newest}"
 
 
 def _read() -> dict[str, Any]:
-    """Everything remembered, by key; a file that is missing, unreadable or not ours counts as
-    empty.
-    """
+    """Return all cached outcomes by key; {} if the file is missing, unreadable or invalid."""
     try:
         document = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -245,10 +263,11 @@ def _read() -> dict[str, Any]:
     return verdicts if isinstance(verdicts, dict) else {}
 
 
-def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
+def _read_cached(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
+    """Return the cached outcome of each plugin that has a valid one."""
     if not plugins:
         return {}
-    stored, found = _read(), dict[Plugin, Trial]()
+    stored, trials = _read(), dict[Plugin, Trial]()
     for plugin in plugins:
         item = stored.get(_key(plugin))
         if not isinstance(item, dict) or item.get("stamp") != _stamp(plugin):
@@ -257,27 +276,28 @@ def _recall(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
         if not isinstance(limit, (int, float)):
             continue
         if reason is None:
-            found[plugin] = Trial(None, limit)
+            trials[plugin] = Trial(None, limit)
         elif (
             isinstance(reason, list)
             and len(reason) == 2
             and all(isinstance(text, str) for text in reason)
         ):
-            found[plugin] = Trial(Reason(reason[0], reason[1], _hint()), limit)
-    return found
+            trials[plugin] = Trial(Reason(reason[0], reason[1], _hint()), limit)
+    return trials
 
 
-def _remember(verdicts: dict[Plugin, Trial]) -> None:
+def _write_cached(trials: dict[Plugin, Trial]) -> None:
+    """Add ``trials`` to the cache file."""
     stored = _read()
-    for plugin, verdict in verdicts.items():
-        reason = [verdict.reason.code, verdict.reason.message] if verdict.reason else None
+    for plugin, trial in trials.items():
+        reason = [trial.reason.code, trial.reason.message] if trial.reason else None
         stored[_key(plugin)] = {
             "stamp": _stamp(plugin),
-            "limit_s": verdict.limit_s,
+            "limit_s": trial.limit_s,
             "reason": reason,
         }
     text = json.dumps({"schema": _SCHEMA, "verdicts": stored}, indent=1, sort_keys=True)
-    # A cache that cannot be written costs a child process next time, nothing more.
+    # If the file cannot be written, the next call only starts the children again.
     with contextlib.suppress(OSError, InvalidInput):
         cache_file().parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache_file(), text, force=True)

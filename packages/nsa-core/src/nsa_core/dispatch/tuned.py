@@ -1,10 +1,9 @@
-"""What `nsa tune` measured here: the order in which `auto` tries backends that would all run a
-request.
+"""Records of `nsa tune`: `auto` prefers the backend that was measured as the fastest.
 
-A record holds for one device, torch version, shape class and slot, and only while the backends that
-take the request are those that were measured, in the same versions. Anything else, a corrupt file
-included, is ignored: `auto` then follows the priorities that the backends state. A record never
-admits a backend that its probe refuses.
+A record applies to one device, torch version, shape class and slot, and only while every backend
+that accepts the request was measured in its present version. `auto` ignores all other records and
+corrupt files, and follows the backends' priorities. A record cannot select a backend whose probe
+refuses the request.
 """
 
 from __future__ import annotations
@@ -29,8 +28,18 @@ _log = logging.getLogger("nsa")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Times of one slot's backends: ms per call, forward, or forward and backward for requests with
-    gradients.
+    """Measured times of the backends of one slot.
+
+    Attributes:
+        device: Name of the GPU or of the processor.
+        torch: Version of torch.
+        shape_class: Result of :func:`shape_class`.
+        slot: The slot.
+        times_ms: backend -> milliseconds per call: forward, and for requests with gradients
+            forward and backward together.
+        versions: backend -> version of its distribution.
+        tokens: Tokens of the timed sequence.
+        date: Date of the measurement, such as "2026-01-31".
     """
 
     device: str
@@ -43,31 +52,36 @@ class Record:
     date: str
 
     def sentence(self) -> str:
-        """ "1.2 ms against sdpa 4.5 ms at 8192 tokens, 2026-01-31", the first being the chosen
-        backend's.
+        """Return the times as text, the fastest first and without its backend's name.
+
+        Example: "1.2 ms against sdpa 4.5 ms at 8192 tokens, 2026-01-31".
         """
-        (_, best), *rest = sorted(self.times_ms.items(), key=lambda item: (item[1], item[0]))
-        others = ", ".join(f"{one_line(name)} {time:.3g} ms" for name, time in rest)
+        ranking = sorted(self.times_ms.items(), key=lambda item: (item[1], item[0]))
+        (_, fastest), *slower = ranking
+        others = ", ".join(f"{one_line(name)} {time:.3g} ms" for name, time in slower)
         return (
-            f"{best:.3g} ms{' against ' + others if others else ''} at {self.tokens} tokens,"
+            f"{fastest:.3g} ms{' against ' + others if others else ''} at {self.tokens} tokens,"
             f" {one_line(self.date)}"
         )
 
 
 def path() -> Path:
-    """Where the records are kept."""
+    """Return the path of the file that holds the records."""
     return user_cache() / "tuned.json"
 
 
 def shape_class(request: Request) -> str:
-    """What a record holds for: heads, widths, blocks, dtype, and whether gradients are wanted."""
+    """Return the properties of ``request`` that a record must match.
+
+    They are head counts, head widths, block geometry, dtype, and training or inference.
+    """
     heads = f"{request.n_heads}/{request.n_kv_heads}/{request.head_dim}/{request.v_head_dim}"
     blocks = ",".join(map(str, request.geometry.as_ints()))
     return f"{heads} {blocks} {request.dtype} {'training' if request.needs_grad else 'inference'}"
 
 
 def torch_version() -> str:
-    """The installed torch, without importing it."""
+    """Return the version of the installed torch, without importing it, or "none"."""
     try:
         return version("torch")
     except PackageNotFoundError:
@@ -76,7 +90,7 @@ def torch_version() -> str:
 
 @functools.cache
 def processor_name() -> str:
-    """The processor's model as the system tells it."""
+    """Return the model name of the processor, as the operating system reports it."""
     try:
         for line in (
             Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -89,16 +103,24 @@ def processor_name() -> str:
 
 
 def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[str, str] | None:
-    """(backend, sentence) of the fastest among ``accepted`` (name -> version), or None where
-    nothing valid is known.
+    """Return the fastest backend among ``accepted`` and its measurement, or None.
+
+    Args:
+        request: The request of one slot.
+        device: Name of the GPU or of the processor.
+        accepted: Name of each backend that accepts the request -> version of its distribution.
+
+    Returns:
+        (backend, :meth:`Record.sentence`), or None if no valid record exists or there is nothing
+        to choose from.
     """
     if len(accepted) < 2 or request.varlen or request.deterministic or request.phase != "prefill":
-        return None  # nothing to choose, or not what was measured
+        return None  # a single candidate, or a kind of request that `nsa tune` does not measure
     key = (device, torch_version(), shape_class(request), request.slot)
     for record in reversed(load()):
         if (record.device, record.torch, record.shape_class, record.slot) != key:
             continue
-        if any(record.versions.get(name) != its for name, its in accepted.items()):
+        if any(record.versions.get(name) != present for name, present in accepted.items()):
             return None
         times = {name: time for name, time in record.times_ms.items() if name in accepted}
         if not times:
@@ -111,7 +133,7 @@ def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[
 
 
 def load() -> list[Record]:
-    """The records; none where the file is missing, unreadable or malformed."""
+    """Return the records; [] if the file is missing, unreadable or malformed."""
     try:
         document = json.loads(path().read_text(encoding="utf-8"))
         if document["schema_version"] != SCHEMA_VERSION:
@@ -125,8 +147,9 @@ def load() -> list[Record]:
 
 
 def _record(entry: Any) -> Record:
+    """Return ``entry``, one element of the file's list, as a checked Record."""
     record = Record(**entry)
-    words = (
+    texts = (
         record.device,
         record.torch,
         record.shape_class,
@@ -135,26 +158,27 @@ def _record(entry: Any) -> Record:
         *record.versions.values(),
     )
     numbers = [record.tokens, *record.times_ms.values()]
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError("a text field is no text")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("device, torch, shape_class, slot, date and versions must be strings")
     if not all(isinstance(n, (int, float)) and 0 < n < float("inf") for n in numbers):
-        raise ValueError("a time is no positive number")
+        raise ValueError("tokens and times_ms must be positive finite numbers")
     if not record.times_ms.keys() <= record.versions.keys():
-        raise ValueError("a backend without a version")
+        raise ValueError("every backend of times_ms must be in versions")
     return record
 
 
 def save(records: Iterable[Record]) -> Path:
-    """Add ``records`` to the file, in place of older ones for the same device, torch, shape class
-    and slot.
+    """Add ``records`` to the file, and return its path.
+
+    A record replaces an older one of the same device, torch version, shape class and slot.
 
     Raises:
-        OSError: the cache directory cannot be written to.
+        OSError: The cache directory is not writable.
     """
-    kept = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*load(), *records]}
+    newest = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*load(), *records]}
     document = {
         "schema_version": SCHEMA_VERSION,
-        "records": [dataclasses.asdict(r) for r in kept.values()],
+        "records": [dataclasses.asdict(r) for r in newest.values()],
     }
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)

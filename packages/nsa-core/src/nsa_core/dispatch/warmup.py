@@ -1,6 +1,4 @@
-"""Every slot of a plan run once on tensors of zeros, so that what compiles at a first call has
-compiled.
-"""
+"""Warm-up: run every slot of a plan once on zeros, so that its kernels are compiled."""
 
 from __future__ import annotations
 
@@ -24,8 +22,18 @@ def warm(
     scale: float,
     device: torch.device,
 ) -> None:
-    """Run each slot of ``kernels`` on ``device``, backward too where its request asks for
-    gradients; a plan for decode its decode forms and ``fused``.
+    """Run every slot of a plan once.
+
+    A plan for prefill runs the forward of each slot, and the backward if the request needs
+    gradients. A plan for decode runs its decode forms and its fused forms.
+
+    Args:
+        kernels: slot -> the plan's kernel.
+        fused: Name of a fused decode form -> its kernel.
+        requests: slot -> the plan's request.
+        specs: slot -> the specification of the backend's slot.
+        scale: Scale of the attention scores.
+        device: Device to run on.
     """
     if requests["cmp"].phase == "decode":
         _warm_decode(kernels, fused, requests["cmp"], scale, device)
@@ -39,29 +47,30 @@ def _warm_slots(
     specs: Mapping[str, SlotSpec],
     device: torch.device,
 ) -> None:
+    """Run the forward of each slot, and the backward if the request needs gradients."""
     for slot, kernel in kernels.items():
         request = requests[slot]
-        # Several sequences, the compressed tokens of each at least one.
+        # Long enough for two documents of at least one compressed token each.
         length = max(specs[slot].warmup_tokens, 2 * request.geometry.compress_block_size)
         tensors = _zeros(request, length, device)
-        asked = [t for n, t in tensors.items() if request.needs_grad and n in DIFFERENTIABLE[slot]]
-        for tensor in asked:
+        differentiated = [
+            t for n, t in tensors.items() if request.needs_grad and n in DIFFERENTIABLE[slot]
+        ]
+        for tensor in differentiated:
             tensor.requires_grad_()
         bounds = [0, length // 2, length]
         cu_seqlens = (
             torch.tensor(bounds, dtype=torch.int32, device=device) if request.varlen else None
         )
-        with torch.set_grad_enabled(bool(asked)):
+        with torch.set_grad_enabled(bool(differentiated)):
             result = kernel(*tensors.values(), cu_seqlens=cu_seqlens, max_seqlen=length)
-        if asked:
+        if differentiated:
             o = result if isinstance(result, torch.Tensor) else result[0]
-            torch.autograd.grad(o, asked, torch.zeros_like(o))
+            torch.autograd.grad(o, differentiated, torch.zeros_like(o))
 
 
 def _zeros(request: Request, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The slot's tensors by the contract's names: one sequence, or documents of ``length`` tokens
-    in all.
-    """
+    """Return the inputs of the slot by name: one sequence, or documents, of ``length`` tokens."""
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
     rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
@@ -75,13 +84,13 @@ def _zeros(request: Request, length: int, device: torch.device) -> dict[str, tor
         "C": rows,
         "n": geometry.num_selected_blocks,
     }
-    kinds = {"blocks": torch.int32, "lse": stats_dtype(dtype), "gates": stats_dtype(dtype)}
-    made = {}
+    dtypes = {"blocks": torch.int32, "lse": stats_dtype(dtype), "gates": stats_dtype(dtype)}
+    tensors = {}
     for name in INPUTS[request.slot]:
         axes = [a for a in SLOT_AXES[request.slot][name] if not (request.varlen and a == "B")]
         shape = [sizes.get(axis, axis if isinstance(axis, int) else 0) for axis in axes]
-        made[name] = torch.zeros(shape, dtype=kinds.get(name, dtype), device=device)
-    return made
+        tensors[name] = torch.zeros(shape, dtype=dtypes.get(name, dtype), device=device)
+    return tensors
 
 
 def _warm_decode(
@@ -91,11 +100,10 @@ def _warm_decode(
     scale: float,
     device: torch.device,
 ) -> None:
-    """Run each decode form of ``kernels``, combine's forward, and each of ``fused`` for a token of
-    two sequences.
+    """Run each decode form, the forward of combine, and each fused form for one decode step.
 
-    Both hold a window's tokens and one more, or a whole selection if that is longer, in pages of
-    the request's size.
+    The step has one query for each of two sequences. Each sequence has one token more than the
+    window or than the selected blocks, whichever is longer, in pages of the request's size.
     """
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
@@ -104,22 +112,22 @@ def _warm_decode(
     size = request.page_size or -(-length // block) * block
     pages = -(-length // size)
 
-    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=kind, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-    def store(rows: int, count: int = 2 * pages) -> tuple[torch.Tensor, torch.Tensor]:
+    def kv_store(rows: int, count: int = 2 * pages) -> tuple[torch.Tensor, torch.Tensor]:
         lead = (count, rows, request.n_kv_heads)
         return zeros(*lead, request.head_dim), zeros(*lead, request.v_head_dim)
 
-    table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
-    lengths = zeros(2, kind=torch.int32) + length
-    call = DecodeCall(geometry, scale, lengths - 1, lengths, table, length)
+    block_table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
+    lengths = zeros(2, dtype=torch.int32) + length
+    call = DecodeCall(geometry, scale, lengths - 1, lengths, block_table, length)
     q, gates = (
         zeros(2, 1, request.n_heads, request.head_dim),
-        zeros(2, 1, request.n_heads, 3, kind=stats_dtype(dtype)),
+        zeros(2, 1, request.n_heads, 3, dtype=stats_dtype(dtype)),
     )
-    k_cmp, v_cmp = store(size // geometry.compress_stride)
-    sel, win, raw = store(size), store(w, 2), store(geometry.compress_block_size, 2)
+    k_cmp, v_cmp = kv_store(size // geometry.compress_stride)
+    sel, win, raw = kv_store(size), kv_store(w, 2), kv_store(geometry.compress_block_size, 2)
     o_cmp, lse = kernels["cmp"](q, k_cmp, v_cmp, call=call)
     blocks = kernels["select"](q, k_cmp, lse, call=call)
     o_sel, _ = kernels["sel"](q, *sel, blocks, call=call)
@@ -129,14 +137,14 @@ def _warm_decode(
         fused["step"](q, gates, k_cmp, v_cmp, *sel, *win, call=call)
     if "append" in fused:
         k, v = (
-            (zeros(2, 1, request.n_kv_heads, x),) * 3
-            for x in (request.head_dim, request.v_head_dim)
+            (zeros(2, 1, request.n_kv_heads, width),) * 3
+            for width in (request.head_dim, request.v_head_dim)
         )
-        angles = zeros(length, request.head_dim // 2, kind=stats_dtype(dtype))
-        for rope in (None, (angles, angles)) if request.head_dim % 2 == 0 else (None,):
+        cos = sin = zeros(length, request.head_dim // 2, dtype=stats_dtype(dtype))
+        for rope in (None, (cos, sin)) if request.head_dim % 2 == 0 else (None,):
             fused["append"](q, k, v, raw, sel, win, rope=rope, rotate_raw=False, call=call)
     if "gates" in fused:
-        x = q.flatten(2)  # a request knows no dim
+        x = q.flatten(2)  # the request does not state the model dimension; any width compiles
         fused["gates"](
             x,
             x.new_zeros(3 * request.n_heads, x.shape[-1]),

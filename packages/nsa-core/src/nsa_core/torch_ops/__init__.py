@@ -1,1 +1,1 @@
-"""Slots as PyTorch operators: schema, shape inference, autograd, checks, decode forms."""
+"""Slots as PyTorch operators: schema, shape inference, autograd, tensor checks, decode forms."""

@@ -1,10 +1,11 @@
-"""Autograd of an operator whose forward and gradient are each a Python function over a fixed list
-of arguments.
+"""Autograd for operators whose forward and backward are Python functions of positional arguments.
 
-What torch.library.register_autograd does, for schemas without keyword-only arguments, defaults and
-lists of tensors: those make it walk the schema at every call, which took half of an operator's host
-time. And where nobody looks on, an operator need not be called at all: its functions are, which
-saves each call's two ways through PyTorch's dispatcher.
+This module replaces torch.library.register_autograd for schemas without keyword-only arguments,
+default values and tensor lists. To support those, register_autograd walks the schema at every call,
+which took half of an operator's host time.
+
+If nothing can observe the difference (:func:`unseen`), a call runs the operator's functions
+directly. This saves two passes through PyTorch's dispatcher per call.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
 
-_AS_IT_IS = contextlib.nullcontext()
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_NO_CHANGE = contextlib.nullcontext()
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
 def unseen(*tensors: torch.Tensor | None) -> bool:
-    """Whether nobody could tell an operator of these from its function: no compiler, transform,
-    mode or profiler.
+    """Return whether an operator on ``tensors`` can be replaced by its function unobserved.
+
+    That is the case if no compiler, tracer, functorch transform, dispatch or function mode, or
+    profiler is active, and all tensors are plain tensors with data.
     """
     if (
         torch.compiler.is_compiling()
@@ -35,23 +38,23 @@ def unseen(*tensors: torch.Tensor | None) -> bool:
     ):
         return False
     for tensor in tensors:
-        # The dispatcher alone gives an operator the values of a view that is negated lazily
-        # (x.conj().imag).
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg()):
+        if tensor is None:
+            continue
+        # Only the dispatcher resolves a lazily negated view, such as x.conj().imag.
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or tensor.is_neg():
             return False
     return True
 
 
-def once() -> contextlib.AbstractContextManager[Any]:
-    """Around an operator's backward: where nobody differentiates it, its own autograd kernel has
-    nothing to do.
-    """
-    return _AS_IT_IS if torch.is_grad_enabled() else _AutoDispatchBelowAutograd()
+def backward_context() -> contextlib.AbstractContextManager[Any]:
+    """Return a context for an operator's backward that skips autograd if grad mode is off."""
+    return _NO_CHANGE if torch.is_grad_enabled() else _AutoDispatchBelowAutograd()
 
 
-def _below(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` without its autograd kernel, told the keys of the call; without any, its
-    ``function``.
+def _below_autograd(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs ``op`` below autograd for a given key set.
+
+    If the key set is None, it calls ``function`` without the dispatcher.
     """
 
     def below(keyset: Any, *arguments: Any) -> Any:
@@ -66,12 +69,14 @@ def _below(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def register_constant(
     lib: torch.library.Library, short: str, op: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``op`` has no gradient: what it does inside is not recorded, which would keep every tensor
-    that it makes.
+    """Register ``op`` as not differentiable.
 
-    Returns what does as ``op``, for calls that are :func:`unseen`.
+    Autograd does not record the operations inside ``op``, which would keep their tensors alive.
+
+    Returns:
+        A function equivalent to ``op``, for calls that are :func:`unseen`.
     """
-    below = _below(op, function)
+    below = _below_autograd(op, function)
     lib.impl(short, below, "Autograd", with_keyset=True)
     return functools.partial(below, None)
 
@@ -84,12 +89,20 @@ def register(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> Callable[..., Any]:
-    """Differentiate ``op``, the overload of ``lib``'s operator ``short``, which runs ``function``.
+    """Register the gradient of an operator.
 
-    ``setup_context(ctx, arguments, result)`` keeps what ``backward(ctx, *grads)`` needs to return a
-    gradient, or None, per argument. Returns what does as ``op``, for calls that are :func:`unseen`.
+    Args:
+        lib: The library that defines the operator.
+        short: Name of the operator in ``lib``.
+        op: Its overload.
+        function: The implementation of its forward.
+        setup_context: ``setup_context(ctx, arguments, result)`` saves the inputs of ``backward``.
+        backward: ``backward(ctx, *grads)`` returns a gradient or None for each argument.
+
+    Returns:
+        A function equivalent to ``op``, for calls that are :func:`unseen`.
     """
-    below = _below(op, function)
+    below = _below_autograd(op, function)
 
     class Node(torch.autograd.Function):
         @staticmethod

@@ -1,8 +1,7 @@
-"""A backend's decode forms as a plan calls them: what the contract promises is checked here, not in
-each backend.
+"""Kernels of decode forms: call a backend's function and check its results for all backends.
 
-Plain calls, no torch operators: a step has no gradient, runs on a cache that changes under it, and
-is captured in a CUDA graph rather than traced.
+Decode forms are not torch operators. A decode step has no gradient, reads a cache that changes
+between steps, and is captured in a CUDA graph instead of traced.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from nsa_core.contract import DecodeCall, import_named
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
-from nsa_core.torch_ops.slot_op import running
+from nsa_core.torch_ops.slot_op import BackendCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +27,18 @@ class DecodeKernel:
     function: Callable[..., Any]
 
     def __call__(self, *tensors: Any, call: DecodeCall, **options: Any) -> Any:
-        """Run it on ``tensors`` (contract.py gives their shapes).
+        """Run the decode form.
+
+        Args:
+            *tensors: Its inputs; :mod:`nsa_core.contract` gives their shapes.
+            call: The geometry, the scale and the positions in the cache.
+            **options: Other keyword arguments of a fused form.
 
         Raises:
-            NSAError: the backend raised, or broke its contract; the message names it.
+            NSAError: The backend raised or returned a wrong result; the message names it.
         """
         q: torch.Tensor = tensors[0]
-        with running(self.backend, self.slot, "decode", q.device):
+        with BackendCall(self.backend, self.slot, "decode", q.device):
             results = self.function(*tensors, call=call, **options)
         self._check(results, self._expected(tensors, call), q.device)
         return results
@@ -42,6 +46,7 @@ class DecodeKernel:
     def _expected(
         self, tensors: Sequence[Any], call: DecodeCall
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each result that the contract requires."""
         q = tensors[0]
         if self.slot == "gates":
             return [((*q.shape[:2], tensors[1].shape[0] // 3, 3), stats_dtype(q.dtype))]
@@ -63,20 +68,21 @@ class DecodeKernel:
         expected: list[tuple[tuple[int, ...], torch.dtype]],
         device: torch.device,
     ) -> None:
-        got = [results] if isinstance(results, torch.Tensor) else list(results)
-        found = [(tuple(t.shape), t.dtype) for t in got]
-        if found != expected or any(t.device != device for t in got):
+        """Raise NSAError if ``results`` differ from ``expected`` or are on another device."""
+        tensors = [results] if isinstance(results, torch.Tensor) else list(results)
+        returned = [(tuple(t.shape), t.dtype) for t in tensors]
+        if returned != expected or any(t.device != device for t in tensors):
             text = (
-                f"returned {found} on {[str(t.device) for t in got]}, expected {expected} on"
+                f"returned {returned} on {[str(t.device) for t in tensors]}, expected {expected} on"
                 f" {device}"
             )
             raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
 
 
 def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:
-    """The decode form that ``path`` names.
+    """Return the kernel of the decode form that ``path``, "module:function", names.
 
     Raises:
-        ImportError, AttributeError: it cannot be imported.
+        ImportError, AttributeError: The function cannot be imported.
     """
     return DecodeKernel(backend, slot, import_named(path))

@@ -1,11 +1,11 @@
-"""A backend's plain functions as torch operators: schema, shape inference, autograd, and checks on
-both sides.
+"""Slot operators: wrap a backend's functions as torch operators with schema, autograd and checks.
 
-One operator pair per (backend, slot), named ``nsa_<backend>::<slot>`` and ``..._backward``, so that
-torch.compile, CUDA graphs, checkpointing and the profiler see every backend alike. A backend need
-not check what the operator checks here. The values of packed boundaries are checked once per call:
-by nsa_attention where it can read them, by each slot where it cannot (in a compiled graph) or where
-a slot is called on its own.
+Each (backend, slot) has a pair of operators, ``nsa_<backend>::<slot>`` and ``..._backward``, so
+that torch.compile, CUDA graphs, checkpointing and the profiler treat all backends alike. The
+operators check inputs and outputs, so that backends need not.
+
+The values of packed boundaries are checked once per call. nsa_attention checks them if it can read
+them. Otherwise (in a compiled graph, or if a slot is called on its own) each slot checks them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from nsa_core.torch_ops.tensor_checks import (
     check_slot,
     check_slot_boundaries,
 )
-from nsa_core.torch_ops.torch_state import surroundings
+from nsa_core.torch_ops.torch_state import backend_state
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {
     slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
 }
-DIFFERENTIABLE["select"] = ()  # no gradient flows through the choice
+DIFFERENTIABLE["select"] = ()  # the selected block indices have no gradient
 _TAIL = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic"
 
 Shape = tuple[Any, ...]
@@ -47,7 +47,7 @@ TensorSpec = tuple[Shape, torch.dtype]
 
 
 def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> list[TensorSpec]:
-    """(shape, dtype) of each output of ``slot`` for these inputs."""
+    """Return the (shape, dtype) of each output of ``slot`` for the inputs ``tensors``."""
     if slot == "combine":
         return [(tuple(tensors[1].shape), tensors[1].dtype)]
     q = tensors[0]
@@ -60,11 +60,11 @@ def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> li
 
 @dataclasses.dataclass(frozen=True)
 class DispatchRecord:
-    """One call of a backend's function."""
+    """One call of a backend's function; ``direction`` is forward, backward or decode."""
 
     backend: str
     slot: str
-    direction: str  # forward, backward or decode
+    direction: str
 
 
 _traces: list[list[DispatchRecord]] = []
@@ -72,7 +72,7 @@ _traces: list[list[DispatchRecord]] = []
 
 @contextlib.contextmanager
 def record_dispatch() -> Iterator[list[DispatchRecord]]:
-    """Collect every backend call made inside the block, from any thread, in order."""
+    """Record every backend call inside the block, from any thread, in order."""
     trace: list[DispatchRecord] = []
     _traces.append(trace)
     try:
@@ -81,32 +81,35 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         _traces[:] = [t for t in _traces if t is not trace]
 
 
-class running:  # noqa: N801  a context manager, read as a function; a class because it costs half
-    """Around a call of a backend's function: recorded, on its device, its errors naming it.
+class BackendCall:
+    """Context of a call of a backend's function.
+
+    It records the call, makes the device current, turns autocast off, and converts exceptions. The
+    class takes half the host time of a function with @contextmanager.
 
     Raises:
-        NSAError: the function raised; its own NSAErrors and running out of memory pass unchanged.
+        NSAError: The function raised. NSAError and torch.OutOfMemoryError pass unchanged.
     """
 
     def __init__(self, backend: str, slot: str, direction: str, device: torch.device) -> None:
-        self._of, self._around = (backend, slot, direction), surroundings(device)
+        self._call, self._state = (backend, slot, direction), backend_state(device)
 
     def __enter__(self) -> None:
         for trace in _traces:
-            trace.append(DispatchRecord(*self._of))
-        self._around.__enter__()
+            trace.append(DispatchRecord(*self._call))
+        self._state.__enter__()
 
     def __exit__(
-        self, kind: object, error: BaseException | None, where: TracebackType | None
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._around.__exit__(type(error) if error else None, error, where)
+        self._state.__exit__(type(error) if error else None, error, traceback)
         if (
             error is None
             or isinstance(error, (NSAError, torch.OutOfMemoryError))
             or not isinstance(error, Exception)
         ):
             return
-        backend, slot, direction = self._of
+        backend, slot, direction = self._call
         text = f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}"
         raise NSAError(text) from error
 
@@ -115,7 +118,7 @@ def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _checked(
+def _checked_results(
     backend: str,
     slot: str,
     direction: str,
@@ -123,50 +126,58 @@ def _checked(
     specs: Sequence[TensorSpec],
     device: torch.device,
 ) -> list[torch.Tensor]:
+    """Return a backend's results as contiguous tensors.
+
+    Raises:
+        NSAError: Their number, shapes, dtypes or devices differ from ``specs`` and ``device``.
+    """
     results = [results] if isinstance(results, torch.Tensor) else list(results)
-    wrong = [] if len(results) == len(specs) else [f"{len(results)} tensors, expected {len(specs)}"]
+    problems = []
+    if len(results) != len(specs):
+        problems.append(f"{len(results)} tensors, expected {len(specs)}")
     for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
         if result.shape != shape or result.dtype != dtype or result.device != device:
-            got = f"{tuple(result.shape)} {result.dtype} on {result.device}"
-            wrong.append(f"result {index} is {got}, expected {tuple(shape)} {dtype} on {device}")
-    if wrong:
+            actual = f"{tuple(result.shape)} {result.dtype} on {result.device}"
+            problems.append(
+                f"result {index} is {actual}, expected {tuple(shape)} {dtype} on {device}"
+            )
+    if problems:
         raise NSAError(
-            f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(wrong)
+            f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(problems)
         )
     return [result.contiguous() for result in results]
 
 
 @functools.lru_cache(maxsize=4096)
-def _outputs(
-    slot: str, known: tuple[tuple[Any, ...], ...], cu: Metadata | None, geometry: BlockGeometry
+def _checked_output_specs(
+    slot: str, inputs: tuple[tuple[Any, ...], ...], cu: Metadata | None, geometry: BlockGeometry
 ) -> list[TensorSpec]:
-    """:func:`output_specs` of inputs that fit, as Metadata's fields; remembered: a next step is not
-    checked again.
+    """Check the inputs of ``slot``, given as fields of Metadata, and return its output specs.
+
+    The cache skips the checks for calls with inputs of the same metadata.
 
     Raises:
-        InvalidInput: as check_slot.
+        InvalidInput: As check_slot.
     """
-    tensors = [Metadata(*fields) for fields in known]
+    tensors = [Metadata(*fields) for fields in inputs]
     check_slot(slot, tensors, cu, geometry)
     return output_specs(slot, tensors, geometry.num_selected_blocks)
 
 
-def _trivial(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Nothing to compute: no tokens, no compressed token that anyone could see, or no block in the
-    caller's list.
-    """
-    unseen = (slot == "cmp" and tensors[1].shape[-3] == 0) or (
+def _is_empty(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether the call computes nothing: no queries, no compressed tokens, or n = 0."""
+    no_keys = (slot == "cmp" and tensors[1].shape[-3] == 0) or (
         slot == "sel" and tensors[3].shape[-1] == 0
     )
-    return tensors[0].numel() == 0 or unseen
+    return tensors[0].numel() == 0 or no_keys
 
 
 class SlotOp:
-    """The operator pair of one backend's slot.
+    """The forward and backward operators of one backend's slot.
 
     Attributes:
-        op: the overload; call it with the slot's tensors, then cu_seqlens, max_seqlen, scale,
-            geometry, deterministic.
+        op: The overload of the forward operator. Its arguments are the slot's tensors, then
+            cu_seqlens, max_seqlen, scale, geometry and deterministic.
     """
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
@@ -175,11 +186,11 @@ class SlotOp:
         self._backward: Callable[..., Any] | None = (
             import_named(spec.backward) if spec.backward else None
         )
-        self._n = len(INPUTS[slot])
+        self._n_inputs = len(INPUTS[slot])
         self._grads = [INPUTS[slot].index(name) for name in DIFFERENTIABLE[slot]]
         self._n_out = 1 if slot in ("select", "combine") else 2
         namespace, short = name.split("::")
-        # FRAGMENT: several slots, and later plans, add to one namespace.
+        # A FRAGMENT, because several slots and plans define operators in one namespace.
         self._lib = torch.library.Library(namespace, "FRAGMENT")
         self._define(
             short,
@@ -224,6 +235,7 @@ class SlotOp:
         tensors: list[str],
         outputs: int,
     ) -> None:
+        """Define the operator ``short`` with its implementation and its shape inference."""
         result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
         self._lib.define(
             f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}",
@@ -233,18 +245,21 @@ class SlotOp:
         torch.library.register_fake(f"{self._lib.ns}::{short}", fake, lib=self._lib)
 
     def _forward_impl(self, *args: Any) -> Any:
-        tensors, call = [_unit_stride(t) for t in args[: self._n]], _slot_call(args[self._n :])
+        """Check the inputs, call the backend's forward, and check its results."""
+        tensors = [_unit_stride(t) for t in args[: self._n_inputs]]
+        call = _slot_call(args[self._n_inputs :])
         cu, device = call.cu_seqlens, tensors[0].device
-        known = tuple([(t.shape, t.dtype, t.device) for t in tensors])
-        specs = _outputs(self.slot, known, None if cu is None else Metadata.of(cu), call.geometry)
+        metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
+        cu_metadata = None if cu is None else Metadata.of(cu)
+        specs = _checked_output_specs(self.slot, metadata, cu_metadata, call.geometry)
         check_slot_boundaries(cu, tensors[0].shape[0], call.max_seqlen)
-        if _trivial(self.slot, tensors):
+        if _is_empty(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with running(self.backend, self.slot, "forward", device):
-                outs = _checked(
+            with BackendCall(self.backend, self.slot, "forward", device):
+                outs = _checked_results(
                     self.backend,
                     self.slot,
                     "forward",
@@ -255,23 +270,26 @@ class SlotOp:
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _forward_fake(self, *args: Any) -> Any:
-        tensors, geometry = args[: self._n], BlockGeometry.from_ints(args[self._n + 3])
-        check_slot(self.slot, tensors, args[self._n], geometry)
+        """Return empty tensors with the shapes and dtypes of the forward's results."""
+        tensors = args[: self._n_inputs]
+        geometry = BlockGeometry.from_ints(args[self._n_inputs + 3])
+        check_slot(self.slot, tensors, args[self._n_inputs], geometry)
         specs = output_specs(self.slot, tensors, geometry.num_selected_blocks)
         outs = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in specs]
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _backward_impl(self, *args: Any) -> Any:
+        """Call the backend's backward, and check its results."""
         grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
-        inputs = saved[: self._n]
+        inputs = saved[: self._n_inputs]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         assert self._backward is not None  # _setup_context refuses a forward-only slot
-        if _trivial(self.slot, inputs):
+        if _is_empty(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
             tensors = [_unit_stride(t) for t in (grad, *saved)]
-            with running(self.backend, self.slot, "backward", device):
-                outs = _checked(
+            with BackendCall(self.backend, self.slot, "backward", device):
+                outs = _checked_results(
                     self.backend,
                     self.slot,
                     "backward",
@@ -282,10 +300,16 @@ class SlotOp:
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
+        """Return empty tensors with the shapes and dtypes of the backward's results."""
         outs = [args[1 + i].new_empty(args[1 + i].shape) for i in self._grads]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the inputs and results of the forward for the backward.
+
+        Raises:
+            Unsupported: The backend has no backward for this slot.
+        """
         if self._backward is None:
             raise Unsupported(
                 f"backend {self.backend!r} has no backward for {self.slot!r}; plan with"
@@ -294,26 +318,28 @@ class SlotOp:
         outs = output if self._n_out == 2 else ()
         if self._n_out == 2:
             ctx.mark_non_differentiable(output[1])
-        # or every backward would fill a gradient of lse that nobody reads
+        # Without this, every backward would fill an unused gradient of the log-sum-exp.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[: self._n], *outs, inputs[self._n])
-        ctx.tail = inputs[self._n + 1 :]
+        ctx.save_for_backward(*inputs[: self._n_inputs], *outs, inputs[self._n_inputs])
+        ctx.tail = inputs[self._n_inputs + 1 :]
 
     def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the gradient of each argument of the forward operator, None if it has none."""
         *saved, cu_seqlens = ctx.saved_tensors
-        given: list[Any] = [None] * (self._n + 5)
+        input_grads: list[Any] = [None] * (self._n_inputs + 5)
         if grads[0] is None:
-            return tuple(given)
-        alone = not torch.is_grad_enabled() and autograd.unseen(grads[0], *saved, cu_seqlens)
-        with autograd.once():
-            results = (self._backward_impl if alone else self.backward_op)(
+            return tuple(input_grads)
+        direct = not torch.is_grad_enabled() and autograd.unseen(grads[0], *saved, cu_seqlens)
+        with autograd.backward_context():
+            results = (self._backward_impl if direct else self.backward_op)(
                 grads[0], *saved, cu_seqlens, *ctx.tail
             )
         for index, result in zip(self._grads, results):
-            given[index] = result
-        return tuple(given)
+            input_grads[index] = result
+        return tuple(input_grads)
 
     def _double(self, ctx: Any, *grads: Any) -> Any:
+        """Refuse to differentiate the backward."""
         raise Unsupported(
             f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once,"
             " not twice"
@@ -325,34 +351,33 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
 
 
-_direct: dict[
-    Any, Callable[..., Any]
-] = {}  # an operator's function with its autograd, for calls that nobody sees
+# Forward operator -> an equivalent function with autograd, for calls that are autograd.unseen().
+_direct: dict[Any, Callable[..., Any]] = {}
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
 
 
 def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
-    """The operator of ``backend``'s ``slot``, made once per process and spec.
+    """Return the operator of a backend's slot, defined once per process and spec.
 
     Raises:
-        ImportError, AttributeError: the functions that ``spec`` names cannot be imported.
+        ImportError, AttributeError: A function that ``spec`` names cannot be imported.
     """
     with _ops_lock:
-        made = _ops.setdefault((backend, slot), [])
-        for op in made:
+        ops = _ops.setdefault((backend, slot), [])
+        for op in ops:
             if op.spec == spec:
                 return op
         name = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}::{slot}" + (
-            f"_{len(made) + 1}" if made else ""
+            f"_{len(ops) + 1}" if ops else ""
         )
-        made.append(SlotOp(backend, slot, spec, name))
-        return made[-1]
+        ops.append(SlotOp(backend, slot, spec, name))
+        return ops[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A slot of a plan: a backend's operator with the layer's constants bound."""
+    """The kernel of a slot in a plan: a backend's operator with the layer's constants bound."""
 
     backend: str
     slot: str
@@ -367,11 +392,16 @@ class Kernel:
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Any:
-        """Run the slot on ``tensors`` (contract.py gives their shapes).
+        """Run the slot.
+
+        Args:
+            *tensors: Its inputs in order; :mod:`nsa_core.contract` gives their shapes.
+            cu_seqlens: int32 [documents + 1], first token of each document, for packed calls.
+            max_seqlen: Length of the longest sequence, or an upper bound; None: S, or T if packed.
 
         Raises:
-            InvalidInput: shapes, dtypes or devices do not fit together.
-            NSAError: the backend broke its contract; the message names it.
+            InvalidInput: Shapes, dtypes or devices do not fit together.
+            NSAError: The backend raised or returned a wrong result; the message names it.
         """
         if max_seqlen is None:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]

@@ -1,6 +1,4 @@
-"""Checks of tensors against the shapes of the contract; metadata only, unless the values are on the
-host anyway.
-"""
+"""Check tensors against the contract: metadata always, values only if they are on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from nsa_core.torch_ops.torch_state import autocasts
 
 
 class Metadata(NamedTuple):
-    """What the checks know of a tensor; hashable, so that a verdict can be remembered."""
+    """The properties of a tensor that the checks read; hashable, so that results can be cached."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,11 +26,11 @@ class Metadata(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Metadata:
-        """That of ``tensor``."""
+        """Return the metadata of ``tensor``."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def dim(self) -> int:
-        """Axes, as of a tensor."""
+        """Return the number of axes, like torch.Tensor.dim()."""
         return len(self.shape)
 
 
@@ -41,7 +39,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
-    """Name, shape, dtype and device of each tensor, as error messages show them."""
+    """Return the name, shape, dtype and device of each tensor, for error messages."""
     return ", ".join(
         f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors)
     )
@@ -54,28 +52,34 @@ def tensor_problems(
     packed: bool,
     sizes: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """What does not fit together among ``tensors``; empty: nothing.
+    """Return the mismatches between ``tensors`` and ``shapes``; [] if there are none.
 
-    ``shapes`` gives a symbol or a number per axis of the [B, S, ...] form ("B", "S", "Hq", "G",
-    "Dk", 3); equal symbols must have equal sizes, those of ``sizes`` the given ones, and ``packed``
-    drops "B". "Hq" must be a multiple of "G".
+    "Hq" must be a multiple of "G", and all tensors must be on one device.
+
+    Args:
+        names: Name of each tensor, for the messages.
+        tensors: The tensors, or their metadata.
+        shapes: For each tensor, a symbol or a number per axis of the [B, S, ...] layout: "B", "S",
+            "Hq", "G", "Dk", 3. Equal symbols must have equal sizes.
+        packed: Whether the tensors are packed and have no axis "B".
+        sizes: Required sizes of some symbols.
     """
-    wrong: list[str] = []
+    problems: list[str] = []
     known: dict[str, int] = dict(sizes or {})
     for name, tensor, axes in zip(names, tensors, shapes):
         axes = [a for a in axes if not (packed and a == "B")]
         if tensor.dim() != len(axes):
-            wrong.append(f"{name} must have {len(axes)} axes {axes}, got {tensor.dim()}")
+            problems.append(f"{name} must have {len(axes)} axes {axes}, got {tensor.dim()}")
             continue
         for axis, size in zip(axes, tensor.shape):
             expected = axis if isinstance(axis, int) else known.setdefault(axis, size)
             if size != expected:
-                wrong.append(f"{name} has {axis} = {size}, expected {expected}")
+                problems.append(f"{name} has {axis} = {size}, expected {expected}")
     if "Hq" in known and "G" in known and (known["G"] == 0 or known["Hq"] % known["G"]):
-        wrong.append(f"{known['Hq']} query heads do not divide over {known['G']}")
+        problems.append(f"{known['Hq']} query heads do not divide over {known['G']} kv heads")
     if len({t.device for t in tensors}) > 1:
-        wrong.append("all tensors must be on one device")
-    return wrong
+        problems.append("all tensors must be on one device")
+    return problems
 
 
 def check_tensors(
@@ -84,19 +88,20 @@ def check_tensors(
     shapes: Sequence[Sequence[str | int]],
     packed: bool,
 ) -> None:
-    """Refuse tensors that :func:`tensor_problems` finds fault with.
+    """Check tensors with :func:`tensor_problems`.
 
     Raises:
-        InvalidInput: all tensors' names, shapes, dtypes and devices, and what is wrong.
+        InvalidInput: At least one problem exists. The message lists the problems, and the name,
+            shape, dtype and device of every tensor.
     """
-    if wrong := tensor_problems(names, tensors, shapes, packed):
-        raise InvalidInput("; ".join(wrong) + f" ({describe(names, tensors)})")
+    if problems := tensor_problems(names, tensors, shapes, packed):
+        raise InvalidInput("; ".join(problems) + f" ({describe(names, tensors)})")
 
 
 _Q, _K, _V = ("B", "S", "Hq", "Dk"), ("B", "S", "G", "Dk"), ("B", "S", "G", "Dv")
 _O, _LSE = ("B", "S", "Hq", "Dv"), ("B", "Hq", "S")
 _K_CMP, _V_CMP = ("B", "C", "G", "Dk"), ("B", "C", "G", "Dv")
-# The tensors of each slot, in order, with their axes.
+# slot -> its input tensors in order -> the symbols of their axes
 SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
     "cmp": {"q": _Q, "k_cmp": _K_CMP, "v_cmp": _V_CMP},
     "select": {"q": _Q, "k_cmp": _K_CMP, "lse": _LSE},
@@ -107,8 +112,11 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
 
 
 def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described]) -> list[str]:
-    """``named`` share one floating dtype; ``stats`` (gates, LSE) are fp32, or fp64 beside fp64. No
-    silent cast.
+    """Return the dtypes that do not fit together; [] if all do. Nothing is cast silently.
+
+    Args:
+        named: Tensors that must share one floating dtype.
+        stats: Gates and log-sum-exp, which must be float64 if ``named`` is float64, else float32.
     """
     dtypes = {t.dtype for t in named.values()}
     if len(dtypes) > 1:
@@ -118,50 +126,54 @@ def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described
         return [f"dtype must be bfloat16, float16, float32 or float64, got {dtype_name(dtype)}"]
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     return [
-        f"{n} must be {dtype_name(expected)} beside {dtype_name(dtype)}"
+        f"{n} must be {dtype_name(expected)} beside {dtype_name(dtype)} inputs"
         for n, t in stats.items()
         if t.dtype != expected
     ]
 
 
 def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> None:
-    """Refuse dtypes that :func:`dtype_problems` finds fault with.
+    """Check dtypes with :func:`dtype_problems`.
 
     Raises:
-        InvalidInput: with every tensor's dtype.
+        InvalidInput: At least one problem exists. The message describes every tensor.
     """
-    if wrong := dtype_problems(named, stats):
-        everything = {**named, **stats}
+    if problems := dtype_problems(named, stats):
+        tensors = {**named, **stats}
         raise InvalidInput(
-            "; ".join(wrong) + f" ({describe(list(everything), list(everything.values()))})"
+            "; ".join(problems) + f" ({describe(list(tensors), list(tensors.values()))})"
         )
 
 
 def check_slot(
-    slot: str, tensors: Sequence[Described], cu_seqlens: Described | None, geometry: BlockGeometry
+    slot: str,
+    tensors: Sequence[Described],
+    cu_seqlens: Described | None,
+    geometry: BlockGeometry,
 ) -> None:
-    """Refuse tensors a slot cannot take.
+    """Check the inputs of a slot against the contract, by metadata only.
 
     Raises:
-        InvalidInput: rank, size, dtype or device do not fit; all tensors are listed.
+        InvalidInput: An axis count, size, dtype or device does not fit. The message describes every
+            tensor.
     """
     names = tuple(SLOT_AXES[slot])
-    given = dict(zip(names, tensors))
+    named = dict(zip(names, tensors))
     check_tensors(names, tensors, tuple(SLOT_AXES[slot].values()), packed=cu_seqlens is not None)
     check_dtypes(
-        {n: t for n, t in given.items() if n not in ("lse", "gates", "blocks")},
-        {n: t for n, t in given.items() if n in ("lse", "gates")},
+        {n: t for n, t in named.items() if n not in ("lse", "gates", "blocks")},
+        {n: t for n, t in named.items() if n in ("lse", "gates")},
     )
-    if slot == "sel" and given["blocks"].dtype not in (torch.int32, torch.int64):
+    if slot == "sel" and named["blocks"].dtype not in (torch.int32, torch.int64):
         raise InvalidInput(f"blocks must be int32 or int64 ({describe(names, tensors)})")
     if slot in ("cmp", "select"):
-        length = given["q"].shape[-3]
+        length = named["q"].shape[-3]
         rows = (
             geometry.num_compressed(length)
             if cu_seqlens is None
             else geometry.max_compressed(length)
         )
-        if given["k_cmp"].shape[-3] != rows:
+        if named["k_cmp"].shape[-3] != rows:
             raise InvalidInput(
                 f"k_cmp must have {rows} rows for {length} tokens ({describe(names, tensors)})"
             )
@@ -177,96 +189,116 @@ def check_slot(
 
 
 def is_tensor(x: object) -> bool:
-    """Whether ``x`` is a tensor whose shape is that of its memory, which a DTensor's is not."""
+    """Return whether ``x`` is a tensor but not a DTensor, whose shape is not that of its memory."""
     return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
 
 
 def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.device) -> list[str]:
-    """What is wrong with them beside rows on ``device``, as far as it shows without reading
-    boundaries.
+    """Return what is wrong with the packing arguments of a call, without reading boundary values.
+
+    Args:
+        cu_seqlens: The argument cu_seqlens of the call.
+        max_seqlen: The argument max_seqlen of the call.
+        device: Device of the packed tensors.
     """
-    wrong = []
+    problems = []
     if max_seqlen is not None:
-        # numpy's integers, SymInt
-        counts = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
-        if isinstance(max_seqlen, (bool, torch.Tensor)) or not counts or cast(int, max_seqlen) < 0:
-            wrong.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
+        # The second test accepts numpy integers and torch.SymInt.
+        is_integer = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
+        not_a_count = isinstance(max_seqlen, (bool, torch.Tensor)) or not is_integer
+        if not_a_count or cast(int, max_seqlen) < 0:
+            problems.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
         elif cu_seqlens is None:
-            wrong.append("max_seqlen goes with cu_seqlens, which is None")
+            problems.append("max_seqlen goes with cu_seqlens, which is None: pass both or neither")
     if cu_seqlens is None:
-        return wrong
+        return problems
     if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
-        wrong.append(
+        problems.append(
             f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}"
         )
     elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         text = describe(["cu_seqlens"], [cu_seqlens])
-        wrong.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
+        problems.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
     elif cu_seqlens.device != device:
-        wrong.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
+        problems.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
     elif cu_seqlens.shape[0] < 2:
-        wrong.append(
+        problems.append(
             "cu_seqlens must hold at least one document, [documents + 1], got"
             f" {list(cu_seqlens.shape)}"
         )
-    return wrong
+    return problems
 
 
 def check_layer_input(
     x: torch.Tensor,
     dim: int,
-    weight: torch.Tensor,  # of the layer's projection, by which its device and dtype are known
+    weight: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None = None,
     mask: object = None,
-    *others: object,  # context, key_value_states
+    *others: object,
 ) -> None:
-    """Refuse what a layer cannot take; metadata only.
+    """Check the arguments of a layer's forward, by metadata only.
+
+    Args:
+        x: Input of the layer, [B, S, dim] or packed [T, dim].
+        dim: Model dimension of the layer.
+        weight: Weight of the layer's projection, which has the layer's device and dtype.
+        cu_seqlens: int32 [documents + 1] for packed documents, else None.
+        max_seqlen: Length of the longest document, as a host integer.
+        mask: An attention mask, which must be None.
+        *others: context and key_value_states, which must be None.
 
     Raises:
-        InvalidInput: all that is wrong, by name.
+        InvalidInput: An argument is wrong; the message names every wrong argument.
     """
-    wrong = []
+    problems = []
     if mask is not None:
-        wrong.append(
-            "attention_mask is not supported: NSA is causal, and padding is left out, not masked:"
-            " rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and"
-            " cu_seqlens=, and nsa_core.pad brings the result back"
+        problems.append(
+            "attention_mask is not supported: NSA is causal, and it needs inputs without padding."
+            " Remove padding with rows, cu_seqlens, longest, indices = nsa_core.unpad(x,"
+            " attention_mask), pass rows and cu_seqlens=, and restore it with nsa_core.pad"
         )
     for name, other in zip(("context", "key_value_states"), others):
         if other is not None:
-            wrong.append(f"{name}: NSA is self-attention only, it has no cross-attention")
+            problems.append(f"{name}: NSA is self-attention only; {name} must be None")
     if not isinstance(x, torch.Tensor):
-        raise InvalidInput("; ".join([*wrong, f"x must be a tensor, got {type(x).__name__}"]))
+        raise InvalidInput("; ".join([*problems, f"x must be a tensor, got {type(x).__name__}"]))
     form = (
         "[T, dim] beside cu_seqlens"
         if cu_seqlens is not None
         else "[B, S, dim], or [T, dim] with cu_seqlens"
     )
     if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
-        wrong.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
+        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
     if x.device != weight.device:
-        wrong.append(f"x is on {x.device}, the layer on {weight.device}")
+        problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
     if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
-        wrong.append(
-            f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one, or use"
-            " autocast"
+        problems.append(
+            f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
+            " use autocast"
         )
-    wrong += packing_problems(cu_seqlens, max_seqlen, x.device)
-    if wrong:
-        raise InvalidInput("; ".join(wrong))
+    problems += packing_problems(cu_seqlens, max_seqlen, x.device)
+    if problems:
+        raise InvalidInput("; ".join(problems))
 
 
 def check_cu_seqlens(
     cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
 ) -> None:
-    """Refuse boundaries that do not start at 0, decrease, do not end at ``total`` tokens, or exceed
-    ``max_seqlen``.
+    """Check the values of packed boundaries.
 
-    Reads the values only where that costs no synchronisation: on the CPU, or with NSA_CHECK=1.
+    They must start at 0, must not decrease, and must end at ``total``. No document may be longer
+    than ``max_seqlen``. The check runs only for boundaries on the CPU, because reading a GPU's
+    values synchronises; NSA_CHECK=1 enables it for all devices.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], or None if the call is not packed.
+        total: Rows of the packed tensors, T.
+        max_seqlen: Declared length of the longest document; None: not declared.
 
     Raises:
-        InvalidInput: naming the boundary at fault, or the longest document's length.
+        InvalidInput: The message names the wrong boundary, or the longest document's length.
     """
     if cu_seqlens is None or (
         cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"
@@ -289,29 +321,27 @@ def check_cu_seqlens(
         )
 
 
-# The boundaries, number of rows and max_seqlen that a caller of slots has checked.
+# (cu_seqlens, number of rows, max_seqlen) that the caller of the slots has already checked.
 _checked: ContextVar[tuple[torch.Tensor, int, int] | None] = ContextVar("_checked", default=None)
-_UNCHANGED = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
 def has_values(cu_seqlens: object) -> bool:
-    """Whether the boundaries can be read: a fake tensor, and one that torch.compile traces, has no
-    values.
-    """
+    """Return whether the boundaries have values; fake and traced tensors have none."""
     return type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def checked_boundaries(
     cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """A block in which slots do not check the values of ``cu_seqlens`` again; the caller has run
-    :func:`check_cu_seqlens` with the same arguments.
+    """Return a context in which slots do not check the values of ``cu_seqlens`` again.
 
-    Without effect where the boundaries have no values (:func:`has_values`). A slot that is given
-    another tensor, number of rows or max_seqlen checks them as ever.
+    The caller must have run :func:`check_cu_seqlens` with the same arguments. A slot call with
+    another tensor, number of rows or max_seqlen is still checked. The context has no effect if
+    the boundaries have no values (:func:`has_values`).
     """
     if cu_seqlens is None or not has_values(cu_seqlens):
-        return _UNCHANGED
+        return _NO_CHANGE
     return _marked(cu_seqlens, total, total if max_seqlen is None else max_seqlen)
 
 
@@ -325,9 +355,7 @@ def _marked(cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Iterator[N
 
 
 def check_slot_boundaries(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int) -> None:
-    """:func:`check_cu_seqlens` for a slot, unless its caller has run it; see
-    :func:`checked_boundaries`.
-    """
+    """Run :func:`check_cu_seqlens` for a slot, unless inside :func:`checked_boundaries`."""
     if cu_seqlens is None:
         return
     checked = _checked.get()

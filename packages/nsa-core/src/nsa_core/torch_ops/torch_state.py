@@ -1,6 +1,4 @@
-"""What PyTorch does to code around it: the current CUDA device, autocast, and whether it transforms
-it.
-"""
+"""PyTorch's global state: the current CUDA device, autocast, compilation and transforms."""
 
 from __future__ import annotations
 
@@ -8,33 +6,34 @@ import contextlib
 
 import torch
 
-_AS_IT_IS = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for tensors on ``device``."""
-    # torch.amp.is_autocast_available, which would say so of meta tensors, is a graph break up to
-    # torch 2.11.
+    """Return whether autocast is enabled for tensors on ``device``."""
+    # torch.amp.is_autocast_available would cover meta tensors, but it breaks graphs up to torch
+    # 2.11.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off, where it is on, for tensors on ``device``."""
+    """Return a context in which autocast is disabled for tensors on ``device``."""
     if not autocasts(device):
-        return _AS_IT_IS
-    if torch.compiler.is_compiling():  # which knows no other
+        return _NO_CHANGE
+    if torch.compiler.is_compiling():  # torch.compile supports only torch.autocast
         return torch.autocast(device.type, enabled=False)
-    # a fifth of its host time
-    without: contextlib.AbstractContextManager[object] = torch._C._DisableAutocast()
-    return without
+    # _DisableAutocast takes a fifth of the host time of torch.autocast.
+    disabled: contextlib.AbstractContextManager[object] = torch._C._DisableAutocast()
+    return disabled
 
 
-def surroundings(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Where a backend runs: ``device`` current, autocast off, so that its fp32 products stay
-    fp32.
+def backend_state(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a backend runs: ``device`` is current and autocast is off.
+
+    With autocast on, the fp32 products of a backend would not stay fp32.
     """
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not elsewhere:
+    is_other_gpu = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not is_other_gpu:
         return no_autocast(device)
     stack = contextlib.ExitStack()
     stack.enter_context(torch.cuda.device(device))
@@ -43,12 +42,13 @@ def surroundings(device: torch.device) -> contextlib.AbstractContextManager[obje
 
 
 def eager() -> bool:
-    """Whether ops run as they are called, so that a gradient of ours may stand for theirs: no
-    compiler, no vmap.
+    """Return whether operations run eagerly: no torch.compile and no functorch transform is active.
+
+    Only then may an autograd node of this project replace the gradients of PyTorch's operations.
     """
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what runs on ``device`` is being captured in a CUDA graph."""
+    """Return whether the current stream of ``device`` is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
