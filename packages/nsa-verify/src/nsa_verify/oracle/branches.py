@@ -1,5 +1,11 @@
-"""The slots cmp, sel, win and combine (docs/semantics.md, "The three branches"), forward and
-gradients.
+"""Oracle of cmp, sel, win and combine (docs/semantics.md, "The three branches").
+
+Arguments that the functions share:
+
+- ``geometry``: Block sizes. ``scale``: Softmax scale.
+- ``cu_seqlens``: Document bounds, int32 [documents + 1]; None if dense.
+- ``do``: Gradient of o, [B, S, Hq, Dv]. With it, the result holds the gradients of all inputs.
+- ``rows``: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
 """
 
 from __future__ import annotations
@@ -11,8 +17,8 @@ import torch
 from nsa_core.layout import BlockGeometry
 from nsa_verify.oracle.rows import (
     Keys,
-    See,
     Truth,
+    Visibility,
     attend,
     compressed_bounds,
     documents,
@@ -34,20 +40,25 @@ def cmp(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the compressed tokens; i is visible to t iff i*d + l - 1 <= t. grads: dq,
-    dk_cmp, dv_cmp.
+    """Attend to the compressed tokens; token i is visible to t if i*d + l - 1 <= t.
+
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk_cmp and dv_cmp.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
 
-    def see(t: int, g: int) -> Keys:
-        return slice(0, len(range(size - 1, t + 1, stride)))  # the blocks' last tokens up to t
+    def visible(t: int, g: int) -> Keys:
+        return slice(0, len(range(size - 1, t + 1, stride)))  # blocks whose last token is <= t
 
     bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
         q,
         k_cmp,
         v_cmp,
-        lambda _: see,
+        lambda _: visible,
         scale,
         bounds=bounds,
         key_bounds=compressed_bounds(bounds, geometry),
@@ -68,14 +79,21 @@ def win(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the keys t-w+1 .. t. grads: dq, dk, dv."""
+    """Attend to the keys t-w+1 .. t.
 
-    def see(t: int, g: int) -> Keys:
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk and dv.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
+    """
+
+    def visible(t: int, g: int) -> Keys:
         return slice(max(0, t - geometry.window_size + 1), t + 1)
 
     bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
-        q, k, v, lambda _: see, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q, k, v, lambda _: visible, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
@@ -92,26 +110,32 @@ def sel(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the union of the chosen blocks, keys <= t. grads: dq, dk, dv.
+    """Attend to the keys <= t in the union of the selected blocks.
 
-    ``blocks`` may come in any order; a duplicate counts once, and -1, a block out of range or in
-    the future not at all.
+    ``blocks`` may have any order. Duplicates count once. Entries of -1 and blocks that are out of
+    range or in the future are ignored.
+
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk and dv.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     size, bounds = geometry.select_block_size, token_bounds(cu_seqlens)
     per_document = documents(blocks.detach().cpu(), bounds)
 
-    def see_in(document: int) -> See:
-        chosen = per_document[document].tolist()
+    def visible_in(document: int) -> Visibility:
+        block_lists = per_document[document].tolist()
 
-        def see(t: int, g: int) -> Keys:
-            mine = sorted({int(j) for j in chosen[t][g] if j >= 0 and j * size <= t})
-            spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in mine]
+        def visible(t: int, g: int) -> Keys:
+            distinct = sorted({int(j) for j in block_lists[t][g] if j >= 0 and j * size <= t})
+            spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in distinct]
             return torch.cat(spans) if spans else slice(0, 0)
 
-        return see
+        return visible
 
     o, lse, grads = attend(
-        q, k, v, see_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q, k, v, visible_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
@@ -123,7 +147,11 @@ def combine(
     o_win: torch.Tensor,
     do: torch.Tensor | None = None,
 ) -> Truth:
-    """o = g_cmp o_cmp + g_sel o_sel + g_win o_win. grads: dgates, do_cmp, do_sel, do_win."""
+    """Compute the gated sum o = g_cmp o_cmp + g_sel o_sel + g_win o_win (Eq. 5).
+
+    Returns:
+        o, and with ``do`` the gradients dgates, do_cmp, do_sel and do_win. ``lse`` is None.
+    """
     g, branches = f64(gates), [f64(x) for x in (o_cmp, o_sel, o_win)]
     o = sum((g[..., c, None] * x for c, x in enumerate(branches)), torch.zeros_like(branches[0]))
     if do is None:
