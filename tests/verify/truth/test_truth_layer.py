@@ -62,17 +62,17 @@ def phi_parameters(kind: str, size: int, D: int, seed: int = 5) -> dict[str, tor
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 def test_every_phi_kind(kind: str) -> None:
     x, p = normal(2, 11, 2, 3), phi_parameters(kind, 4, 3)
-    got = oracle.compress(kind, p, x, TINY)
-    assert got.shape == (2, 4, 2, 3)
+    compressed = oracle.compress(kind, p, x, TINY)
+    assert compressed.shape == (2, 4, 2, 3)
     for b, i, g in itertools.product(range(2), range(4), range(2)):
         assert torch.allclose(
-            got[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13
+            compressed[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13
         )
     cu = torch.tensor([0, 0, 3, 11, 11, 22], dtype=torch.int32)
     packed = oracle.compress(kind, p, x.flatten(0, 1), TINY, cu_seqlens=cu)
     assert packed.shape == (11, 2, 3)
     assert torch.equal(packed[:3], oracle.compress(kind, p, x[:1, 3:], TINY)[0])
-    assert torch.equal(packed[3:7], got[1])
+    assert torch.equal(packed[3:7], compressed[1])
     assert not packed[7:].any()
 
 

@@ -85,8 +85,8 @@ def test_gradients_equal_autograd(slot: str) -> None:
     args = (q, k, v, blocks) if slot == "sel" else (q, k, v)
     truth = getattr(oracle, slot)(*args, TINY, 0.7, do=do)
     assert torch.allclose(truth.o[0], o, rtol=0, atol=1e-14)
-    for got, want in zip(truth.grads.values(), expected, strict=True):
-        assert torch.allclose(got, want, rtol=0, atol=1e-13)
+    for actual, grad in zip(truth.grads.values(), expected, strict=True):
+        assert torch.allclose(actual, grad, rtol=0, atol=1e-13)
 
 
 def test_row_4_rows_without_a_visible_token_are_exactly_zero() -> None:

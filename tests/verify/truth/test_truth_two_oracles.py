@@ -141,7 +141,7 @@ def test_rows_out_of_range_are_refused() -> None:
 def test_rounded_arithmetic_rounds_only_p_ds_and_results(dtype: torch.dtype) -> None:
     case = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 40), (32,), False, 1, 1, 1, 8, 8, 0.5, 4)
     t = case.tensors(dtype)
-    got = attention.win(
+    actual = attention.win(
         t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype
     )
 
@@ -155,12 +155,12 @@ def test_rounded_arithmetic_rounds_only_p_ds_and_results(dtype: torch.dtype) -> 
     o = r(r(e) @ v / e.sum(-1, keepdim=True))
     ds = r(p * (do @ v.T - (do * o).sum(-1, keepdim=True)))
     expected = {"dq": r(0.5 * (ds @ k)), "dk": r(0.5 * (ds.T @ q)), "dv": r(r(p).T @ do)}
-    assert torch.equal(got.o[0, :, 0], o)
-    assert got.lse is not None
-    assert torch.allclose(got.lse[0, 0], s.logsumexp(-1), rtol=1e-6, atol=0)
-    assert not torch.equal(got.lse, r(got.lse))
-    for name, want in expected.items():
-        assert torch.equal(got.grads[name][0, :, 0], want), name
+    assert torch.equal(actual.o[0, :, 0], o)
+    assert actual.lse is not None
+    assert torch.allclose(actual.lse[0, 0], s.logsumexp(-1), rtol=1e-6, atol=0)
+    assert not torch.equal(actual.lse, r(actual.lse))
+    for name, grad in expected.items():
+        assert torch.equal(actual.grads[name][0, :, 0], grad), name
     gates = attention.combine(
         t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype
     )

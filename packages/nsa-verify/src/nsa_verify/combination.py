@@ -66,13 +66,13 @@ def parse_combination(text: str) -> Combination:
         InvalidInput: ``text`` is empty, is not a list of ``slot=backend``, has an unknown slot, or
             names a slot twice.
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if len(words) == 1 and "=" not in words[0]:
-        named = {} if words[0] == "auto" else dict.fromkeys(SLOTS, words[0])
-        return Combination(named, name=words[0])
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if len(items) == 1 and "=" not in items[0]:
+        named = {} if items[0] == "auto" else dict.fromkeys(SLOTS, items[0])
+        return Combination(named, name=items[0])
     backends: dict[str, str] = {}
-    for word in words:
-        slot, equals, name = (part.strip() for part in word.partition("="))
+    for item in items:
+        slot, equals, name = (part.strip() for part in item.partition("="))
         if not equals or not name:
             raise InvalidInput(
                 f"combo must be slot=backend pairs such as win=sdpa,cmp=fa2, or one backend name,"

@@ -19,7 +19,7 @@ class Finding:
 
     Attributes:
         check: Name of the check.
-        slot: Slot under test, or "" for a comparison of the whole layer or step.
+        slot: Slot under test; "" or "whole" for a comparison of a layer or of all slots.
         case: Name of the case.
         dtype: Name of the dtype.
         quantity: The compared tensor or property.
@@ -61,22 +61,22 @@ def same_bits(
     case: Case,
     dtype: torch.dtype,
     quantity: str,
-    got: torch.Tensor,
-    want: torch.Tensor,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
 ) -> Finding:
     """Compare two tensors bit for bit; NaN equals NaN, and -0.0 equals 0.0."""
     equal = (
-        got.shape == want.shape
-        and got.dtype == want.dtype
-        and bool(torch.equal(bits(got), bits(want)))
+        actual.shape == expected.shape
+        and actual.dtype == expected.dtype
+        and bool(torch.equal(bits(actual), bits(expected)))
     )
     detail = ""
-    if not equal and got.shape == want.shape:
-        differ = bits(got) != bits(want)
+    if not equal and actual.shape == expected.shape:
+        differ = bits(actual) != bits(expected)
         first = tuple(int(i) for i in differ.nonzero()[0])
         detail = f"{int(differ.sum())} of {differ.numel()} elements differ, first at {first}"
     elif not equal:
-        detail = f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+        detail = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     return Finding(check, slot, case.name, dtype_name(dtype), quantity, equal, detail=detail)
 
 

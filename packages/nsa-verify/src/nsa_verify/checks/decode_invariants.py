@@ -99,7 +99,7 @@ def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterat
     plan = decode_plan(combination, step, dtype, deterministic=True)
     used, fresh = (step_data(step, dtype, combination.device) for _ in range(2))
     run_step(plan, used)
-    # One token fewer each. A sequence whose tokens are all new gets one new row fewer.
+    # Each sequence has one token fewer. If all its tokens are new, the step has one row fewer.
     lengths = (used.call.lengths - 1).clamp(min=0)
     starts = (used.call.starts - 1).clamp(min=0)
     used.call.lengths.copy_(lengths)

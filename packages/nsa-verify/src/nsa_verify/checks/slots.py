@@ -169,9 +169,9 @@ def ties(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[F
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
     zero = torch.zeros_like(data.k_cmp)
-    # Keys repeat with the selection block, so that the terms of whole blocks are equal in any order
-    # of addition. q has one nonzero entry, and the scale is a power of two, so every logit is exact
-    # in fp32.
+    # Keys repeat with the selection block, so the scores of these blocks are equal in any order of
+    # addition. q has one nonzero entry and the scale is a power of two, so every logit is exact in
+    # fp32.
     period = case.config.select_block_size // case.config.compress_stride
     generator = torch.Generator().manual_seed(case.seed)
     pattern = torch.randint(-1, 2, (period, *zero.shape[-2:]), generator=generator).to(zero)

@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
     row: float  # rms error of a row, in units of its noise
     elem: float  # largest error of an element, in units of its row's noise
-    bias: float  # systematic error |<a-g, g>| of a head, in units of u <g, g>, plus chance
+    bias: float  # systematic error |<a-g, g>| of a head beyond chance, in units of u <g, g>
 
 
 # Calibrated on kernels that this project did not write, and frozen: a failing case is a finding,

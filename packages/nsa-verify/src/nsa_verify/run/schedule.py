@@ -10,7 +10,7 @@ from nsa_verify.run.suite import Job, OnStep
 
 
 class Schedule:
-    """Assigns jobs to workers.
+    """The assignment of jobs to workers.
 
     A worker takes the jobs of its own group first, then the largest group without a worker, then
     the last job of another worker's group.

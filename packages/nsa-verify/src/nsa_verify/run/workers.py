@@ -65,7 +65,7 @@ def spread(
                 except (EOFError, OSError):
                     del pool.workers[connection]
                     why = _exit_reason(worker)
-                    # A worker that is not replaced leaves the other combinations of its job, too.
+                    # Without a replacement, the job also fails on the remaining combinations.
                     for combination in range(
                         worker.task[1], worker.task[1] + 1 if worker.started else len(combinations)
                     ):
@@ -88,7 +88,7 @@ def spread(
 
 
 class _Pool:
-    """The worker processes by their pipes."""
+    """The worker processes, by their pipes."""
 
     def __init__(self, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
         self._arguments = (combinations, todo)
@@ -110,7 +110,7 @@ class _Pool:
             return
         parent_end, worker_end = _spawn.Pipe()
         process = _spawn.Process(target=_work, args=(worker_end, *self._arguments), daemon=True)
-        # Otherwise the first process start would do this, and unblock the signals.
+        # Starting the first process would start the resource tracker and unblock the signals.
         resource_tracker.ensure_running()
         with kept_from_children():
             process.start()
