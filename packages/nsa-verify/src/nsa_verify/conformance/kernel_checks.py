@@ -76,7 +76,7 @@ def compiled(subject: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
 
 
 def cuda_graph(subject: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
-    """Check that a captured graph, replayed on new inputs, equals eager bit for bit (fault row 50)."""
+    """Check that a graph replayed on new inputs equals eager bit for bit (fault row 50)."""
     _, inputs = subject.data(point)
     kernel, static = subject.kernel(point), {n: t.clone() for n, t in inputs.items()}
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):

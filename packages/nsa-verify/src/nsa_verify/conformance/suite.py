@@ -62,6 +62,7 @@ class BackendConformance:
         registry: Registry of backends; None uses the installed plugins.
 
     Example:
+        >>> from nsa_verify.conformance import BackendConformance
         >>> class TestMine(BackendConformance):
         ...     backend = "mine"
     """

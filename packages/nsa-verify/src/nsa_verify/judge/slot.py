@@ -70,6 +70,13 @@ def judge_slot(
         InvalidInput: The slot is unknown, an input is missing, an output has no rule, gradients
             come without ``do``, ``do`` is not zero outside ``rows``, or S is too long to judge
             every row (pass sampled ``rows``).
+
+    Example:
+        >>> inputs = {"q": q, "k": k, "v": v}
+        >>> o, lse = plan.win(q, k, v)
+        >>> outputs = {"o": o, "lse": lse}
+        >>> verdicts = judge_slot("win", inputs, outputs, config.geometry, config.softmax_scale)
+        >>> assert all(verdicts.values()), verdicts
     """
     name = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs))
     tensors = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)

@@ -1,12 +1,4 @@
-"""Oracle of cmp, sel, win and combine (docs/semantics.md, "The three branches").
-
-Arguments that the functions share:
-
-- ``geometry``: Block sizes. ``scale``: Softmax scale.
-- ``cu_seqlens``: Document bounds, int32 [documents + 1]; None if dense.
-- ``do``: Gradient of o, [B, S, Hq, Dv]. With it, the result holds the gradients of all inputs.
-- ``rows``: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
-"""
+"""Oracle of cmp, sel, win and combine (docs/semantics.md, "The three branches")."""
 
 from __future__ import annotations
 
@@ -41,6 +33,16 @@ def cmp(
     rows: Rows = None,
 ) -> Truth:
     """Attend to the compressed tokens; token i is visible to t if i*d + l - 1 <= t.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
+        v_cmp: Compressed values [B, n_c, G, Dv], packed [T // d, G, Dv].
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk_cmp and dv_cmp.
@@ -81,6 +83,16 @@ def win(
 ) -> Truth:
     """Attend to the keys t-w+1 .. t.
 
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k: Keys [B, S, G, Dk], packed [T, G, Dk].
+        v: Values [B, S, G, Dv], packed [T, G, Dv].
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
 
@@ -115,6 +127,17 @@ def sel(
     ``blocks`` may have any order. Duplicates count once. Entries of -1 and blocks that are out of
     range or in the future are ignored.
 
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k: Keys [B, S, G, Dk], packed [T, G, Dk].
+        v: Values [B, S, G, Dv], packed [T, G, Dv].
+        blocks: Selected blocks, int [B, S, G, n], packed [T, G, n], local to the document.
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
 
@@ -148,6 +171,13 @@ def combine(
     do: torch.Tensor | None = None,
 ) -> Truth:
     """Compute the gated sum o = g_cmp o_cmp + g_sel o_sel + g_win o_win (Eq. 5).
+
+    Args:
+        gates: Gates of cmp, sel and win, [B, S, Hq, 3].
+        o_cmp: Output of cmp [B, S, Hq, Dv].
+        o_sel: Output of sel, same shape.
+        o_win: Output of win, same shape.
+        do: Gradient of o, same shape. With it, the result has the gradients of all inputs.
 
     Returns:
         o, and with ``do`` the gradients dgates, do_cmp, do_sel and do_win. ``lse`` is None.
