@@ -14,12 +14,12 @@ def _mutant(name: str, old: str, new: str) -> Mutant:
 DECODE_MUTANTS = (
     # addresses
     _mutant(
-        "page number from the position instead of the block table",
+        "page number without the block table",
         "number = call.block_table.long().gather(1, page.flatten(1)).view(page.shape)",
         "number = page",
     ),
     _mutant(
-        "row in the page modulo the selection block size",
+        "page row modulo the selection block",
         "store.shape[0] - 1), tokens % size",
         "store.shape[0] - 1), tokens % call.geometry.select_block_size",
     ),
@@ -55,12 +55,12 @@ DECODE_MUTANTS = (
     _mutant("cmp sees a block one token early", "ends > last + 1", "ends > last + 2"),
     _mutant("cmp sees a block one token late", "ends > last + 1", "ends > last"),
     _mutant(
-        "cmp multiplies the value of a token that does not exist yet",
+        "cmp multiplies a value not yet written",
         "owned = ends <= call.lengths[:, None]",
         "owned = ends - call.geometry.compress_stride <= call.lengths[:, None]",
     ),
     _mutant(
-        "select scores a compressed token that is not visible",
+        "select scores an invisible token",
         "(ends > last[..., None])",
         "(ends > last[..., None] + 4)",
     ),
@@ -81,12 +81,12 @@ DECODE_MUTANTS = (
         "position >= call.max_len",
     ),
     _mutant(
-        "every row of the step treated as a new token",
+        "every row treated as a new token",
         "position = call.starts.long()[:, None] + torch.arange",
         "position = call.lengths.long()[:, None] - q.shape[1] + torch.arange",
     ),
     _mutant(
-        "lengths cached from the first call with these tensors",
+        "lengths cached from the first call",
         "    return position.masked_fill(position >= call.lengths[:, None], -1)",
         "    fresh = position.masked_fill(position >= call.lengths[:, None], -1)\n"
         "    return call.__dict__.setdefault('kept', fresh)",

@@ -42,7 +42,7 @@ MUTANTS = (
         "    places[:, :whole] = tokens.roll(1, 1)[:, : whole * stride]",
     ),
     Mutant(
-        "cmp reads a compressed token of the previous document",
+        "cmp reads a token of the previous document",
         _CMP,
         "yield slice(start, end), slice(first_cmp, first_cmp + count)",
         "yield slice(start, end), slice(max(first_cmp - 1, 0), max(first_cmp - 1, 0) + count)",
@@ -79,7 +79,7 @@ MUTANTS = (
         "hidden = ((place < query) | (place > query + window))",
     ),
     Mutant(
-        "win ignores the window for sequences up to twice its length",
+        "win ignores the window up to length 2w",
         _WIN,
         "call.geometry.window_size >= q.shape[1]",
         "2 * call.geometry.window_size >= q.shape[1]",
@@ -118,7 +118,7 @@ MUTANTS = (
         "(block < geometry.init_blocks - 1)",
     ),
     Mutant(
-        "select scores compressed tokens that are not visible",
+        "select scores invisible tokens",
         _SELECT,
         "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
         "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
@@ -176,7 +176,7 @@ MUTANTS = (
         "total.addcmul_(g_win, o_sel.to(gates.dtype))",
     ),
     Mutant(
-        "combine uses the cmp gate in the backward of every branch",
+        "combine backward uses the cmp gate in every branch",
         _COMBINE,
         "(wide * gate).to(do.dtype) for gate in gates",
         "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
