@@ -1,6 +1,4 @@
-"""The decode checks of `nsa verify`: each finds the one promise that a form breaks, and nothing
-else.
-"""
+"""Each decode check of `nsa verify` passes correct forms and fails forms that violate its rule."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from nsa_verify.combination import Combination
 from nsa_verify.run import suite
 from toy_forms import subject
 
-STEP = quick_steps()[2]  # five rows, some absent, pages
+STEP = quick_steps()[2]  # five rows per sequence, some of them padding, with pages
 CHECKS = {
     "ties": decode_invariants.ties,
     "run to run": decode_invariants.run_to_run,
@@ -33,20 +31,27 @@ CHECKS = {
     "fused gates": decode_fused.fused_gates,
 }
 BROKEN = {
-    "run to run": [{"win": "win_that_drifts"}],
-    "page order": [{"win": "win_that_reads_page_numbers"}],
-    "replay": [{"win": "win_that_remembers"}],
-    "inputs untouched": [{"win": "win_that_cleans_up"}],
-    "dispatch": [{"win": "win_unseen"}],
+    "run to run": [{"win": "win_not_deterministic"}],
+    "page order": [{"win": "win_with_page_numbers"}],
+    "replay": [{"win": "win_with_stale_lengths"}],
+    "inputs untouched": [{"win": "win_writing_its_input"}],
+    "dispatch": [{"win": "win_without_evidence"}],
     "fused step": [
-        {"step": f"step_of_{fault}"} for fault in ("fewer_blocks", "swapped_gates", "full_padding")
+        {"step": f"step_with_{fault}"}
+        for fault in ("fewer_blocks", "swapped_gates", "written_padding")
     ],
     "fused append": [
         {"append": f"append_{fault}"}
-        for fault in ("rotated_early", "of_padding", "without_rotary_of_win", "of_swapped_values")
+        for fault in (
+            "rotated_one_early",
+            "with_padding",
+            "without_rotary_of_win",
+            "with_swapped_values",
+        )
     ],
     "fused gates": [
-        {"gates": f"gates_{fault}"} for fault in ("without_bias", "of_bf16_sums", "of_other_heads")
+        {"gates": f"gates_{fault}"}
+        for fault in ("without_bias", "with_bf16_sums", "with_shifted_heads")
     ],
 }
 _FORMS = {"step": "step", "append": "append", "gates": "gates"}
@@ -58,11 +63,11 @@ def run(check: str, dtype: torch.dtype = torch.float32, **forms: str) -> list[bo
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_sound_backend_passes(check):
+def test_correct_forms_pass(check):
     for dtype in (torch.float32, torch.bfloat16):
-        found = run(check, dtype, **_FORMS)
-        assert found
-        assert all(found)
+        results = run(check, dtype, **_FORMS)
+        assert results
+        assert all(results)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +75,11 @@ def test_a_sound_backend_passes(check):
     [(check, forms) for check, broken in BROKEN.items() for forms in broken],
     ids=str,
 )
-def test_a_broken_promise_is_found(check, forms):
+def test_faulty_form_fails_its_check(check, forms):
     assert False in run(check, **forms)
 
 
-def test_all_forms_are_among_the_jobs():
-    """A decode form that is wrong everywhere is red in a job of every check's name."""
+def test_jobs_contain_every_decode_check():
     names = {job.name for job in suite.jobs("quick", [torch.float32], text=None, phase="decode")}
     assert names == ALL
     assert (
@@ -86,7 +90,7 @@ def test_all_forms_are_among_the_jobs():
     assert {"parity", "decode", "decode fused step"} <= {job.name for job in both}
 
 
-def test_a_combination_without_decode_forms_is_not_applicable():
+def test_decode_checks_do_not_apply_without_decode_forms():
     slots = {name: dataclasses.replace(slot, decode=None) for name, slot in sdpa().slots.items()}
     registry = Registry(()).with_backend(
         dataclasses.replace(sdpa(), name="prefill-only", slots=slots)
@@ -97,7 +101,7 @@ def test_a_combination_without_decode_forms_is_not_applicable():
     assert "has no decode form of cmp" in finding.detail
 
 
-def test_verify_names_the_phase(tmp_path, monkeypatch):
+def test_report_has_the_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "STEPS", {"quick": lambda: (STEP,)})
     report = tmp_path / "report.json"
     arguments = [
@@ -111,10 +115,10 @@ def test_verify_names_the_phase(tmp_path, monkeypatch):
         "--json",
         str(report),
     ]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    found = json.loads(report.read_text())
-    assert found["phase"] == "decode"
-    # which takes steps of one token
-    assert {f["check"] for f in found["findings"]} == ALL - {"decode reads"}
-    assert any(f["ok"] is None and "no fused step" in f["detail"] for f in found["findings"])
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    contents = json.loads(report.read_text())
+    assert contents["phase"] == "decode"
+    # "decode reads" runs only on steps of one token.
+    assert {f["check"] for f in contents["findings"]} == ALL - {"decode reads"}
+    assert any(f["ok"] is None and "no fused step" in f["detail"] for f in contents["findings"])

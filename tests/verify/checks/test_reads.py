@@ -1,6 +1,4 @@
-"""Tokens read, counted by experiment: what is predicted, and one token too many or too few is found
-in either.
-"""
+"""The counted reads equal the prediction; one token too many or too few is found."""
 
 from __future__ import annotations
 
@@ -22,21 +20,22 @@ CONFIG = config_of(4, 2, 16, 16, TINY)  # l=8 d=4 l'=16 n=4 w=24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [1, 7, 8, 11, 12, 17, 24, 25, 77])
-def test_what_is_read_is_what_is_predicted(length, dtype):
-    found = count_reads(subject(), CONFIG, length, dtype, chunk=50)
-    assert [(r.branch, r.kv_head) for r in found] == [
+def test_counted_reads_equal_the_prediction(length, dtype):
+    entries = count_reads(subject(), CONFIG, length, dtype, chunk=50)
+    assert [(r.branch, r.kv_head) for r in entries] == [
         (b, g) for b in ("cmp", "sel", "win") for g in (0, 1)
     ]
-    for entry in found:
+    for entry in entries:
         assert entry.ok, entry
         assert entry.predicted == entry.counted_values == entry.counted_keys
-    of = {r.branch: r.predicted for r in found}
-    assert (of["cmp"], of["win"]) == (max(0, (length - 8) // 4 + 1), min(24, length))
-    assert sum(of.values()) == predicted_total(CONFIG, length)
+    predicted = {r.branch: r.predicted for r in entries}
+    assert predicted["cmp"] == max(0, (length - 8) // 4 + 1)
+    assert predicted["win"] == min(24, length)
+    assert sum(predicted.values()) == predicted_total(CONFIG, length)
 
 
 @pytest.mark.parametrize(
-    ("slot", "form", "count", "said"),
+    ("slot", "form", "count", "detail"),
     [
         ("win", "win_one_more", 25, "1 token(s) too many [44], 0 too few"),
         ("win", "win_one_fewer", 23, "0 token(s) too many [], 1 too few [45]"),
@@ -45,30 +44,32 @@ def test_what_is_read_is_what_is_predicted(length, dtype):
         ("sel", "sel_one_fewer", 52, "0 token(s) too many [], 1 too few [68]"),
     ],
 )
-def test_a_token_too_many_and_one_too_few(slot, form, count, said):
-    found = [
+def test_one_token_too_many_or_too_few_is_found(slot, form, count, detail):
+    entries = [
         r
         for r in count_reads(subject(**{slot: form}), CONFIG, 69, torch.float32)
         if r.branch == slot
     ]
-    assert [(r.ok, r.counted_values, r.counted_keys) for r in found] == [(False, count, count)] * 2
-    assert f"values of {said}" in found[0].detail
-    assert f"keys of {said}" in found[0].detail
+    assert [(r.ok, r.counted_values, r.counted_keys) for r in entries] == [
+        (False, count, count)
+    ] * 2
+    assert f"values of {detail}" in entries[0].detail
+    assert f"keys of {detail}" in entries[0].detail
 
 
-def test_a_key_that_is_not_read_is_counted_apart_from_its_value():
-    found = [
+def test_keys_and_values_are_counted_separately():
+    entries = [
         r
-        for r in count_reads(subject(sel="sel_with_a_key_unread"), CONFIG, 30, torch.float32)
+        for r in count_reads(subject(sel="sel_with_an_unread_key"), CONFIG, 30, torch.float32)
         if r.branch == "sel"
     ]
-    assert [(r.counted_values, r.counted_keys) for r in found] == [(30, 28)] * 2
-    assert not found[0].ok
+    assert [(r.counted_values, r.counted_keys) for r in entries] == [(30, 28)] * 2
+    assert not entries[0].ok
 
 
-def test_bytes():
+def test_bytes_of_the_reads():
     (cmp, _, sel, *_) = count_reads(subject(), config_of(6, 2, 16, 8, TINY), 40, torch.bfloat16)
-    # select reads k_cmp too
+    # select reads k_cmp again
     assert (cmp.predicted, cmp.distinct_bytes, cmp.again_bytes) == (
         9,
         9 * 24 * 2,
@@ -82,12 +83,12 @@ def test_bytes():
     )
 
 
-def test_the_formula_stays_below_the_papers_table_4():
+def test_prediction_is_one_below_table_4_of_the_paper():
     for length, bound in PAPER_BOUND.items():
         assert predicted_total(reads_config(), length) == bound - 1
 
 
-def test_verify_prints_the_table(tmp_path, monkeypatch):
+def test_verify_prints_the_table_of_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(reads, "LENGTHS", (33,))
     monkeypatch.setattr(reads, "PAPER_BOUND", {33: 67})
     monkeypatch.setattr(suite, "jobs", lambda *_, **__: [])
@@ -104,10 +105,10 @@ def test_verify_prints_the_table(tmp_path, monkeypatch):
         "--json",
         str(report),
     ]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    assert "the paper's Table 4: 67" in done.output
-    assert "6 checks passed, 0 failed" in done.output
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "the paper's Table 4: 67" in result.output
+    assert "6 checks passed, 0 failed" in result.output
     rows = json.loads(report.read_text())["reads"]
     assert [(row["branch"], row["counted_values"]) for row in rows[::2]] == [
         ("cmp", 1),
@@ -115,14 +116,14 @@ def test_verify_prints_the_table(tmp_path, monkeypatch):
         ("win", 33),
     ]
     monkeypatch.setattr(reads, "_predicted", lambda *_: [{0}] * 2)
-    wrong = CliRunner().invoke(app, arguments[:-2], env={"COLUMNS": "200"})
-    assert wrong.exit_code == 1
-    assert "too many" in wrong.output
+    result = CliRunner().invoke(app, arguments[:-2], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "too many" in result.output
 
 
-def test_a_combination_without_decode_forms_says_why(monkeypatch):
+def test_reads_without_decode_forms_exit_with_unavailable(monkeypatch):
     monkeypatch.setattr(suite, "jobs", lambda *_, **__: [])
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["verify", "--device", "cpu", "--reads", "--phase", "decode", "--win", "fa2"]
     )
-    assert done.exit_code == 3
+    assert result.exit_code == 3

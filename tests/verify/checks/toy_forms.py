@@ -1,6 +1,4 @@
-"""Decode forms made of sdpa's: fused ones, right and wrong, and a window that breaks one promise
-each.
-"""
+"""Decode forms built on those of sdpa: correct and faulty fused forms, and faulty branches."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ _calls = itertools.count()
 
 
 def subject(**forms: str) -> Combination:
-    """sdpa with the named functions of this file for its decode forms (win=...) or as fused ones
-    (step=...).
-    """
+    """Return sdpa with functions of this file as decode (win=...) or fused (step=...) forms."""
     slots = {
         slot: dataclasses.replace(spec, decode=f"{__name__}:{forms[slot]}")
         if slot in forms
@@ -44,26 +40,26 @@ def step(q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *, call: DecodeCall
     ), blocks
 
 
-def step_of_fewer_blocks(*tensors, call: DecodeCall):
+def step_with_fewer_blocks(*tensors, call: DecodeCall):
     o, blocks = step(*tensors, call=call)
     return o, blocks.masked_fill(blocks == blocks.amax(-1, keepdim=True), -1)
 
 
-def step_of_swapped_gates(q, gates, *stores, call: DecodeCall):
+def step_with_swapped_gates(q, gates, *stores, call: DecodeCall):
     return step(q, gates[..., [0, 2, 1]].contiguous(), *stores, call=call)
 
 
-def step_of_full_padding(*tensors, call: DecodeCall):
+def step_with_written_padding(*tensors, call: DecodeCall):
     o, blocks = step(*tensors, call=call)
     return o, blocks.clamp(min=0)
 
 
 def append(
-    q, k, v, raw, sel, win, *, rope, rotate_raw, call: DecodeCall, shift=0, late=0, rotated=(1, 2)
+    q, k, v, raw, sel, win, *, rope, rotate_raw, call: DecodeCall, shift=0, extra=0, rotated=(1, 2)
 ):
-    """All tokens of a step at once."""
+    """Append all tokens of a step at once."""
     sequence, row = (
-        (torch.arange(q.shape[1]) < (call.lengths - call.starts + late)[:, None]).nonzero().T
+        (torch.arange(q.shape[1]) < (call.lengths - call.starts + extra)[:, None]).nonzero().T
     )
     token = call.starts.long()[sequence] + row
     angle = token + shift
@@ -72,36 +68,36 @@ def append(
         if rope is None
         else RopeTable(*(x[angle.clamp(max=len(x) - 1)][:, None] for x in rope))
     )
-    turned = rotated if not rotate_raw else (0, *rotated)
+    rotated_stores = rotated if not rotate_raw else (0, *rotated)
     for i, (keys, values) in enumerate((raw, sel, win)):
         key, value = k[i][sequence, row], v[i][sequence, row]
-        key = rotate(key, table) if table is not None and i in turned else key
+        key = rotate(key, table) if table is not None and i in rotated_stores else key
         if i == 1:
-            place = (
+            index = (
                 call.block_table[sequence, token // keys.shape[1]].long(),
                 token % keys.shape[1],
             )
         else:
-            place = (sequence, token % keys.shape[1])
-        keys[place], values[place] = key, value
+            index = (sequence, token % keys.shape[1])
+        keys[index], values[index] = key, value
     out = q.clone()
     out[sequence, row] = q[sequence, row] if table is None else rotate(q[sequence, row], table)
     return out
 
 
-def append_rotated_early(*tensors, **options):
+def append_rotated_one_early(*tensors, **options):
     return append(*tensors, **options, shift=-1)
 
 
-def append_of_padding(*tensors, **options):
-    return append(*tensors, **options, late=1)
+def append_with_padding(*tensors, **options):
+    return append(*tensors, **options, extra=1)
 
 
 def append_without_rotary_of_win(*tensors, **options):
     return append(*tensors, **options, rotated=(1,))
 
 
-def append_of_swapped_values(q, k, v, *stores, **options):
+def append_with_swapped_values(q, k, v, *stores, **options):
     return append(q, k, (v[0], v[2], v[1]), *stores, **options)
 
 
@@ -118,35 +114,35 @@ def gates_without_bias(x, weight, bias, *, call: DecodeCall):
     return gates(x, weight, bias * 0, call=call)
 
 
-def gates_of_bf16_sums(x, weight, bias, *, call: DecodeCall):
+def gates_with_bf16_sums(x, weight, bias, *, call: DecodeCall):
     return (x @ weight.mT).bfloat16().float().add(bias).sigmoid().unflatten(-1, (-1, 3))
 
 
-def gates_of_other_heads(x, weight, bias, *, call: DecodeCall):
+def gates_with_shifted_heads(x, weight, bias, *, call: DecodeCall):
     return gates(x, weight, bias, call=call).roll(1, -2)
 
 
-def win_that_drifts(q, k, v, *, call: DecodeCall):
+def win_not_deterministic(q, k, v, *, call: DecodeCall):
     o, lse = decode.win(q, k, v, call=call)
     return o.add_(1e-6 * next(_calls) * o.abs()), lse
 
 
-def win_that_reads_page_numbers(q, k, v, *, call: DecodeCall):
+def win_with_page_numbers(q, k, v, *, call: DecodeCall):
     o, lse = decode.win(q, k, v, call=call)
     return o.add_(1e-6 * call.block_table[0, 0] * o.abs()), lse
 
 
-def win_that_remembers(q, k, v, *, call: DecodeCall):
-    lengths, starts = call.__dict__.setdefault("kept", (call.lengths.clone(), call.starts.clone()))
+def win_with_stale_lengths(q, k, v, *, call: DecodeCall):
+    lengths, starts = call.__dict__.setdefault("first", (call.lengths.clone(), call.starts.clone()))
     return decode.win(q, k, v, call=dataclasses.replace(call, lengths=lengths, starts=starts))
 
 
-def win_that_cleans_up(q, k, v, *, call: DecodeCall):
+def win_writing_its_input(q, k, v, *, call: DecodeCall):
     return decode.win(q, k, v.nan_to_num_(0.0), call=call)
 
 
-def win_unseen(q, k, v, *, call: DecodeCall):
-    operand = decode.operand_dtype(q)  # another file's arithmetic, without its mark in a profile
+def win_without_evidence(q, k, v, *, call: DecodeCall):
+    operand = decode.operand_dtype(q)  # the arithmetic of sdpa without its event in a profile
     rows, last = decode._grouped(q, k.shape[2]), decode.positions(q, call)[:, None, :, None, None]
     newest = call.lengths.long()[:, None] - 1
     token = newest - (newest - torch.arange(k.shape[1])) % k.shape[1]
@@ -172,10 +168,10 @@ def win_one_fewer(q, k, v, *, call: DecodeCall):
 
 
 def cmp_one_more(q, k_cmp, v_cmp, *, call: DecodeCall):
-    late = dataclasses.replace(
+    shifted_call = dataclasses.replace(
         call, starts=call.starts + 4, lengths=call.lengths + 4, max_len=call.max_len + 4
     )
-    return decode.cmp(q, k_cmp, v_cmp, call=late)
+    return decode.cmp(q, k_cmp, v_cmp, call=shifted_call)
 
 
 def sel_one_more(q, k, v, blocks, *, call: DecodeCall):
@@ -198,7 +194,7 @@ def sel_one_fewer(q, k, v, blocks, *, call: DecodeCall):
     )
 
 
-def sel_with_a_key_unread(q, k, v, blocks, *, call: DecodeCall):
+def sel_with_an_unread_key(q, k, v, blocks, *, call: DecodeCall):
     k = k.clone()
-    k[:, 3] = k[:, 4]  # a key that is never read, its value is
+    k[:, 3] = k[:, 4]  # key 3 is never read, but its value is
     return decode.sel(q, k, v, blocks, call=call)

@@ -1,4 +1,4 @@
-"""Backends made from the template: sound ones, and ones with a planted fault."""
+"""Backends created from the template of `nsa backends new`, correct or with a planted fault."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from nsa_core.contract import BackendSpec, import_named
 from nsa_core.dispatch.registry import default_registry
 from nsa_verify.conformance import BackendConformance
 
-# module of the package -> (text that stands there once, what is put there)
+# module of the package -> (source text that occurs once, its replacement)
 Changes = Mapping[str, tuple[str, str]]
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Nobody's settings and nobody's remembered verdicts."""
+    """Remove the user's settings and cached trial results."""
     for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def made(
+def make_suite(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., BackendConformance]:
-    """The suite, ready to be called, for a backend from the template with ``changes`` made to
-    it.
-    """
+    """Return a function that creates the suite for a template backend with ``changes``."""
 
     def make(name: str, changes: Changes | None = None) -> BackendConformance:
         home = tmp_path / name
@@ -39,7 +37,7 @@ def made(
         for module, (old, new) in (changes or {}).items():
             file = package / f"{module}.py"
             text = file.read_text()
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module}"
+            assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {module}"
             file.write_text(text.replace(old, new))
         monkeypatch.syspath_prepend(str(home / "src"))
         spec: BackendSpec = import_named(f"{package.name}.plugin:nsa_register_backends")()

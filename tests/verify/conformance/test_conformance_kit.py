@@ -1,5 +1,6 @@
-"""The kit passes a sound backend, finds what is planted in an unsound one, and asks no more than
-was declared.
+"""The conformance suite passes a correct backend and finds planted faults.
+
+It tests a backend only on what the backend declares.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from nsa_verify.conformance.suite import GRID, STEPS
 from nsa_verify.run import suite
 
 POINTS = {point.label: point for point in GRID}
-RED = (pytest.fail.Exception, NSAError)
+FAILURES = (pytest.fail.Exception, NSAError)
 
 
 def job(name: str, case: str) -> suite.Job:
-    """One job of the verify checks, by check and case, in fp32."""
-    found = [
+    """Return the verify job of one check and case in float32."""
+    matches = [
         j
         for j in suite.jobs("quick", [torch.float32], text=None)
         if (j.name, j.case.name) == (name, case)
     ]
-    assert len(found) == 1
-    return found[0]
+    assert len(matches) == 1
+    return matches[0]
 
 
-@pytest.mark.slow  # in the ordinary run the template's own test, and its command, say so
-def test_a_sound_backend_passes(made) -> None:
-    sound = made("sound")
-    sound.test_is_installed_and_loads()
-    sound.test_probe_answers_about_every_device("win")
+@pytest.mark.slow  # the default run covers this by the template's own test and by its command
+def test_correct_backend_passes(make_suite) -> None:
+    conformance = make_suite("sound")
+    conformance.test_backend_loads()
+    conformance.test_probe_gives_reasons_on_every_device("win")
     for point in GRID:
-        sound.test_probe_tells_the_truth("win", point)
-    sound.test_probe_answers_about_decode_on_every_device("win")
+        conformance.test_accepted_requests_are_correct("win", point)
+    conformance.test_probe_gives_reasons_for_decode_on_every_device("win")
     for step in STEPS:
-        sound.test_probe_tells_the_truth_of_decode("win", step)
+        conformance.test_accepted_decode_requests_are_correct("win", step)
     for check in ("operator", "compiled", "strided", "expanded", "two_threads", "grad_modes"):
-        sound.test_kernel("win", check)
-    sound.test_verify(job("inputs untouched", "S=2w"))
-    sound.test_verify(job("decode page order", "h=1"))
+        conformance.test_kernel("win", check)
+    conformance.test_verify(job("inputs untouched", "S=2w"))
+    conformance.test_verify(job("decode page order", "h=1"))
 
 
 FAULTS = {
@@ -62,10 +63,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_is_found_by_probe_truth(made, fault: str) -> None:
+def test_faulty_kernel_fails_accepted_requests(make_suite, fault: str) -> None:
     module, *change = FAULTS[fault]
-    with pytest.raises(RED, match="win, float32"):
-        made("wrong-" + fault, {module: change}).test_probe_tells_the_truth(
+    with pytest.raises(FAILURES, match="win, float32"):
+        make_suite("faulty-" + fault, {module: change}).test_accepted_requests_are_correct(
             "win", POINTS["float32"]
         )
 
@@ -76,7 +77,7 @@ STEP_FAULTS = {
         "behind <= call.geometry.window_size",
     ),
     "step-sees-later-rows": ("(behind >= 0) & ", ""),
-    "step-reads-what-nobody-owns": (
+    "step-reads-unused-memory": (
         "(held < 0)[..., None, None]",
         "(held < -9999)[..., None, None]",
     ),
@@ -86,89 +87,91 @@ STEP_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", STEP_FAULTS)
-def test_a_wrong_decode_form_is_found_by_probe_truth(made, fault: str) -> None:
-    wrong = made(fault, {"decode": STEP_FAULTS[fault]})
-    with pytest.raises(RED, match="win, step, five rows, pages"):
-        wrong.test_probe_tells_the_truth_of_decode(
+def test_faulty_decode_form_fails_accepted_requests(make_suite, fault: str) -> None:
+    faulty = make_suite(fault, {"decode": STEP_FAULTS[fault]})
+    with pytest.raises(FAILURES, match="win, step, five rows, pages"):
+        faulty.test_accepted_decode_requests_are_correct(
             "win", next(s for s in STEPS if s.label == "step, five rows, pages")
         )
 
 
-def test_every_slot_of_a_backend_can_be_held_to_its_decode_forms() -> None:
-    """select and sel are given what the oracle makes of the step."""
-    suite_of_sdpa = type("Suite", (BackendConformance,), {})()
-    suite_of_sdpa._name, suite_of_sdpa._device = "sdpa", "cpu"
+def test_decode_forms_of_every_slot_are_judged() -> None:
+    """The oracle computes the inputs of select and sel."""
+    conformance = type("Suite", (BackendConformance,), {})()
+    conformance._name, conformance._device = "sdpa", "cpu"
     for form in ("cmp", "select", "sel", "win"):
         for step in (STEPS[0], *STEPS[8:10]):
-            suite_of_sdpa.test_probe_tells_the_truth_of_decode(form, step)
+            conformance.test_accepted_decode_requests_are_correct(form, step)
 
 
-def test_a_backend_without_decode_forms_is_not_asked_for_them(made) -> None:
+def test_decode_tests_are_skipped_without_decode_forms(make_suite) -> None:
     line = 'decode="nsa_backend_prefill_only.decode:win",'
-    plain = made("prefill-only", {"plugin": (line, "")})
-    plain.test_probe_answers_about_decode_on_every_device("win")
+    plain = make_suite("prefill-only", {"plugin": (line, "")})
+    plain.test_probe_gives_reasons_for_decode_on_every_device("win")
     with pytest.raises(pytest.skip.Exception, match="declares no decode form"):
-        plain.test_probe_tells_the_truth_of_decode("no decode form", STEPS[0])
+        plain.test_accepted_decode_requests_are_correct("no decode form", STEPS[0])
     with pytest.raises(pytest.skip.Exception, match="has no decode form of win"):
-        plain.test_probe_tells_the_truth_of_decode("win", STEPS[0])
+        plain.test_accepted_decode_requests_are_correct("win", STEPS[0])
 
 
-def test_documents_that_see_each_other_are_found_by_the_packed_point(made) -> None:
-    wrong = made("mixes-documents", {"win": (" & (document[rows, None] == document[keys])", "")})
-    wrong.test_probe_tells_the_truth("win", POINTS["packed, one document"])
-    with pytest.raises(RED, match="win, packed"):
-        wrong.test_probe_tells_the_truth("win", POINTS["packed"])
+def test_attention_across_documents_fails_the_packed_point(make_suite) -> None:
+    faulty = make_suite(
+        "mixes-documents", {"win": (" & (document[rows, None] == document[keys])", "")}
+    )
+    faulty.test_accepted_requests_are_correct("win", POINTS["packed, one document"])
+    with pytest.raises(FAILURES, match="win, packed"):
+        faulty.test_accepted_requests_are_correct("win", POINTS["packed"])
 
 
-def test_a_probe_that_promises_too_much_is_found(made) -> None:
+def test_probe_that_accepts_an_unsupported_dtype_is_found(make_suite) -> None:
     refuses = "if q.dtype == torch.float64:\n            raise TypeError('no float64')\n        "
-    wrong = made(
+    faulty = make_suite(
         "promises",
         {"win": ("o, lse = attend(q, k, v, call)", refuses + "o, lse = attend(q, k, v, call)")},
     )
-    with pytest.raises(RED, match="no float64"):
-        wrong.test_probe_tells_the_truth("win", POINTS["float64"])
+    with pytest.raises(FAILURES, match="no float64"):
+        faulty.test_accepted_requests_are_correct("win", POINTS["float64"])
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "said"),
+    ("name", "reasons", "match"),
     [
         ("code", "[Reason('Not A Code', 'no')]", "snake_case"),
         ("text", "[Reason('no', ' ')]", "a message"),
         ("raises", "1 // 0", "ZeroDivisionError"),
         ("none", "None", "not a list of Reasons"),
-        ("moody", "[Reason('no', str(__import__('time').perf_counter()))]", "answers differently"),
+        ("random", "[Reason('no', str(__import__('time').perf_counter()))]", "different results"),
     ],
 )
-def test_a_bad_probe_is_found(made, name: str, answer: str, said: str) -> None:
-    wrong = made(f"bad-probe-{name}", {"probe": ("return reasons", f"return {answer}")})
-    with pytest.raises(RED, match=said):
-        wrong.test_probe_answers_about_every_device("win")
+def test_faulty_probe_is_found(make_suite, name: str, reasons: str, match: str) -> None:
+    faulty = make_suite(f"bad-probe-{name}", {"probe": ("return reasons", f"return {reasons}")})
+    with pytest.raises(FAILURES, match=match):
+        faulty.test_probe_gives_reasons_on_every_device("win")
 
 
-BEFORE = "groups, tokens, window ="  # first line of attend, before which these put theirs
+FIRST_LINE = "groups, tokens, window ="  # of attend; faults are inserted before it
 DENSE = "{0} = {0}.as_strided({0}.shape, torch.empty({0}.shape).stride())"
-SHARES = "import time\n    attend.kept = q\n    time.sleep(0.02)\n    q = attend.kept"
+SHARED = "import time\n    attend.shared = q\n    time.sleep(0.02)\n    q = attend.shared"
 RESULT = "return o.to(q.dtype), lse"
-UNSOUND = {
-    "strided": (BEFORE, f"{DENSE.format('q')}\n    {BEFORE}"),
-    "expanded": (BEFORE, f"{DENSE.format('k')}\n    {BEFORE}"),
-    "two_threads": (BEFORE, f"{SHARES}\n    {BEFORE}"),
+FAULTY = {
+    "strided": (FIRST_LINE, f"{DENSE.format('q')}\n    {FIRST_LINE}"),
+    "expanded": (FIRST_LINE, f"{DENSE.format('k')}\n    {FIRST_LINE}"),
+    "two_threads": (FIRST_LINE, f"{SHARED}\n    {FIRST_LINE}"),
     "grad_modes": (RESULT, "return o.to(q.dtype) + torch.is_inference_mode_enabled(), lse"),
     "operator": (RESULT, f"q.mul_(1.5)\n        {RESULT}"),
 }
 
 
-@pytest.mark.parametrize("check", UNSOUND)
-def test_an_unsound_kernel_is_found_by_its_check(made, check: str) -> None:
-    wrong = made("unsound-" + check.replace("_", "-"), {"win": UNSOUND[check]})
-    # opcheck raises an error of its own; what pytest.fail raises is no Exception.
-    with pytest.raises((*RED, Exception), match=f"win, {check}|opcheck"):
-        wrong.test_kernel("win", check)
+@pytest.mark.parametrize("check", FAULTY)
+def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
+    faulty = make_suite("faulty-" + check.replace("_", "-"), {"win": FAULTY[check]})
+    # opcheck raises its own error. pytest.fail raises a BaseException that is no Exception.
+    with pytest.raises((*FAILURES, Exception), match=f"win, {check}|opcheck"):
+        faulty.test_kernel("win", check)
 
 
-def test_a_kernel_that_writes_to_its_inputs_is_found_by_verify(made) -> None:
-    wrong = made(
+def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
+    faulty = make_suite(
         "writes",
         {
             "win": (
@@ -177,48 +180,48 @@ def test_a_kernel_that_writes_to_its_inputs_is_found_by_verify(made) -> None:
             )
         },
     )
-    with pytest.raises(RED, match="inputs untouched"):
-        wrong.test_verify(job("inputs untouched", "S=2w"))
+    with pytest.raises(FAILURES, match="inputs untouched"):
+        faulty.test_verify(job("inputs untouched", "S=2w"))
 
 
 WITHOUT_BACKWARD = ("        backward=", "        workspace=None and ")
 
 
-def test_forward_only_is_judged_forward_only(made) -> None:
-    forward_only = made("forward-only", {"plugin": WITHOUT_BACKWARD})
-    forward_only.test_probe_tells_the_truth("win", POINTS["float32"])
+def test_backend_without_backward_is_judged_on_its_forward(make_suite) -> None:
+    forward_only = make_suite("forward-only", {"plugin": WITHOUT_BACKWARD})
+    forward_only.test_accepted_requests_are_correct("win", POINTS["float32"])
     forward_only.test_kernel("win", "operator")
-    wrong = made(
-        "forward-wrong",
+    faulty = make_suite(
+        "forward-faulty",
         {"plugin": WITHOUT_BACKWARD, "win": ("distance < window", "distance <= window")},
     )
-    with pytest.raises(RED):
-        wrong.test_probe_tells_the_truth("win", POINTS["float32"])
+    with pytest.raises(FAILURES):
+        faulty.test_accepted_requests_are_correct("win", POINTS["float32"])
 
 
-def test_what_the_probe_refuses_is_skipped_with_its_reason(made) -> None:
+def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
     refuse = (
         "if request.dtype == 'float16':\n        reasons.append(Reason('fp16', 'takes no fp16'))\n "
         "   return reasons"
     )
-    picky = made("picky", {"probe": ("return reasons", refuse)})
-    picky.test_probe_tells_the_truth("win", POINTS["float32"])
+    refusing = make_suite("refusing", {"probe": ("return reasons", refuse)})
+    refusing.test_accepted_requests_are_correct("win", POINTS["float32"])
     with pytest.raises(pytest.skip.Exception, match="takes no fp16"):
-        picky.test_probe_tells_the_truth("win", POINTS["float16"])
+        refusing.test_accepted_requests_are_correct("win", POINTS["float16"])
     half = dataclasses.replace(job("parity", "S=1"), dtype=torch.float16)
     with pytest.raises(pytest.skip.Exception, match="takes no fp16"):
-        picky.test_verify(half)
+        refusing.test_verify(half)
 
 
-def test_unknown_fails_and_unavailable_is_skipped() -> None:
-    suite_of = BackendConformance()
-    suite_of._device = "cpu"
-    suite_of._name = "nonesuch"
+def test_unknown_backend_fails() -> None:
+    conformance = BackendConformance()
+    conformance._device = "cpu"
+    conformance._name = "nonesuch"
     with pytest.raises(pytest.fail.Exception, match="unknown backend 'nonesuch'"):
-        suite_of.test_is_installed_and_loads()
+        conformance.test_backend_loads()
 
 
-def test_the_grid_has_every_edge() -> None:
+def test_grid_covers_lengths_and_dtypes() -> None:
     lengths = {point.case.lengths for point in GRID}
     assert {(0,), (1,), (7,), (8,), (0, 0)} <= lengths
     assert {point.dtype for point in GRID} == {"bfloat16", "float16", "float32", "float64"}
@@ -226,12 +229,10 @@ def test_the_grid_has_every_edge() -> None:
     assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
 
 
-def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_choose(
+def test_select_without_scores_fails_where_blocks_are_not_forced(
     monkeypatch,
 ) -> None:
-    """With as many blocks forced as are asked for, or no more of them than that, any scores would
-    do.
-    """
+    """Scores do not matter if all candidates, or all n blocks, are forced."""
     select = pytest.importorskip("nsa_backend_sdpa.select")
     monkeypatch.setattr(select, "head_sums", lambda scores: torch.zeros_like(scores[..., 0, :]))
     subject = SlotUnderTest(default_registry().get("sdpa"), "select")
@@ -242,8 +243,10 @@ def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_ch
         data, inputs = subject.data(point)
         return not faults("select", point.case, subject.run(point, inputs, None, data), data)
 
-    few = {f"S={length}" for length in (0, 1, 7, 8, 11, 12, 24, 25)} | {"B=0", "packed, no token"}
-    assert {point.label for point in GRID if passes(point)} == few | {"n*l'>S", "real block sizes"}
+    short = {f"S={length}" for length in (0, 1, 7, 8, 11, 12, 24, 25)}
+    short |= {"B=0", "packed, no token"}
+    passing = {point.label for point in GRID if passes(point)}
+    assert passing == short | {"n*l'>S", "real block sizes"}
     assert {case.name for case in quick_cases() if passes(Point(case.name, case))} == {
         "S=w",
         "S=2w",
@@ -252,9 +255,9 @@ def test_a_select_that_looks_at_nothing_is_found_wherever_there_are_blocks_to_ch
     }
 
 
-def test_a_kernel_whose_bits_change_is_found_where_it_declares_that_they_do_not(made) -> None:
-    moody = "return (o * (1 + 2.0**-12 * torch.rand_like(o))).to(q.dtype), lse"
-    wrong = made("moody-bits", {"win": (RESULT, moody)})
-    wrong.test_probe_tells_the_truth("win", POINTS["bfloat16"])
-    with pytest.raises(RED, match="other bits than at the thread's first call"):
-        wrong.test_kernel("win", "two_threads")
+def test_kernel_declared_deterministic_fails_if_its_bits_change(make_suite) -> None:
+    random = "return (o * (1 + 2.0**-12 * torch.rand_like(o))).to(q.dtype), lse"
+    faulty = make_suite("random-bits", {"win": (RESULT, random)})
+    faulty.test_accepted_requests_are_correct("win", POINTS["bfloat16"])
+    with pytest.raises(FAILURES, match="bits differ from the first call of the thread"):
+        faulty.test_kernel("win", "two_threads")

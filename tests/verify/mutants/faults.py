@@ -1,6 +1,4 @@
-"""The seeded faults: each is one that an NSA implementation has had, or that a careless edit would
-make.
-"""
+"""Faults in prefill code: faults that NSA implementations have had, or likely editing mistakes."""
 
 from __future__ import annotations
 
@@ -13,51 +11,51 @@ _ENGINE, _ATEN = "nsa_backend_sdpa.engine", "nsa_backend_sdpa.aten"
 MUTANTS = (
     # cmp
     Mutant(
-        "cmp takes the query of the token before",
+        "cmp uses the query of the previous token",
         _CMP,
         "fold(x, groups, call.geometry, group_major=True)",
         "fold(x.roll(1, 1), groups, call.geometry, group_major=True)",
     ),
     Mutant(
-        "cmp rows that see nothing are not zero",
+        "cmp rows without a visible key are not zero",
         _CMP,
         "call.geometry, blank=blank, out=out)",
         "call.geometry, blank=blank + 1e-20, out=out)",
     ),
     Mutant(
-        "cmp heads interleaved over the groups",
+        "cmp interleaves heads over the groups",
         _CMP,
         "    runs = fold(x, groups,",
         "    x = x.unflatten(2, (-1, groups)).transpose(2, 3).flatten(2, 3)\n"
         "    runs = fold(x, groups,",
     ),
     Mutant(
-        "cmp loses the queries of an unfinished run",
+        "cmp drops the queries of an incomplete run",
         "nsa_core.fold",
         "        places[:, whole, :rest] = tokens[:, whole * stride :]",
         "        places[:, whole, :rest] = 0",
     ),
     Mutant(
-        "cmp reads one token of the run before",
+        "cmp reads one token of the previous run",
         "nsa_core.fold",
         "    places[:, :whole] = tokens[:, : whole * stride]",
         "    places[:, :whole] = tokens.roll(1, 1)[:, : whole * stride]",
     ),
     Mutant(
-        "cmp reads the compressed tokens of the document before",
+        "cmp reads a token of the previous document",
         _CMP,
         "yield slice(start, end), slice(first_cmp, first_cmp + count)",
         "yield slice(start, end), slice(max(first_cmp - 1, 0), max(first_cmp - 1, 0) + count)",
     ),
     Mutant(
-        "scale of the padded width when V is wider",
+        "scale from the padded width if V is wider",
         _ATEN,
         "q4, k4, v4, 0.0, True, scale=scale",
         "q4, k4, v4, 0.0, True, scale=width**-0.5",
     ),
     # win
     Mutant(
-        "win top-left causal inside a tile",
+        "win causal mask top-left aligned inside a tile",
         _WIN,
         "hidden = ((key < query) | (key >= query + window))",
         "hidden = ((key > query) | (key >= query + window))",
@@ -75,19 +73,19 @@ MUTANTS = (
         "hidden = ((key <= query) | (key >= query + window))",
     ),
     Mutant(
-        "win sees one token of the future",
+        "win sees one future token",
         _WIN,
         "hidden = ((key < query) | (key >= query + window))",
         "hidden = ((key < query) | (key > query + window))",
     ),
     Mutant(
-        "win ignores the window up to twice its length",
+        "win ignores the window up to length 2w",
         _WIN,
         "call.geometry.window_size >= q.shape[1]",
         "2 * call.geometry.window_size >= q.shape[1]",
     ),
     Mutant(
-        "win leaks across documents",
+        "win attends across documents",
         _WIN,
         "(keys < step.start[:, None])[",
         "(keys < 0)[",
@@ -105,7 +103,7 @@ MUTANTS = (
         "valid[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
         "valid[..., 1:] &= blocks[..., 1:] != -1",
     ),
-    Mutant("sel loses dv", _SEL, "    _add(grads[2], chunk.block, dv)\n", ""),
+    Mutant("sel drops dv", _SEL, "    _add(grads[2], chunk.block, dv)\n", ""),
     # select
     Mutant(
         "select drops a local block",
@@ -120,19 +118,19 @@ MUTANTS = (
         "(block < geometry.init_blocks - 1)",
     ),
     Mutant(
-        "select scores what is not visible yet",
+        "select scores invisible tokens",
         _SELECT,
         "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
         "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
     ),
     Mutant(
-        "select reads Eq. 9 0-based",
+        "select reads Eq. 9 with 0-based indices",
         _SELECT,
         "p[..., tap - first :: per_block]",
         "p[..., tap - first + 1 :: per_block]",
     ),
     Mutant(
-        "select without the group sum",
+        "select omits the sum over the group",
         _SELECT,
         "for head in range(1, scores.shape[-2]):",
         "for head in range(1, 1):",
@@ -144,21 +142,21 @@ MUTANTS = (
         "(count - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices)[..., :n]",
     ),
     Mutant(
-        "select weighs every overlap alike",
+        "select gives every overlap the same weight",
         _SELECT,
         "scores.add_(overlapping, alpha=weight)",
         "scores.add_(overlapping)",
     ),
     Mutant(
-        "select forgets where a document starts",
+        "select ignores the start of a document",
         _SELECT,
         "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()",
         "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long() * 0",
     ),
-    # all blockwise attention
+    # blockwise attention of all branches
     Mutant("lse in log2", _ENGINE, "lse = row_sum.log()", "lse = row_sum.log2()"),
     Mutant(
-        "output a millionth too large",
+        "output one millionth too large",
         _ENGINE,
         "o.div_(row_sum.masked_fill_(row_sum == 0, 1))",
         "o.div_(row_sum.masked_fill_(row_sum == 0, 1)).mul_(1 + 2**-20)",
@@ -172,44 +170,44 @@ MUTANTS = (
     ),
     # combine
     Mutant(
-        "combine swaps two gates",
+        "combine exchanges two gates",
         _COMBINE,
         "total.addcmul_(g_sel, o_sel.to(gates.dtype))",
         "total.addcmul_(g_win, o_sel.to(gates.dtype))",
     ),
     Mutant(
-        "combine hands every branch the cmp gate",
+        "combine backward uses the cmp gate in every branch",
         _COMBINE,
         "(wide * gate).to(do.dtype) for gate in gates",
         "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
     ),
-    # the layer and the functional entry
+    # nsa_attention and the layer
     Mutant(
-        "win is given the keys of sel",
+        "win receives the keys of sel",
         "nsa_core.layer.attention",
         "plan.win(q, k_win, v_win",
         "plan.win(q, k_sel, v_win",
     ),
     Mutant(
-        "outputs reach the wrong gates",
+        "outputs of sel and win exchanged before the gates",
         "nsa_core.layer.attention",
         "plan.combine(gates, o_cmp, o_sel, o_win",
         "plan.combine(gates, o_cmp, o_win, o_sel",
     ),
     Mutant(
-        "selection by another head's lse",
+        "select receives the lse of another head",
         "nsa_core.layer.attention",
         "plan.select(q, k_cmp, lse_cmp",
         "plan.select(q, k_cmp, lse_cmp.roll(1, -2)",
     ),
     Mutant(
-        "rotary over concatenated heads",
+        "rotary embedding over concatenated heads",
         "nsa_core.layer.fused_heads",
         "joint.roll(dk // 2, -1)",
         "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
     ),
     Mutant(
-        "layer swaps the keys of sel and win",
+        "layer exchanges the keys of sel and win",
         "nsa_core.layer.projection",
         "(None, ks[0], ks[-1])",
         "(None, ks[-1], ks[0])",

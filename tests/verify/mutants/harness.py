@@ -1,6 +1,4 @@
-"""Put one fault into a copy of a backend, or into a module of nsa_core, and let the checks of `nsa
-verify` find it.
-"""
+"""Plant one fault in a copy of a backend or in a module of nsa_core, and run the verify checks."""
 
 from __future__ import annotations
 
@@ -26,45 +24,52 @@ BACKEND = "nsa_backend_sdpa"
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """``old`` stands exactly once in ``module``; the fault is to read ``new`` there."""
+    """One fault in the source of a module.
+
+    Attributes:
+        name: Description of the fault.
+        module: Module name, such as "nsa_backend_sdpa.win" or "nsa_core.layer.rope".
+        old: Source text that occurs exactly once in ``module``.
+        new: Faulty replacement of ``old``.
+        phase: Phase whose checks must find the fault.
+    """
 
     name: str
-    module: str  # "nsa_backend_sdpa.win", "nsa_core.layer.rope"
+    module: str
     old: str
     new: str
-    phase: str = "prefill"  # whose checks must find it
+    phase: str = "prefill"
 
     def source(self) -> str:
-        """The module's source with the fault in it."""
+        """Return the source of the module with the fault."""
         text = Path(importlib.import_module(self.module).__file__ or "").read_text()
         count = text.count(self.old)
         assert count == 1, (
-            f"{self.name}: {self.old!r} stands {count} times in {self.module}, expected once"
+            f"{self.name}: {self.old!r} occurs {count} times in {self.module}, expected once"
         )
         return text.replace(self.old, self.new)
 
 
-def first_red(subject: Combination, phase: str = "both") -> Finding | None:
-    """The first failing finding of the phase's quick checks without text, in fp32; None when all
-    are green.
-    """
+def first_failure(combination: Combination, phase: str = "both") -> Finding | None:
+    """Return the first failed finding of the quick checks in float32, or None if all pass."""
     todo = suite.jobs("quick", [torch.float32], text=None, phase=phase)
-    for _, findings in suite.run(subject, todo, stop_at_first=True):
+    for _, findings in suite.run(combination, todo, stop_at_first=True):
         for finding in findings:
             if finding.ok is False:
                 return finding
     return None
 
 
-def verdict_on(mutant: Mutant, scratch: Path) -> Finding | None:
-    """The finding that kills ``mutant``, or None if it survives."""
+def killing_finding(mutant: Mutant, scratch: Path) -> Finding | None:
+    """Return the finding that kills ``mutant``, or None if it survives."""
     if mutant.module.startswith(BACKEND):
-        return first_red(_subject_of_copy(mutant, scratch), mutant.phase)
+        return first_failure(_faulty_copy(mutant, scratch), mutant.phase)
     with _faulty_module(mutant):
-        return first_red(Combination(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
+        return first_failure(Combination(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
 
 
-def _subject_of_copy(mutant: Mutant, scratch: Path) -> Combination:
+def _faulty_copy(mutant: Mutant, scratch: Path) -> Combination:
+    """Copy the backend to ``scratch`` with the fault, and return it as a combination."""
     name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name.lower())
     original = Path(importlib.import_module(BACKEND).__file__ or "").parent
     copy = scratch / name
@@ -92,14 +97,15 @@ def _subject_of_copy(mutant: Mutant, scratch: Path) -> Combination:
 
 @contextlib.contextmanager
 def _faulty_module(mutant: Mutant) -> Iterator[None]:
-    """Inside the block every reference of ours to an object of the module leads to the faulty
-    version: names in modules, and the bases of classes.
+    """Replace the objects of a module by their faulty versions inside the block.
+
+    This rebinds names in all nsa modules, and the bases of their classes.
     """
     module = importlib.import_module(mutant.module)
     faulty = ModuleType(mutant.module)
     faulty.__dict__.update(__file__=module.__file__, __package__=module.__package__)
     registered = sys.modules[mutant.module]
-    sys.modules[mutant.module] = faulty  # dataclasses look their own module up
+    sys.modules[mutant.module] = faulty  # dataclasses look up their module by name
     try:
         exec(compile(mutant.source(), str(module.__file__), "exec"), faulty.__dict__)
     finally:
@@ -109,17 +115,17 @@ def _faulty_module(mutant: Mutant) -> Iterator[None]:
         for name, old in vars(module).items()
         if getattr(old, "__module__", None) == mutant.module and hasattr(faulty, name)
     }
-    undo: list[tuple[object, str, object]] = []
+    originals: list[tuple[object, str, object]] = []
     for other in [m for n, m in list(sys.modules.items()) if n.startswith("nsa_")]:
         for name, value in list(vars(other).items()):
             if id(value) in pairs:
-                undo.append((other, name, value))
+                originals.append((other, name, value))
                 setattr(other, name, pairs[id(value)])
             elif isinstance(value, type) and any(id(base) in pairs for base in value.__bases__):
-                undo.append((value, "__bases__", value.__bases__))
+                originals.append((value, "__bases__", value.__bases__))
                 value.__bases__ = tuple(pairs.get(id(base), base) for base in value.__bases__)
     try:
         yield
     finally:
-        for owner, name, value in undo:
+        for owner, name, value in originals:
             setattr(owner, name, value)

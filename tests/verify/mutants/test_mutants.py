@@ -1,6 +1,4 @@
-"""Every seeded fault is found by the checks of `nsa verify`; the healthy backend passes the same
-checks.
-"""
+"""The checks of `nsa verify` find every planted fault and pass the original backend."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ import pytest
 
 from decode_faults import DECODE_MUTANTS
 from faults import MUTANTS
-from harness import Mutant, first_red, verdict_on
+from harness import Mutant, first_failure, killing_finding
 from nsa_core.contract import SLOTS
 from nsa_verify.combination import Combination
 
 
-def test_the_healthy_backend_passes() -> None:
-    """Without this, a check that always fails would kill every mutant."""
-    finding = first_red(Combination(dict.fromkeys(SLOTS, "sdpa")))
+def test_original_backend_passes() -> None:
+    """A check that always fails would kill every mutant, so the original must pass."""
+    finding = first_failure(Combination(dict.fromkeys(SLOTS, "sdpa")))
     assert finding is None, finding
 
 
-def test_there_are_at_least_20_different_faults() -> None:
+def test_faults_are_distinct_and_numerous() -> None:
     assert len({m.name for m in MUTANTS + DECODE_MUTANTS}) == len(MUTANTS + DECODE_MUTANTS)
     assert len(MUTANTS) >= 20
     assert len(DECODE_MUTANTS) >= 15
@@ -30,8 +28,7 @@ def test_there_are_at_least_20_different_faults() -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    # Of the decode forms' faults every third is planted in the ordinary run, and all in the slow
-    # one.
+    # The default run plants every third decode fault, the slow run all of them.
     [
         *MUTANTS,
         *(
@@ -44,7 +41,7 @@ def test_there_are_at_least_20_different_faults() -> None:
 def test_mutant_is_killed(
     mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    finding = verdict_on(mutant, tmp_path)
+    finding = killing_finding(mutant, tmp_path)
     record_property("mutant", mutant.name)
     record_property(
         "killed_by",

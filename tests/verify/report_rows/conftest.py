@@ -1,4 +1,4 @@
-"""Fixtures: every backend's slot by name, and fa2 over its CPU stand-in where there is no GPU."""
+"""Fixtures of the report rows: a fixed seed, fa2 on CPU, and measured figures for the report."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture
 def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On the CPU the slots of fa2 run over a stand-in, returned; on a GPU over the library
-    installed there.
-    """
+    """Run fa2 over a stand-in library without a GPU and return it; return None on a GPU."""
     from fa2_standin import Library, make
     from nsa_backend_fa2 import providers
 
@@ -34,5 +32,5 @@ def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def figure(record_property: Any) -> Any:
-    """Call it with what a check measured: a line after the run, for docs/report-rows.md."""
+    """Return a function that records a measured figure for docs/report-rows.md."""
     return lambda text: record_property("figure", text)

@@ -1,4 +1,4 @@
-"""Which keys a kernel reads, seen from outside: equal logits, and values that name their key."""
+"""Observe which keys a kernel reads, with equal logits and one-hot values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sets = list[list[list[list[int]]]]  # [B][S][G] -> keys, ascending
 
 
 def slot_kernel(backend: str, slot: str, geometry: BlockGeometry, scale: float = 1.0) -> Kernel:
-    """The operator of a backend's slot, whatever its probe says of this machine."""
+    """Return the operator of a slot without asking the probe of the backend."""
     spec = default_registry().get(backend).spec
     assert spec is not None
     return Kernel(
@@ -29,19 +29,27 @@ def keys_read(
     kernel: Kernel,
     shape: tuple[int, int, int, int],  # B, S, G, h
     n_keys: int,
-    *blocks: torch.Tensor,  # of sel: [B, S, G, any number]
+    *blocks: torch.Tensor,  # [B, S, G, n]
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     width: int = 16,
 ) -> Sets:
-    """The keys that every query's softmax holds.
+    """Return the keys in the softmax of every query.
 
-    With q = 0 all logits are equal, so p = 1 / (keys read), each as often as it was read; value j
-    is the j-th unit vector. LSE is then the logarithm of how many were read, and o times that
-    counts how often each was.
+    With q = 0 all logits are equal, so every key has the weight 1 / (number of keys), and exp(LSE)
+    is the number of keys. Value j is the j-th unit vector, so o * exp(LSE) counts each key.
+
+    Args:
+        kernel: Operator of cmp, sel or win.
+        shape: (B, S, G, h).
+        n_keys: Number of keys.
+        *blocks: Blocks [B, S, G, n] of sel.
+        dtype: Dtype of q, k and v.
+        device: Device of the tensors.
+        width: Head dimension of q and k.
 
     Raises:
-        AssertionError: a key counts twice or in part, or heads of one group read different keys.
+        AssertionError: A key counts twice or in part, or heads of one group read different keys.
     """
     batch, length, groups, heads = shape
     q = torch.zeros(batch, length, groups * heads, width, dtype=dtype, device=device)
@@ -58,20 +66,20 @@ def keys_read(
         "a key counts in part"
     )
     assert counts.round().max() <= 1 if counts.numel() else True, "a key counts twice"
-    seen = counts > 0.5
-    assert bool((seen == seen[:, :, :, :1]).all()), "heads of one group read different keys"
+    read = counts > 0.5
+    assert bool((read == read[:, :, :, :1]).all()), "heads of one group read different keys"
     return [
         [[row.nonzero().flatten().tolist() for row in token[:, 0]] for token in entry]
-        for entry in seen
+        for entry in read
     ]
 
 
 def ranges(keys: list[int]) -> list[tuple[int, int]]:
-    """Maximal runs [first, past the last) of ascending keys."""
-    found: list[tuple[int, int]] = []
+    """Return the maximal ranges [first, last + 1) of ascending keys."""
+    merged: list[tuple[int, int]] = []
     for key in keys:
-        if found and found[-1][1] == key:
-            found[-1] = (found[-1][0], key + 1)
+        if merged and merged[-1][1] == key:
+            merged[-1] = (merged[-1][0], key + 1)
         else:
-            found.append((key, key + 1))
-    return found
+            merged.append((key, key + 1))
+    return merged

@@ -1,8 +1,8 @@
-"""The 52 cases of the reports' selection test: 5 patterns twice, 5 edges, 36 shapes, 1 large.
+"""The 52 cases of the reported selection test: 5 patterns twice, 5 edges, 36 shapes, 1 large.
 
-There, ranges were compared with ranges made by an older form of the same code. Here a case says
-which blocks a token is given, or leaves the choice to the backend's own `select`; what is compared
-is the keys that `sel` then reads.
+The original test compared ranges with those of an older version of the same code. Here a case lists
+the blocks of each token, or uses the blocks that `select` of the backend returns. The test compares
+the keys that `sel` reads with these blocks.
 """
 
 from __future__ import annotations
@@ -24,25 +24,33 @@ EDGES = ("empty", "all_minus_one", "adjacent", "repeated", "clamped")
 
 @dataclasses.dataclass(frozen=True)
 class Row01:
-    """One of the 52; ``device`` is only said of the patterns, which the reports ran on both."""
+    """One of the 52 cases.
+
+    Attributes:
+        name: Name of the pattern, edge or shape.
+        batch: Batch size.
+        length: Tokens; None uses 8 selection blocks, the last one partial.
+        groups: Number of kv heads.
+        device: Device of a pattern, which the reports ran on both; "cpu" in other cases.
+    """
 
     name: str
     batch: int = 2
-    length: int | None = None  # tokens; None: 8 selection blocks, the last one short
+    length: int | None = None
     groups: int = 2
     device: str = "cpu"
 
     def geometry(self, block: int) -> BlockGeometry:
-        """l' = ``block``; the large case chooses half of its blocks, the others 4."""
+        """Return a geometry with l' = ``block``; n is half of all blocks if large, else 4."""
         tokens = self.tokens(block)
-        chosen = -(-tokens // block) // 2 if self.name == "large" else 4
-        return BlockGeometry(block // 2, block // 4, block, chosen, 0, 1, block)
+        selected = -(-tokens // block) // 2 if self.name == "large" else 4
+        return BlockGeometry(block // 2, block // 4, block, selected, 0, 1, block)
 
     def tokens(self, block: int) -> int:
         return 8 * block - 3 if self.length is None else self.length
 
     def blocks(self, block: int) -> torch.Tensor | None:
-        """int32 [B, S, G, n] of the patterns and edges; None: the backend chooses."""
+        """Return the blocks int32 [B, S, G, n] of the case; None lets the backend select."""
         tokens = self.tokens(block)
         lead, last = (self.batch, tokens, self.groups), tokens // block
         if self.name == "random":
@@ -56,9 +64,9 @@ class Row01:
             "single_valid": [3, -1, -1, -1],
             "empty": [],
             "all_minus_one": [-1, -1, -1],
-            "adjacent": [4, 2, 3],  # one range, given out of order
+            "adjacent": [4, 2, 3],  # one range, unsorted
             "repeated": [5, 5, 5, 5],
-            "clamped": [last, last + 1, 2**31 - 1],  # cut at t, past the end, far past it
+            "clamped": [last, last + 1, 2**31 - 1],  # cut at t, beyond the end, far beyond it
         }
         return (
             torch.tensor(rows[self.name], dtype=torch.int32).expand(*lead, -1)
@@ -79,7 +87,7 @@ CASES = (
 
 
 def case_id(case: Row01) -> str:
-    """ "random-cuda", "empty", "shape-2x16x4", "large-2x256x4"."""
+    """Return an id such as "random-cuda", "empty", "shape-2x16x4" or "large-2x256x4"."""
     if case.length is not None:
         return f"{case.name}-{case.batch}x{case.length}x{case.groups}"
     return f"{case.name}-{case.device}" if case.name in PATTERNS else case.name
@@ -88,9 +96,7 @@ def case_id(case: Row01) -> str:
 def choose(
     backend: str, case: Row01, geometry: BlockGeometry, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """The backend's own blocks for random queries; the index sets must be the oracle's, bit for
-    bit.
-    """
+    """Return the blocks that the backend selects for random queries, which must be the oracle's."""
     tokens, heads, width = case.tokens(geometry.select_block_size), 2, 16
     generator = torch.Generator().manual_seed(case.groups)
     n_c = geometry.num_compressed(tokens)
@@ -114,15 +120,22 @@ def check(
     device: str = "cpu",
     fault: Callable[[Any], Any] = lambda kernel: kernel,
 ) -> None:
-    """``selector`` chooses where the case leaves it to a backend, ``backend`` reads what was
-    chosen.
+    """Check that `sel` reads the keys <= t in the union of the blocks, each of them once.
 
-    The keys read are the union of the blocks, each once, none after t; as ranges they are disjoint
-    and ascending.
+    As ranges, the keys are disjoint and ascending.
+
+    Args:
+        selector: Backend that selects blocks if the case has none.
+        backend: Backend whose `sel` is checked.
+        case: The case.
+        block: Selection block size.
+        dtype: Dtype of q, k and v.
+        device: Device of the tensors.
+        fault: Wraps the kernel to plant a fault.
     """
     geometry, tokens = case.geometry(block), case.tokens(block)
-    given = case.blocks(block)
-    blocks = choose(selector, case, geometry, torch.float32, device) if given is None else given
+    listed = case.blocks(block)
+    blocks = choose(selector, case, geometry, torch.float32, device) if listed is None else listed
     read = keys_read(
         fault(slot_kernel(backend, "sel", geometry)),
         (case.batch, tokens, case.groups, 2),
@@ -131,16 +144,16 @@ def check(
         dtype=dtype,
         device=device,
     )
-    chosen = blocks.tolist()
+    block_lists = blocks.tolist()
     for b, t, g in itertools.product(range(case.batch), range(tokens), range(case.groups)):
-        mine = {j for j in chosen[b][t][g] if j >= 0}
+        distinct = {j for j in block_lists[b][t][g] if j >= 0}
         keys = sorted(
             key
-            for j in mine
+            for j in distinct
             if j * block <= t
             for key in range(j * block, min((j + 1) * block, t + 1))
         )
         assert read[b][t][g] == keys, (case_id(case), b, t, g)
-        runs = ranges(read[b][t][g])
-        assert all(0 <= first < past <= t + 1 for first, past in runs)
-        assert all(past < first for (_, past), (first, _) in itertools.pairwise(runs))
+        spans = ranges(read[b][t][g])
+        assert all(0 <= start < end <= t + 1 for start, end in spans)
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -1,6 +1,4 @@
-"""The 7 cases of the reports' sliding-window test, more of their kind, and the judgement that
-replaces finiteness.
-"""
+"""The 7 cases of the reported sliding-window test and similar ones, judged against the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel
 
 SMALL = BlockGeometry(8, 4, 8, 4, window_size=1)
-# dtype, B, S, w. The reports' 7: fp32 and fp16 by three windows, and one batched prefill.
+# (dtype, B, S, w). The reported 7: fp32 and fp16 with three windows each, and one batched prefill.
 CASES = [(dtype, 1, 8, w) for dtype in ("float32", "float16") for w in (1, 4, 8)] + [
     ("float32", 4, 32, 8)
 ]
@@ -34,9 +32,9 @@ def judge_window(
     device: str = "cpu",
     fault: int = 0,
 ) -> None:
-    """Forward and backward of `win` on random numbers: finite, and within budget of the oracle.
+    """Check that `win` on random numbers is finite and within the limits, forward and backward.
 
-    ``fault``: the kernel's window is so many keys too long.
+    ``fault`` is added to the window of the kernel.
     """
     geometry, generator = (
         dataclasses.replace(SMALL, window_size=window),

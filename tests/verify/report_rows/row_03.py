@@ -1,6 +1,4 @@
-"""Six invariants of NSA, each a check of kernels that raises AssertionError, and faults that each
-must find.
-"""
+"""Six invariants of NSA as checks that raise AssertionError, and the faults that they must find."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from nsa_verify.judge.slot import judge_slot
 from observed import keys_read, slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=24)
-LENGTHS = (5, 8, 41, 77)  # below l, l, and with partial blocks
+LENGTHS = (5, 8, 41, 77)  # less than l, l, and two lengths with partial blocks
 SHAPE = (1, 2, 2)  # B, G, h
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What an invariant looks at; a fault replaces one of them."""
+    """The kernels under test; a fault replaces one of them."""
 
     cmp: Any
     select: Any
@@ -34,20 +32,20 @@ class Kernels:
 
 
 def kernels_of(backend: str, device: str = "cpu", geometry: BlockGeometry = GEOMETRY) -> Kernels:
-    """The slots of ``backend`` at scale 1; those that fa2 does not offer are sdpa's."""
-    owner = {
+    """Return the slots of ``backend`` at scale 1; sdpa fills the slot that fa2 lacks."""
+    owners = {
         slot: "sdpa" if (backend, slot) == ("fa2", "select") else backend
         for slot in ("cmp", "select", "sel")
     }
-    made = {
-        slot: slot_kernel(name, slot, geometry) for slot, name in {**owner, "win": backend}.items()
+    kernels = {
+        slot: slot_kernel(name, slot, geometry) for slot, name in {**owners, "win": backend}.items()
     }
     dtype = torch.float16 if (backend, device) == ("fa2", "cuda") else torch.float32
-    return Kernels(**made, device=device, dtype=dtype)
+    return Kernels(**kernels, device=device, dtype=dtype)
 
 
 def _read(kernels: Kernels, slot: str, length: int, *blocks: torch.Tensor) -> list[list[list[int]]]:
-    """[S][G] -> keys that ``slot`` reads in a sequence of ``length`` tokens."""
+    """Return the keys [S][G] that ``slot`` reads in a sequence of ``length`` tokens."""
     batch, groups, heads = SHAPE
     n_keys = GEOMETRY.num_compressed(length) if slot == "cmp" else length
     kernel, shape = getattr(kernels, slot), (batch, length, groups, heads)
@@ -55,7 +53,7 @@ def _read(kernels: Kernels, slot: str, length: int, *blocks: torch.Tensor) -> li
 
 
 def _chosen(kernels: Kernels, q: torch.Tensor, k_cmp: torch.Tensor) -> torch.Tensor:
-    """Blocks [1, S, G, n] by the kernels' own cmp and select."""
+    """Return the blocks [1, S, G, n] that cmp and select of the kernels give."""
     q, k_cmp = (x.to(kernels.device, kernels.dtype) for x in (q, k_cmp))
     blocks: torch.Tensor = kernels.select(q, k_cmp, kernels.cmp(q, k_cmp, k_cmp)[1])
     return blocks.cpu()
@@ -73,33 +71,32 @@ def _random_blocks(kernels: Kernels, length: int) -> torch.Tensor:
 
 
 def inv_1(kernels: Kernels) -> None:
-    """Masks: cmp sees blocks whose last token is at t or before, win the last w tokens, sel its
-    blocks up to t.
-    """
+    """Masks: cmp reads blocks that end at t or before, win the last w tokens, sel its keys <= t."""
     for length in LENGTHS:
         blocks = _random_blocks(kernels, length)
-        seen = {"cmp": _read(kernels, "cmp", length), "win": _read(kernels, "win", length)}
-        seen["sel"] = _read(kernels, "sel", length, blocks)
+        read = {"cmp": _read(kernels, "cmp", length), "win": _read(kernels, "win", length)}
+        read["sel"] = _read(kernels, "sel", length, blocks)
         for t in range(length):
             for g in range(SHAPE[1]):
-                assert seen["cmp"][t][g] == [i for i in range(length) if 4 * i + 7 <= t], ("cmp", t)
-                assert seen["win"][t][g] == [j for j in range(length) if t - 24 < j <= t], (
+                assert read["cmp"][t][g] == [i for i in range(length) if 4 * i + 7 <= t], ("cmp", t)
+                assert read["win"][t][g] == [j for j in range(length) if t - 24 < j <= t], (
                     "win",
                     t,
                 )
-                mine = blocks[0, t, g].tolist()
-                assert seen["sel"][t][g] == [
-                    j for j in range(length) if j // 16 in mine and j <= t
+                selected = blocks[0, t, g].tolist()
+                assert read["sel"][t][g] == [
+                    j for j in range(length) if j // 16 in selected and j <= t
                 ], ("sel", t)
 
 
-def _pointed(kernels: Kernels, logits: dict[int, float], free: int = 1) -> list[int]:
-    """The ``free`` blocks that the last of 208 tokens takes beside block 0 and the last two, cmp
-    logits given.
+def _free_blocks(kernels: Kernels, logits: dict[int, float], free: int = 1) -> list[int]:
+    """Return the ``free`` blocks that the last of 208 tokens selects, given cmp ``logits``.
+
+    Block 0 and the last two blocks are forced and not returned.
     """
     length, width = 208, 16
     k_cmp = torch.zeros(1, GEOMETRY.num_compressed(length), 1, width)
-    k_cmp[..., 0] = -200.0  # p is exactly 0 there, so that equal scores are equal bits
+    k_cmp[..., 0] = -200.0  # p is exactly 0, so that equal scores have equal bits
     for token, logit in logits.items():
         k_cmp[0, token, 0, 0] = logit
     q = torch.zeros(1, length, 1, width)
@@ -110,25 +107,23 @@ def _pointed(kernels: Kernels, logits: dict[int, float], free: int = 1) -> list[
 
 
 def inv_2(kernels: Kernels) -> None:
-    """Eq. 9, place: the block in which a compressed token lies is the one its weight goes to."""
+    """Eq. 9, indices: the weight of a compressed token goes to the block that contains it."""
     for block in (2, 5, 9):
-        for inside in (0, 1, 2):  # tokens 4j .. 4j + 2 lie in block j whole
-            assert _pointed(kernels, {4 * block + inside: 12.0}) == [block], (block, inside)
+        for inside in (0, 1, 2):  # block j contains the compressed tokens 4j .. 4j + 2
+            assert _free_blocks(kernels, {4 * block + inside: 12.0}) == [block], (block, inside)
 
 
 def inv_3(kernels: Kernels) -> None:
-    """Eq. 9, weight: a compressed token on an edge gives each side half of what one inside
-    gives.
-    """
-    edge, inside = 4 * 4 - 1, 4 * 7 + 1  # on the edge of blocks 3 and 4; inside block 7
-    assert _pointed(kernels, {edge: 12.0, inside: 11.5}) == [7]  # 1 * e^12 < 2 * e^11.5
-    # 1 * e^12 > 2 * e^11, and 3 before 4
-    assert _pointed(kernels, {edge: 12.0, inside: 11.0}) == [3]
+    """Eq. 9, weights: a token across an edge adds half the weight of one inside to each block."""
+    edge, inside = 4 * 4 - 1, 4 * 7 + 1  # across the edge of blocks 3 and 4; inside block 7
+    assert _free_blocks(kernels, {edge: 12.0, inside: 11.5}) == [7]  # 1 * e^12 < 2 * e^11.5
+    # 1 * e^12 > 2 * e^11, and block 3 comes before block 4
+    assert _free_blocks(kernels, {edge: 12.0, inside: 11.0}) == [3]
 
 
 def inv_4(kernels: Kernels) -> None:
-    """Guards: what does not divide is refused by name, with both numbers."""
-    for bad, named in (
+    """Guards: sizes that do not divide are refused with their names and values."""
+    for construct, message in (
         (
             lambda: BlockGeometry(32, 12, 64, 16),
             "compress_stride must divide compress_block_size, got 12 and 32",
@@ -143,17 +138,15 @@ def inv_4(kernels: Kernels) -> None:
         ),
     ):
         try:
-            bad()
+            construct()
         except InvalidInput as error:
-            assert named in str(error)  # noqa: PT017
+            assert message in str(error)  # noqa: PT017
         else:
-            raise AssertionError(f"not refused: {named}")
+            raise AssertionError(f"not refused: {message}")
 
 
 def inv_5(kernels: Kernels) -> None:
-    """Short sequences: with every block chosen, and S <= w, sel and win are both plain causal
-    attention.
-    """
+    """Short sequences: with all blocks selected and S <= w, sel and win equal causal attention."""
     batch, groups, heads = SHAPE
     for length in (1, 7, 24):
         generator = torch.Generator().manual_seed(length)
@@ -175,16 +168,17 @@ def inv_5(kernels: Kernels) -> None:
 
 
 def inv_6(kernels: Kernels) -> None:
-    """Counters: the last token reads max(0, floor((S-l)/d) + 1) + |chosen blocks cut at t| + min(w,
-    S) keys.
+    """Counters: the number of keys that the last token reads in all branches.
+
+    It is max(0, floor((S-l)/d) + 1) + |selected blocks cut at t| + min(w, S).
     """
     for length in LENGTHS:
         blocks, t = _random_blocks(kernels, length), length - 1
         for g in range(SHAPE[1]):
-            mine = [j for j in blocks[0, t, g].tolist() if j >= 0]
+            selected = [j for j in blocks[0, t, g].tolist() if j >= 0]
             predicted = (
                 max(0, (length - 8) // 4 + 1)
-                + sum(min(16, length - 16 * j) for j in mine)
+                + sum(min(16, length - 16 * j) for j in selected)
                 + min(24, length)
             )
             read = [_read(kernels, slot, length) for slot in ("cmp", "win")] + [
@@ -200,12 +194,12 @@ INVARIANTS: dict[str, Callable[[Kernels], None]] = {
 
 
 def _next_token(kernel: Any) -> Any:
-    """Token t gets what token t + 1 should."""
+    """Return the row of token t + 1 for token t."""
     return lambda *x: (lambda o, lse: (o.roll(-1, 1), lse.roll(-1, 2)))(*kernel(*x))
 
 
-def _whole_weights(kernels: Kernels) -> Any:
-    """A select whose compressed token belongs to the block it starts in: every weight is 1."""
+def _unit_weights(kernels: Kernels) -> Any:
+    """Return a select that adds a compressed token only to the block of its first token."""
     plain = slot_kernel("sdpa", "select", dataclasses.replace(GEOMETRY, compress_block_size=4))
     return lambda q, k, lse: plain(q, torch.nn.functional.pad(k, (0, 0, 0, 0, 0, 1)), lse)
 
@@ -213,8 +207,9 @@ def _whole_weights(kernels: Kernels) -> Any:
 def _first_value(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the reports' reference computed: a causal mask aligned top-left lets one query see the
-    first key alone.
+    """Compute the result of the reports' reference.
+
+    Its causal mask was aligned top-left, so that a single query saw only the first key.
     """
     heads = q.shape[2] // k.shape[2]
     o = v[:, :1].repeat_interleave(heads, 2).expand(-1, q.shape[1], -1, -1)
@@ -229,8 +224,8 @@ FAULTS: dict[str, dict[str, Callable[[Kernels], Any]]] = {
     },
     "INV-2": {
         "select": lambda k: lambda q, k_cmp, lse: k.select(q, k_cmp.roll(3, 1), lse)
-    },  # Eq. 9 read from 0
-    "INV-3": {"select": _whole_weights},
+    },  # Eq. 9 with 0-based indices
+    "INV-3": {"select": _unit_weights},
     "INV-5": {
         "win": lambda k: _first_value,
         "sel": lambda k: lambda q, k, v, blocks: _first_value(q, k, v),

@@ -1,6 +1,4 @@
-"""Group consistency: the heads of a group share one set of blocks, and the set does not depend on
-anybody else.
-"""
+"""Group consistency: heads of a group share a set of blocks, independent of other groups."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ def group_sets_agree(
     length: int = 141,
     fault: Callable[[Any], Any] = lambda select: select,
 ) -> None:
-    """Blocks of a group and batch entry, bit for bit: alone, among others, groups permuted, and
-    again.
+    """Check that the blocks of a group and batch entry do not depend on others, bit for bit.
+
+    The test permutes the groups, and computes each group and batch entry alone.
     """
     generator = torch.Generator().manual_seed(0)
     groups, heads, width, batch = 3, 2, 16, 2
@@ -33,19 +32,19 @@ def group_sets_agree(
     cmp, select = (slot_kernel(backend, slot, GEOMETRY, 0.25) for slot in ("cmp", "select"))
     select = fault(select)
 
-    def chosen(rows: slice, order: list[int]) -> torch.Tensor:
-        """Blocks [B, S, groups in ``order``, n]."""
-        these, keys = q[rows][:, :, order].flatten(2, 3), k_cmp[rows][:, :, order]
-        blocks: torch.Tensor = select(these, keys, cmp(these, keys, keys)[1])
+    def selected(entries: slice, order: list[int]) -> torch.Tensor:
+        """Return the blocks [B, S, groups in ``order``, n]."""
+        queries, keys = q[entries][:, :, order].flatten(2, 3), k_cmp[entries][:, :, order]
+        blocks: torch.Tensor = select(queries, keys, cmp(queries, keys, keys)[1])
         return blocks
 
-    everyone = slice(None)
-    whole = chosen(everyone, [0, 1, 2])
-    assert whole.shape == (batch, length, groups, 4)  # one set a group: its heads cannot differ
-    assert torch.equal(chosen(everyone, [0, 1, 2]), whole)
-    assert torch.equal(chosen(everyone, [2, 0, 1]), whole[:, :, [2, 0, 1]])
+    everything = slice(None)
+    blocks = selected(everything, [0, 1, 2])
+    assert blocks.shape == (batch, length, groups, 4)  # one set per group: its heads cannot differ
+    assert torch.equal(selected(everything, [0, 1, 2]), blocks)
+    assert torch.equal(selected(everything, [2, 0, 1]), blocks[:, :, [2, 0, 1]])
     for g in range(groups):
-        assert torch.equal(chosen(everyone, [g]), whole[:, :, [g]])
+        assert torch.equal(selected(everything, [g]), blocks[:, :, [g]])
     for b in range(batch):
-        assert torch.equal(chosen(slice(b, b + 1), [0, 1, 2]), whole[b : b + 1])
-    assert len({tuple(row) for row in whole[0, -1].tolist()}) > 1  # and groups do differ
+        assert torch.equal(selected(slice(b, b + 1), [0, 1, 2]), blocks[b : b + 1])
+    assert len({tuple(row) for row in blocks[0, -1].tolist()}) > 1  # groups select different blocks

@@ -1,9 +1,9 @@
-"""Four numbers that reports on another implementation called numerical differences or limitations.
+"""Four errors that reports on another implementation attributed to numerics or to FlashAttention-2.
 
-Each was a comparison with a reference that ran one query against L keys with ``is_causal=True``.
-PyTorch aligns that mask top-left (query 0 sees key 0 alone), so the reference returned the V of the
-first key. These tests build each comparison, show that the number is the distance to V[first], and
-that the slot under test is within its budget of the float64 oracle on the same tensors.
+Each was measured against a reference that ran one query against L keys with ``is_causal=True``.
+PyTorch aligns this mask top-left: query 0 sees only key 0, so the reference returned the value of
+the first key. These tests repeat each comparison, show that the number is the distance to V[first],
+and judge the slot against the float64 oracle on the same tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def top_left_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What the old reference computed for one query [h, D] against keys [L, D]: PyTorch's causal
-    mask with Lq = 1.
-    """
-    mask = torch.ones(
-        1, len(k), dtype=torch.bool, device=q.device
-    ).tril()  # top-left aligned: key 0 alone
+    """Compute the old reference for one query [h, D] and keys [L, D]: a causal mask with Lq = 1."""
+    # top-left aligned: only key 0 is visible
+    mask = torch.ones(1, len(k), dtype=torch.bool, device=q.device).tril()
     heads = len(q)
     out = torch.nn.functional.scaled_dot_product_attention(
         q[None, :, None], k.expand(1, heads, -1, -1), v.expand(1, heads, -1, -1), attn_mask=mask
@@ -35,7 +32,7 @@ def top_left_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 
 def test_sdpa_causal_mask_with_one_query_returns_the_first_value() -> None:
-    """The fact behind all four numbers, shown with PyTorch's own is_causal."""
+    """PyTorch's is_causal mask with one query explains all four numbers."""
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     # lint: top-left on purpose
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -44,8 +41,9 @@ def test_sdpa_causal_mask_with_one_query_returns_the_first_value() -> None:
 
 
 def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
-    """The reports' selection case: B=2 S=6 G=1 h=2 D=32, 16 keys, query t on keys t-span+1 .. t,
-    fp32.
+    """Create the reported selection case: query t attends to keys t-span+1 .. t.
+
+    B=2, S=6, G=1, h=2, D=32, 16 keys, float32.
     """
     torch.manual_seed(seed)
     q = torch.randn(2, 6, 1, 2, 32, device=device)
@@ -54,25 +52,30 @@ def spans(device: str, seed: int, span: int = 4) -> dict[str, torch.Tensor]:
 
 
 def distance_to_first(inputs: dict[str, torch.Tensor], window: int) -> tuple[float, float]:
-    """MAE of the windowed attention to the top-left reference, and of that reference to V of the
+    """Return two distances of the top-left reference.
+
+    These are its mean absolute error to windowed attention, and its largest distance to V of the
     first visible key.
     """
     q, k, v = (inputs[n] for n in "qkv")
     heads = q.shape[2] // k.shape[2]
     exact = oracle.win(q, k, v, _config(q, k, v, window).geometry, q.shape[-1] ** -0.5).o
-    old = torch.zeros_like(exact)
-    first = torch.zeros_like(exact)
+    reference = torch.zeros_like(exact)
+    first_value = torch.zeros_like(exact)
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
-            a = max(0, t - window + 1)
+            start = max(0, t - window + 1)
             for g in range(k.shape[2]):
                 rows = slice(g * heads, (g + 1) * heads)
-                keys, values = k[b, a : t + 1, g].float(), v[b, a : t + 1, g].float()
-                old[b, t, rows] = (
+                keys, values = k[b, start : t + 1, g].float(), v[b, start : t + 1, g].float()
+                reference[b, t, rows] = (
                     top_left_reference(q[b, t, rows].float(), keys, values).double().cpu()
                 )
-                first[b, t, rows] = v[b, a, g].double().cpu()
-    return float((exact - old).abs().mean()), float((old - first).abs().max())
+                first_value[b, t, rows] = v[b, start, g].double().cpu()
+    return (
+        float((exact - reference).abs().mean()),
+        float((reference - first_value).abs().max()),
+    )
 
 
 def _config(
@@ -90,7 +93,7 @@ def _config(
 
 
 def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
-    """Judge the win slot forward and backward; return its MAE to the oracle."""
+    """Judge the win slot, forward and backward; return its mean absolute error to the oracle."""
     config = _config(*inputs.values(), window)
     device = inputs["q"].device
     plan = resolve(config, device=device, dtype=inputs["q"].dtype, needs_grad=True)
@@ -109,7 +112,7 @@ def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_0_575_cuda_varlen_selection(device: str, figure: Any) -> None:
-    """'CUDA varlen selection, MAE 0.575 (tolerance 1e-5)': the distance to V[first of the span]."""
+    """'CUDA varlen selection, MAE 0.575 (tolerance 1e-5)' is the distance to V[first]."""
     inputs = spans(device, seed=0)
     number, to_first = distance_to_first(inputs, window=4)
     assert to_first < 1e-6  # fp32 softmax over one visible key
@@ -126,9 +129,7 @@ def test_0_575_cuda_varlen_selection(device: str, figure: Any) -> None:
 
 
 def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
-    """The sel slot on blocks of one token: the same spans of four keys, as selected blocks; MAE to
-    the oracle.
-    """
+    """Run sel with blocks of one token on the same four keys; return its MAE to the oracle."""
     q, k, v = inputs.values()
     sizes = {
         "compress_block_size": 1,
@@ -147,8 +148,9 @@ def _selection_mae(inputs: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_0_766_sliding_fa2(device: str) -> None:
-    """'Sliding FA-2, MAE 0.766: fundamental limitation': B=2 S=64 G=2 h=2 D=64 w=32 fp16, distance
-    to V[first].
+    """'Sliding FA-2, MAE 0.766: fundamental limitation' is the distance to V[first].
+
+    B=2, S=64, G=2, h=2, D=64, w=32, float16.
     """
     torch.manual_seed(0)
     q = torch.randn(2, 64, 2, 2, 64, device=device, dtype=torch.float16).flatten(2, 3)
@@ -164,9 +166,7 @@ def test_0_766_sliding_fa2(device: str) -> None:
 
 
 def test_0_629_selection_on_the_cpu() -> None:
-    """0.629, reported without its shapes: the case of 0.575 with the random numbers of a CPU, seed
-    0, gives 0.628.
-    """
+    """0.629 was reported without shapes; the case of 0.575 on a CPU with seed 0 gives 0.628."""
     inputs = spans("cpu", seed=0)
     number, to_first = distance_to_first(inputs, window=4)
     assert to_first < 1e-6
@@ -176,17 +176,16 @@ def test_0_629_selection_on_the_cpu() -> None:
 
 
 def test_0_325_spans_of_two_keys() -> None:
-    """0.325, reported without its shapes: between what spans of two keys give over two (0.27) and
-    three (0.37) queries.
+    """0.325 was reported without shapes; spans of two keys give 0.27 to 0.37.
 
-    The first query sees one key and is right by accident; the shorter the case, the smaller the
-    number.
+    These are the means over two and three queries. The first query sees only one key, so its
+    reference is correct, and the mean is smaller in a shorter case.
     """
     means = []
     for queries in (2, 3):
         cases = [{n: t[:, :queries] for n, t in spans("cpu", seed).items()} for seed in range(40)]
-        found = [distance_to_first(case, window=2) for case in cases]
-        assert max(to_first for _, to_first in found) < 1e-6
-        means.append(sum(number for number, _ in found) / len(found))
+        distances = [distance_to_first(case, window=2) for case in cases]
+        assert max(to_first for _, to_first in distances) < 1e-6
+        means.append(sum(number for number, _ in distances) / len(distances))
         assert judge_window(cases[0], window=2) < 1e-5
     assert means[0] < 0.325 < means[1]

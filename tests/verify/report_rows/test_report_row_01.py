@@ -1,7 +1,6 @@
-"""Report row 1, '52/52 selection equivalence': the same 52 ids, against the truth, on every
-backend's selector.
+"""Report row 1, '52/52 selection equivalence': the same 52 cases against the truth.
 
-Triton's kernels run the same cases in their interpreter:
+Every backend runs them. Triton kernels run them in the interpreter in
 tests/triton/interpreted/interpreted_report_row_01.py.
 """
 
@@ -21,7 +20,7 @@ def parameters(case: Row01) -> object:
     )
 
 
-def test_there_are_52() -> None:
+def test_report_row_01_has_52_distinct_cases() -> None:
     assert len({case_id(case) for case in CASES}) == len(CASES) == 52
 
 
@@ -41,17 +40,17 @@ def test_report_row_01_selection_of_triton(case: Row01) -> None:
     check("triton", "triton", case, block=16, device="cuda")
 
 
-def the_block_before(kernel: Any) -> Any:
+def previous_block(kernel: Any) -> Any:
     return lambda q, k, v, blocks: kernel(q, k, v, (blocks - 1).clamp(min=-1))
 
 
 def one_key_too_many(kernel: Any) -> Any:
-    """Token t gets what token t + 1 should."""
+    """Return the row of token t + 1 for token t."""
     return lambda *x: (lambda o, lse: (o.roll(-1, 1), lse.roll(-1, 2)))(*kernel(*x))
 
 
 def duplicates_count_twice(kernel: Any) -> Any:
-    """A softmax over the blocks as they are listed; all logits are 0."""
+    """Compute a softmax over the blocks with duplicates; all logits are 0."""
 
     def listed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> Any:
         block = torch.arange(v.shape[1]) // 4
@@ -66,8 +65,8 @@ def duplicates_count_twice(kernel: Any) -> Any:
     return listed
 
 
-@pytest.mark.parametrize("fault", [the_block_before, one_key_too_many, duplicates_count_twice])
-def test_report_row_01_can_fail(fault: Any) -> None:
+@pytest.mark.parametrize("fault", [previous_block, one_key_too_many, duplicates_count_twice])
+def test_report_row_01_finds_planted_faults(fault: Any) -> None:
     (case,) = [case for case in CASES if case_id(case) == "duplicates-cpu"]
     with pytest.raises(AssertionError):
         check("sdpa", "sdpa", case, fault=fault)

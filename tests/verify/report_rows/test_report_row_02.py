@@ -1,7 +1,6 @@
-"""Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7, and more, finite and equal to the
-truth.
+"""Report row 2, '7/7 sliding window: no NaN on CUDA': the same 7 cases and more, judged.
 
-The report only asked for finite values. On the CPU our own kernels run them in
+The report required only finite values. Triton kernels run the cases on the CPU in
 tests/triton/interpreted/interpreted_report_row_02.py.
 """
 
@@ -26,17 +25,17 @@ def test_report_row_02_sliding_window(
     backend: str, device: str, dtype: str, batch: int, length: int, window: int, fa2_here: None
 ) -> None:
     if (backend, device, dtype) == ("fa2", "cuda", "float32"):
-        pytest.skip("FlashAttention-2 has no fp32; its probe says so")
+        pytest.skip("FlashAttention-2 does not support float32")
     judge_window(backend, dtype, batch, length, window, device)
 
 
 @pytest.mark.parametrize("window", [0, -1])
-def test_report_row_02_a_window_of_nothing_is_refused(window: int) -> None:
+def test_report_row_02_window_below_1_is_refused(window: int) -> None:
     with pytest.raises(InvalidInput, match=f"window_size must be an integer >= 1, got {window}"):
         dataclasses.replace(SMALL, window_size=window)
 
 
-def test_report_row_02_can_fail() -> None:
-    """A window one key short has no NaN, and is found."""
+def test_report_row_02_finds_a_window_one_key_short() -> None:
+    """The output of such a window is finite, but the verdict refuses it."""
     with pytest.raises(AssertionError, match="'o'"):
         judge_window("sdpa", "float32", 1, 8, 4, fault=-1)

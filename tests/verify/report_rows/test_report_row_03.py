@@ -1,8 +1,7 @@
-"""Report row 3, '6/6 core invariants': six by name, on kernels; and each shown to fail on a planted
-fault.
+"""Report row 3, '6/6 core invariants': six invariants of kernels, each tested with planted faults.
 
-There, the test of masks compared shapes, the counters were compared with themselves, and the
-equivalence was V[0] = V[0].
+In the report, the test of masks compared shapes, the counters were compared with themselves, and
+the equivalence compared V[0] with V[0].
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Report row 4, '3/3 FA-2 varlen parity': compressed varlen, dense against varlen, run to run.
 
-There S_cmp = 7 lay below the length from which FlashAttention-2 was used, so it never ran, and V[0]
-was compared with V[0]. Here the record of calls must name fa2, and the truth is the float64 oracle.
-On the CPU the library's own call is a stand-in; on a GPU it is the library.
+In the report, S_cmp = 7 was below the length from which FlashAttention-2 was used, so it never ran,
+and V[0] was compared with V[0]. Here the dispatch record must name fa2, and the truth is the
+float64 oracle. On the CPU, a stand-in replaces the library.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ RAN = DispatchRecord("fa2", "cmp", "forward")
 def inputs(
     device: str, *lengths: int, packed: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """q, k_cmp, v_cmp in fp16 and cu_seqlens: a batch of sequences of lengths[0], or packed
-    documents.
-    """
+    """Return (q, k_cmp, v_cmp) in float16 and cu_seqlens, for two sequences or packed documents."""
     generator, total = torch.Generator().manual_seed(0), sum(lengths)
     lead, rows = (
         ((total,), (total // 8,)) if packed else ((2, total), (2, REPORTED.num_compressed(total)))
@@ -45,7 +43,7 @@ def inputs(
 def cmp_of_fa2(
     tensors: list[torch.Tensor], cu: torch.Tensor | None, library: Any, longest: int | None = None
 ) -> Any:
-    """o and lse of fa2's cmp, after a look at who ran."""
+    """Run cmp of fa2, check that fa2 ran, and return o and lse."""
     before = len(library.calls) if library else 0
     with record_dispatch() as trace:
         o, lse = slot_kernel("fa2", "cmp", REPORTED, 32**-0.5)(
@@ -57,7 +55,7 @@ def cmp_of_fa2(
 
 
 def mae(o: torch.Tensor, tensors: list[torch.Tensor], cu: torch.Tensor | None = None) -> float:
-    """Mean absolute error to the oracle."""
+    """Return the mean absolute error to the oracle."""
     exact = oracle.cmp(*tensors, REPORTED, 32**-0.5, cu_seqlens=cu).o
     return float((o.double().cpu() - exact).abs().mean())
 
@@ -81,14 +79,14 @@ def test_report_row_04_dense_against_varlen(
 ) -> None:
     tensors, _ = inputs(device, length)
     dense, _ = cmp_of_fa2(tensors, None, fa2_here)
-    # packed tensors have T // d rows, the last ones unread
+    # Packed tensors have T // d rows; the last ones are not read.
     tail = length // 8 - REPORTED.num_compressed(length)
     kv = [torch.nn.functional.pad(x[0], (0, 0, 0, 0, 0, tail)) for x in tensors[1:]]
     cu = torch.tensor([0, length], dtype=torch.int32, device=device)
     packed, _ = cmp_of_fa2([tensors[0][0], *kv], cu, fa2_here, length)
-    apart = float((dense[0].float() - packed.float()).abs().mean())
-    figure(f"dense to varlen {apart:.1e}, MAE {mae(dense, tensors):.1e} (2e-4 allowed)")
-    assert max(apart, mae(dense, tensors)) < 2e-4
+    difference = float((dense[0].float() - packed.float()).abs().mean())
+    figure(f"dense to varlen {difference:.1e}, MAE {mae(dense, tensors):.1e} (2e-4 allowed)")
+    assert max(difference, mae(dense, tensors)) < 2e-4
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -97,13 +95,13 @@ def test_report_row_04_run_to_run(device: str, length: int, fa2_here: Any, figur
     tensors, cu = inputs(device, length, length // 2, packed=True)
     first, *others = [cmp_of_fa2(tensors, cu, fa2_here, length) for _ in range(3)]
     for other in others:
-        for one, two in zip(first, other):
-            assert torch.equal(bits(one), bits(two))
+        for x, y in zip(first, other):
+            assert torch.equal(bits(x), bits(y))
     figure("the same bits three times (1e-5 allowed)")
 
 
 def test_report_row_04_finds_a_library_that_is_not_called(fa2_here: Any) -> None:
-    """The reported case, cut below l: nobody would call the library, and the check says so."""
+    """A sequence shorter than l has no compressed token, so the library is not called."""
     tensors, _ = inputs("cpu", 15)
     with pytest.raises(AssertionError):
         cmp_of_fa2(tensors, None, fa2_here)

@@ -1,6 +1,4 @@
-"""Report row 6, 'varlen crashes in training': packed and dense form train alike, to 1e-3 over 20
-steps.
-"""
+"""Report row 6, 'varlen crashes in training': packed and dense losses agree to 1e-3 in 20 steps."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ BYTES = STEPS * BATCH * (LENGTH + 1)
 
 
 class Model(torch.nn.Module):
-    """Bytes in, logits of the next byte out; one NSA layer."""
+    """A byte-level language model with one NSA layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,20 +34,20 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(CONFIG.dim, 256)
 
     def forward(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """tokens [B, S], or packed [T] with cu_seqlens."""
+        """Return the logits of the next byte for tokens [B, S], or packed [T] with cu_seqlens."""
         x = self.embed(tokens)
         return self.head(x + self.attn(F.rms_norm(x, (CONFIG.dim,)), cu_seqlens))
 
 
 def losses(packed: bool, fault: int = 0) -> list[float]:
-    """Loss of each step; ``fault`` moves the inner document boundaries by so many tokens."""
+    """Return the loss of each step; ``fault`` shifts the inner document bounds, in tokens."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     text = torch.frombuffer(bytearray(library_text(BYTES)[:BYTES]), dtype=torch.uint8)
     cu = torch.arange(BATCH + 1, dtype=torch.int32) * LENGTH
     cu[1:-1] += fault
-    found = []
+    values = []
     for batch in text.long().view(STEPS, BATCH, LENGTH + 1):
         tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
         logits = model(tokens.flatten(), cu) if packed else model(tokens, None).flatten(0, 1)
@@ -57,22 +55,22 @@ def losses(packed: bool, fault: int = 0) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def test_report_row_06_varlen_trains_as_dense(figure: Any) -> None:
     dense, varlen = losses(packed=False), losses(packed=True)
-    apart = max(abs(a - b) for a, b in zip(dense, varlen))
+    difference = max(abs(a - b) for a, b in zip(dense, varlen))
     figure(
-        f"losses {dense[0]:.3f} to {dense[-1]:.3f}, at most {apart:.1e} apart over {STEPS} steps"
-        " (1e-3 allowed)"
+        f"losses {dense[0]:.3f} to {dense[-1]:.3f}, at most {difference:.1e} apart over {STEPS}"
+        " steps (1e-3 allowed)"
     )
-    assert apart < 1e-3
-    assert dense[-1] < dense[0] - 0.5  # something was learned
+    assert difference < 1e-3
+    assert dense[-1] < dense[0] - 0.5  # the model learns
 
 
-def test_report_row_06_can_fail() -> None:
-    """Boundaries seven tokens late: documents see each other, and the losses part."""
+def test_report_row_06_finds_shifted_document_bounds() -> None:
+    """With bounds seven tokens late, documents see each other, and the losses differ."""
     dense, varlen = losses(packed=False), losses(packed=True, fault=7)
     assert max(abs(a - b) for a, b in zip(dense, varlen)) > 1e-3

@@ -1,8 +1,8 @@
 """Report row 14, '.item() guard fails, group-consistency numeric issue'.
 
-Groups: bit-identical sets. Host reads: sdpa's code runs on tensors without data, where a read
-raises; the other two are counted so by their workspace, and asked of CUDA itself in tests/gpu and
-tests/backends/fa2.
+The sets of blocks are equal bit for bit. For host reads, the code of sdpa runs on meta tensors,
+where a read raises. The workspace estimates of the other backends run on meta tensors as well, and
+tests/gpu and tests/fa2 check their kernels with CUDA.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_report_row_14_finds_scores_that_mix_groups() -> None:
 
 
 def on_meta(slot: str, packed: bool) -> tuple[list[torch.Tensor], SlotCall]:
-    """A slot's tensors without data, and its call."""
+    """Return the inputs of a slot as meta tensors, and its call."""
     length, lead = 141, ((141,) if packed else (2, 141))
     rows = (*lead[:-1], length // 4 if packed else GEOMETRY.num_compressed(length))
 
@@ -54,7 +54,7 @@ def on_meta(slot: str, packed: bool) -> tuple[list[torch.Tensor], SlotCall]:
 
 
 def run_on_meta(slot: str, packed: bool, fault: Any = lambda forward: forward) -> None:
-    """Forward and backward of sdpa's own functions."""
+    """Run the forward and backward functions of sdpa on meta tensors."""
     spec = default_registry().get("sdpa").spec
     assert spec is not None
     tensors, call = on_meta(slot, packed)
@@ -71,14 +71,14 @@ def run_on_meta(slot: str, packed: bool, fault: Any = lambda forward: forward) -
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", SLOTS)
 def test_report_row_14_nothing_is_read_back_to_the_host(slot: str, packed: bool) -> None:
-    if (slot, packed) == ("cmp", True):  # the one read, which the module says: documents one by one
+    if (slot, packed) == ("cmp", True):  # the one documented read: sdpa loops over documents
         with pytest.raises(NotImplementedError, match="meta"):
             run_on_meta(slot, packed)
     else:
         run_on_meta(slot, packed)
 
 
-def test_report_row_14_finds_a_read() -> None:
+def test_report_row_14_finds_a_host_read() -> None:
     def reading(forward: Any) -> Any:
         return lambda *x, call: (x[0].max().item(), forward(*x, call=call))[1]
 

@@ -1,9 +1,8 @@
-"""Report row 15, 'sliding FA-2 fails, MAE 0.766': every window asked for there, forward and
-backward, to the oracle.
+"""Report row 15, 'sliding FA-2 fails, MAE 0.766': the reported windows against the oracle.
 
-The number itself is in tests/verify/report_rows/test_historic_numbers.py. On the CPU a stand-in
-replaces the library's own call, at lengths that it can do; on a GPU it is the library, and 8192
-tokens are judged at sampled rows.
+tests/verify/report_rows/test_historic_numbers.py explains the number. On the CPU, a stand-in
+replaces the library at lengths that it supports. On a GPU the library runs, and 8192 tokens are
+judged at sampled rows. Forward and backward are judged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Report row 19, 'gate fc2 std about 0.023 in 12 layers, outputs not uniform', at the reports'
-size.
+"""Report row 19, 'gate fc2 std about 0.023 in 12 layers, outputs not uniform', at that size.
 
-tests/core/layer/test_initialisation.py trains the same through twelve small layers in fp64.
+tests/core/layer/test_initialisation.py trains twelve small layers in float64.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
 def test_report_row_19_gate_spread_per_layer(gate: str, figure: Any) -> None:
-    """Each layer's gate weights have the documented spread, its gates vary, and every one gets a
-    gradient at step 0.
-    """
+    """In each layer, gate weights have the documented std, gates vary, and all get a gradient."""
     config = NSAConfig(
         dim=768, n_heads=12, n_kv_heads=2, gate=gate, compress="mean", window_size=16, **BLOCKS
     )
@@ -35,25 +32,25 @@ def test_report_row_19_gate_spread_per_layer(gate: str, figure: Any) -> None:
     gates: list[torch.Tensor] = []
     x = torch.randn(1, LENGTH, 768)
     for layer in layers:
-        layer.gate.register_forward_hook(lambda module, given, out: gates.append(out))
+        layer.gate.register_forward_hook(lambda module, args, out: gates.append(out))
         x = F.rms_norm(x + layer(x), (768,))
     x.square().mul(torch.randn_like(x)).sum().backward()
-    # 0.5 / sqrt(fan in); an mlp's hidden units have an RMS of 0.6 after SiLU
+    # 0.5 / sqrt(fan-in); the hidden units of the mlp have an RMS of 0.6 after SiLU
     expected = 0.5 * 768**-0.5 if gate == "linear" else 0.5 / 0.6 * 192**-0.5
-    last = [layer.gate if gate == "linear" else layer.gate[2] for layer in layers]
-    spreads, outputs = (
-        [float(g.weight.detach().std()) for g in last],
+    projections = [layer.gate if gate == "linear" else layer.gate[2] for layer in layers]
+    weight_stds, gate_stds = (
+        [float(p.weight.detach().std()) for p in projections],
         [float(g.detach().std()) for g in gates],
     )
-    middle = sum(float(g.detach().mean()) for g in gates) / LAYERS
+    mean = sum(float(g.detach().mean()) for g in gates) / LAYERS
     figure(
-        f"weights' std {min(spreads):.4f} to {max(spreads):.4f} (expected {expected:.4f}), gates'"
-        f" std {min(outputs):.3f} to {max(outputs):.3f} around {middle:.3f}, 12 layers"
+        f"weights' std {min(weight_stds):.4f} to {max(weight_stds):.4f} (expected {expected:.4f}),"
+        f" gates' std {min(gate_stds):.3f} to {max(gate_stds):.3f} around {mean:.3f}, 12 layers"
     )
-    for layer, spread, given, final in zip(layers, spreads, gates, last):
-        assert spread == pytest.approx(expected, rel=0.05), layer.layer
-        assert 0.05 < given.std() < 0.25, layer.layer  # neither a constant nor stuck
-        # no branch is preferred
-        assert (given.mean((0, 1, 2)) - 0.5).abs().max() < 0.06, layer.layer
-        assert (final.weight.grad != 0).all(), layer.layer
-        assert (final.bias.grad != 0).all(), layer.layer
+    for layer, weight_std, output, projection in zip(layers, weight_stds, gates, projections):
+        assert weight_std == pytest.approx(expected, rel=0.05), layer.layer
+        assert 0.05 < output.std() < 0.25, layer.layer  # neither constant nor saturated
+        # No branch is preferred.
+        assert (output.mean((0, 1, 2)) - 0.5).abs().max() < 0.06, layer.layer
+        assert (projection.weight.grad != 0).all(), layer.layer
+        assert (projection.bias.grad != 0).all(), layer.layer

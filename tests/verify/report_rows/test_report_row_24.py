@@ -1,7 +1,7 @@
 """Report row 24, 'masked selection: empty rows give 0; strict fallback on non-finite'.
 
-Empty rows: exact zeros forward, exact zero gradients, no NaN. Non-finite: an error that names
-layer, branch and backend; nobody else's kernel is tried.
+Empty rows have outputs and gradients of exactly 0, without NaN. A non-finite output is an error
+that names layer, branch and backend; no other backend runs instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ WHERE = [("sdpa", "cpu"), ("fa2", "cpu")]
 WHERE += [
     pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "fa2", "triton")
 ]
-EMPTY = slice(5, 12)  # rows that are given no block
+EMPTY = slice(5, 12)  # rows without a block
 
 
 def run(
     backend: str, slot: str, device: str, fault: Any = lambda kernel: kernel
 ) -> dict[str, torch.Tensor]:
-    """o, lse and gradients of a slot, some of whose rows see nothing."""
+    """Run a slot with rows that see no key; return o, lse and gradients."""
     dtype, length = torch.float16 if device == "cuda" else torch.float32, 41
     keys = GEOMETRY.num_compressed(length) if slot == "cmp" else length
     q, k, v = (
@@ -43,7 +43,7 @@ def run(
     )
     do = torch.zeros_like(o)
     rows = EMPTY if slot == "sel" else slice(0, GEOMETRY.compress_block_size - 1)
-    do[:, rows] = 1.0  # only rows that see nothing ask for a gradient
+    do[:, rows] = 1.0  # only rows without a visible key have a gradient
     grads = torch.autograd.grad(o, leaves, do)
     return {
         "o": o[:, rows],
@@ -61,19 +61,21 @@ def test_report_row_24_empty_rows_are_exact_zeros(
     assert_zeros(run(backend, slot, device))
 
 
-def assert_zeros(found: dict[str, torch.Tensor]) -> None:
-    """Exact zeros out of, and into, rows that see nothing; numbers in the others."""
-    assert (found.pop("lse") == -torch.inf).all()
-    others = found.pop("others")
+def assert_zeros(results: dict[str, torch.Tensor]) -> None:
+    """Check for exact zeros in rows without a visible key, and for finite values in the others."""
+    assert (results.pop("lse") == -torch.inf).all()
+    others = results.pop("others")
     assert torch.isfinite(others).all()
     assert others.any()
-    for name, tensor in found.items():
+    for name, tensor in results.items():
         assert (tensor == 0).all(), name
 
 
 @pytest.mark.parametrize(("backend", "device"), WHERE)
-def test_report_row_24_no_list_of_blocks_at_all(backend: str, device: str, fa2_here: None) -> None:
-    """`sel` given [B, S, G, 0]: every row sees nothing."""
+def test_report_row_24_empty_block_lists_give_zeros(
+    backend: str, device: str, fa2_here: None
+) -> None:
+    """With blocks [B, S, G, 0], no row of `sel` sees a key."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     leaves = [
         torch.randn(2, 9, heads, 16, device=device).to(dtype).requires_grad_()
@@ -83,7 +85,7 @@ def test_report_row_24_no_list_of_blocks_at_all(backend: str, device: str, fa2_h
     with record_dispatch() as trace:
         o, lse = slot_kernel(backend, "sel", GEOMETRY, 0.25)(*leaves, blocks)
         grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
-    assert not trace  # nothing to compute: nobody is called
+    assert not trace  # no kernel runs
     assert (lse == -torch.inf).all()
     assert not any(tensor.any() for tensor in (o, *grads))
 
@@ -110,19 +112,19 @@ def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -
         + 16 * ("cmp", "sel", "win").index(branch)
     )
     with torch.no_grad():
-        attention.qkv.weight[first] = torch.inf  # the branch's first value
-    with record_dispatch() as trace, pytest.raises(NSAError) as caught:
+        attention.qkv.weight[first] = torch.inf  # the first value channel of the branch
+    with record_dispatch() as trace, pytest.raises(NSAError) as error:
         attention(torch.randn(1, 20, 32))
     for text in ("layer 3", f"branch '{branch}'", "backend 'sdpa'", "not finite"):
-        assert text in str(caught.value)
+        assert text in str(error.value)
     assert {record.backend for record in trace} == {"sdpa"}
     calls = [record.slot for record in trace]
     assert calls[-1] == branch
-    assert len(set(calls)) == len(calls)  # nothing was tried again
+    assert len(set(calls)) == len(calls)  # no retry
 
 
-def test_report_row_24_can_fail() -> None:
-    """A softmax over nothing made uniform, as a mask of large finite values makes it."""
+def test_report_row_24_finds_uniform_weights_in_empty_rows() -> None:
+    """Masks with large finite values give uniform weights in rows without a visible key."""
 
     def uniform(kernel: Any) -> Any:
         def filled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> Any:
@@ -133,8 +135,8 @@ def test_report_row_24_can_fail() -> None:
 
         return filled
 
-    found = run("sdpa", "sel", "cpu", uniform)
-    assert found["o"].any()
-    assert found["dv"].any()
+    results = run("sdpa", "sel", "cpu", uniform)
+    assert results["o"].any()
+    assert results["dv"].any()
     with pytest.raises(AssertionError):
-        assert_zeros(found)
+        assert_zeros(results)

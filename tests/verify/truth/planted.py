@@ -1,9 +1,8 @@
-"""The experiment's material: a tiled online-softmax attention, faults to plant in it, and known
-rules.
+"""Tiled online-softmax attention with faults to plant in it, and the usual tolerance rules.
 
-The attention is what a tensor-core kernel does: products in fp32 of inputs in the dtype, P and dS
-rounded to it, keys in tiles with a running maximum. A fault is a change of what it sees (its mask)
-or of how it computes (its knobs).
+The attention computes like a tensor-core kernel: float32 products of inputs in the dtype, P and dS
+rounded to the dtype, and tiles of keys with a running maximum. A fault changes the mask or the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -19,8 +18,22 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class Attention:
-    """One slot's problem, batch entry dropped: q [Hq, S, D], k, v [G, L, D], seen bool [G, S, L],
-    do [Hq, S, D].
+    """One slot on one sequence, with options that plant a fault.
+
+    Attributes:
+        q: Queries [Hq, S, D].
+        k: Keys [G, L, D].
+        v: Values [G, L, D].
+        seen: Visible keys, bool [G, S, L].
+        do: Gradient of o [Hq, S, D].
+        scale: Softmax scale.
+        dtype: Tested dtype.
+        counts: How often each key counts, [G, S, L]; None counts visible keys once.
+        tile: Keys per tile.
+        store: Rounding of P; None rounds to the dtype.
+        partial: Whether the accumulator is rounded to the dtype after each tile.
+        rescale: Whether the last tile rescales the accumulator to the new maximum.
+        patch: Edits the results in place.
     """
 
     q: torch.Tensor
@@ -30,20 +43,18 @@ class Attention:
     do: torch.Tensor
     scale: float
     dtype: torch.dtype
-    counts: torch.Tensor | None = None  # [G, S, L] how often a key is counted: once, where right
+    counts: torch.Tensor | None = None
     tile: int = 64
-    store: Callable[[torch.Tensor], torch.Tensor] | None = None  # how P is rounded
-    partial: bool = False  # sums kept in the dtype between tiles
-    rescale: bool = True  # the accumulator follows the maximum
-    patch: Callable[[Tensors], None] | None = None  # applied to the results
+    store: Callable[[torch.Tensor], torch.Tensor] | None = None
+    partial: bool = False
+    rescale: bool = True
+    patch: Callable[[Tensors], None] | None = None
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype).float()
 
     def _parts(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v in fp32, a row per query head; how often each key is counted, and which are seen
-        at all.
-        """
+        """Return q, k, v in float32, counts and visibility, each with one entry per query head."""
         h = len(self.q) // len(self.k)
         counts = self.seen.float() if self.counts is None else self.counts.float() * self.seen
         return self.q.float(), *(
@@ -51,7 +62,7 @@ class Attention:
         )
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [Hq, S, D] in the dtype, and lse [Hq, S]."""
+        """Return o [Hq, S, D] in the dtype, and lse [Hq, S]."""
         store, (q, k, v, counts, seen) = self.store or self.rounded, self._parts()
         top = torch.full(q.shape[:2], -math.inf)
         total, acc = torch.zeros(q.shape[:2]), torch.zeros(*q.shape[:2], v.shape[-1])
@@ -64,15 +75,15 @@ class Attention:
             base = new.masked_fill(new == -math.inf, 0.0)
             p, old = (s - base[..., None]).exp() * counts[..., part], (top - base).exp()
             total = total * old + p.sum(-1)
-            late = a + self.tile >= k.shape[1] and not self.rescale
-            acc = acc * (1.0 if late else old[..., None]) + store(p) @ v[:, part]
+            skip_rescale = a + self.tile >= k.shape[1] and not self.rescale
+            acc = acc * (1.0 if skip_rescale else old[..., None]) + store(p) @ v[:, part]
             acc, top = self.rounded(acc) if self.partial else acc, new
         lse = (top + total.log()).masked_fill(total == 0, -math.inf)
         o = acc / total.masked_fill(total == 0, 1.0)[..., None]
         return self.rounded(o).to(self.dtype), lse
 
     def _backward(self, o: torch.Tensor, lse: torch.Tensor) -> Tensors:
-        """dq [Hq, S, D], and dk, dv [Hq, L, D] per query head, fp32."""
+        """Return dq [Hq, S, D], and dk and dv [Hq, L, D] per query head, in float32."""
         q, k, v, counts, seen = self._parts()
         do = self.do.float()
         s = q @ k.transpose(1, 2) * self.scale - lse.masked_fill(lse == -math.inf, 0.0)[..., None]
@@ -82,9 +93,7 @@ class Attention:
         return {"dq": self.scale * (ds @ k), "dk": dk, "dv": dv}
 
     def results(self, gradients: bool = True) -> Tensors:
-        """o [1, S, Hq, D] and, if asked for, dq [1, S, Hq, D] and dk, dv [1, L, G, D], all in the
-        dtype.
-        """
+        """Return o and dq [1, S, Hq, D], and dk and dv [1, L, G, D], in the dtype."""
         h, (o, lse) = len(self.q) // len(self.k), self.forward()
         out = {"o": o.float()} | (self._backward(o, lse) if gradients else {})
         if self.patch is not None:
@@ -96,8 +105,9 @@ class Attention:
 
 
 def truncated(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rounding towards zero to ``dtype``; for fp32 to 20 of its 24 bits, since exactly fp32 cannot
-    be truncated.
+    """Return a function that rounds float32 towards zero to ``dtype``.
+
+    For float32 it keeps 20 of the 24 bits, because float32 itself needs no rounding.
     """
     mask = {torch.bfloat16: ~0xFFFF, torch.float32: ~0xF}[dtype]
     return lambda x: (x.contiguous().view(torch.int32) & mask).view(torch.float32)
@@ -105,7 +115,13 @@ def truncated(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A planted fault: the slot it is in, the results it spoils, and the change."""
+    """A planted fault.
+
+    Attributes:
+        slot: Slot with the fault.
+        spoils: Results that are wrong.
+        plant: Returns the attention with the fault.
+    """
 
     slot: str
     spoils: tuple[str, ...]
@@ -115,7 +131,7 @@ class Fault:
 def _seen(
     change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Callable[[Attention], Attention]:
-    """A fault in what is seen: change(seen [G, S, L], t [S, 1], j [L]) -> seen."""
+    """Plant a fault in the mask: change(seen [G, S, L], t [S, 1], j [L]) -> seen."""
 
     def plant(a: Attention) -> Attention:
         t, j = torch.arange(a.seen.shape[1])[:, None], torch.arange(a.seen.shape[2])
@@ -124,14 +140,12 @@ def _seen(
     return plant
 
 
-def _knob(**knobs: object) -> Callable[[Attention], Attention]:
-    return lambda a: dataclasses.replace(a, **knobs)
+def _option(**options: object) -> Callable[[Attention], Attention]:
+    return lambda a: dataclasses.replace(a, **options)
 
 
 def _patch(change: Callable[[Tensors], None]) -> Callable[[Attention], Attention]:
-    """A fault in the results, which ``change`` edits in place: o, dq, dk, dv, all [Hq, rows, D]
-    fp32.
-    """
+    """Plant a fault in the results: ``change`` edits o, dq, dk, dv [Hq, rows, D] in place."""
     return lambda a: dataclasses.replace(a, patch=change)
 
 
@@ -140,14 +154,14 @@ def _row(seen: torch.Tensor) -> int:
 
 
 def _lost_block(seen: torch.Tensor, t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-    """The second 64 keys that row 0.8 S sees, gone for one group."""
+    """Hide the second 64 visible keys of row 0.8 S from one group."""
     keys = seen[0, _row(seen)].nonzero().flatten()
     seen[0, _row(seen), keys[64:128]] = False
     return seen
 
 
 def _lost_key(seen: torch.Tensor, t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-    """One key, gone for one row of one group."""
+    """Hide one key from one row of one group."""
     seen[0, _row(seen), int(seen[0, _row(seen)].nonzero()[-2])] = False
     return seen
 
@@ -173,38 +187,38 @@ def _neighbour(name: str) -> Callable[[Tensors], None]:
 
 
 def _drop_last_rows(a: Attention) -> Attention:
-    """dk, dv without the last, partial query tile; o and dq whole."""
+    """Omit the last, partial query tile from dk and dv; o and dq are complete."""
     do = a.do.clone()
     do[:, -(a.do.shape[1] % 64 or 64) :] = 0
-    short = dataclasses.replace(a, do=do)
+    without_last_tile = dataclasses.replace(a, do=do)
 
     def patch(r: Tensors) -> None:
-        missing = short.results()
+        incomplete = without_last_tile.results()
         h = len(a.q) // len(a.k)
         for name in ("dk", "dv"):
             r[name].zero_()
-            r[name][::h] = missing[name][0].float().transpose(0, 1)
+            r[name][::h] = incomplete[name][0].float().transpose(0, 1)
 
     return dataclasses.replace(a, patch=patch)
 
 
 def _lost_update(a: Attention) -> Attention:
-    """One query row's share of dk and dv lost for one head: a race between two atomic adds."""
+    """Omit one query row from dk and dv of one head, as a race between two atomic adds would."""
     row = a.do.shape[1] // 2
     do = torch.zeros_like(a.do)
     do[1, row] = a.do[1, row]
-    lone = dataclasses.replace(a, do=do)
+    single_row = dataclasses.replace(a, do=do)
 
     def patch(r: Tensors) -> None:
-        share = lone.results()
+        lost = single_row.results()
         for name in ("dk", "dv"):
-            r[name][1] -= share[name][0, :, 0].float()
+            r[name][1] -= lost[name][0, :, 0].float()
 
     return dataclasses.replace(a, patch=patch)
 
 
 O, KV, DQ = ("o",), ("dk", "dv"), ("dq",)  # noqa: E741
-W, STRIDE, BLOCK = 256, 16, 32  # w, d, l of the experiment
+W, STRIDE, BLOCK = 256, 16, 32  # w, d, l
 
 FAULTS: dict[str, Fault] = {
     "window one key short": Fault("win", O, _seen(lambda m, t, j: m & (t - j < W - 1))),
@@ -262,34 +276,34 @@ FAULTS: dict[str, Fault] = {
     "P truncated, not rounded": Fault(
         "win", O, lambda a: dataclasses.replace(a, store=truncated(a.dtype))
     ),
-    "accumulator not rescaled in the last tile": Fault("win", O, _knob(rescale=False)),
+    "accumulator not rescaled in the last tile": Fault("win", O, _option(rescale=False)),
     "o of one row from its neighbour": Fault("win", O, _patch(_neighbour("o"))),
     "dq of one row from its neighbour": Fault("win", DQ, _patch(_neighbour("dq"))),
     "last tile of queries left out of dk, dv": Fault("win", KV, _drop_last_rows),
     "one atomic update lost": Fault("sel", KV, _lost_update),
 }
-# In fp32 everyone keeps sums in fp32, so this is a fault of low precision only, and as small as the
-# rounding that it is measured by.
-MINOR = {"partial sums kept in the dtype": Fault("win", O, _knob(partial=True))}
+# Kernels for fp32 keep sums in fp32, so this fault exists only in low precision. It is as small as
+# the rounding noise.
+MINOR = {"partial sums kept in the dtype": Fault("win", O, _option(partial=True))}
 
 
 def two_times_max(a: torch.Tensor, g: torch.Tensor, r: torch.Tensor, dtype: torch.dtype) -> bool:
-    """FlashAttention-2's tests: max error <= 2 x a low-precision reference's max error + 1e-5."""
+    """Apply FlashAttention-2's rule: max error <= 2 x max error of the rounded result + 1e-5."""
     return bool((a - g).abs().max() <= 2 * (r - g).abs().max() + 1e-5)
 
 
 def rmse_ratio(a: torch.Tensor, g: torch.Tensor, r: torch.Tensor, dtype: torch.dtype) -> bool:
-    """flash-linear-attention's tests: rms error over rms < 0.005, over the whole tensor."""
+    """Apply the rule of flash-linear-attention: rms error / rms < 0.005 over the tensor."""
     return bool((a - g).square().mean().sqrt() < 0.005 * g.square().mean().sqrt())
 
 
 def one_percent(a: torch.Tensor, g: torch.Tensor, r: torch.Tensor, dtype: torch.dtype) -> bool:
-    """rtol = atol = 1e-2."""
+    """Apply rtol = atol = 1e-2."""
     return torch.allclose(a, g, rtol=1e-2, atol=1e-2)
 
 
 def assert_close(a: torch.Tensor, g: torch.Tensor, r: torch.Tensor, dtype: torch.dtype) -> bool:
-    """torch.testing.assert_close with its defaults for the dtype."""
+    """Apply torch.testing.assert_close with its defaults for the dtype."""
     try:
         torch.testing.assert_close(a.to(dtype), g.to(dtype))
     except AssertionError:

@@ -1,6 +1,4 @@
-"""The verdict: what it finds, what it lets pass, and that its limits stay where they were
-calibrated.
-"""
+"""The verdict finds errors, passes rounding, and keeps its calibrated limits."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
 
 
-def scene(
+def example(
     dtype: torch.dtype, heads: int = 3, rows: int = 200, D: int = 32
 ) -> tuple[torch.Tensor, ...]:
-    """golden, rounded and magnitude of a result whose rows span nine orders of magnitude."""
+    """Return golden, rounded and magnitude of rows that span nine orders of magnitude."""
     golden = normal(heads, rows, D) * torch.logspace(-6, 3, rows, dtype=FP64)[:, None]
     return golden, golden.to(dtype).double(), golden.abs() * 1.5
 
@@ -42,8 +40,8 @@ def test_limits_are_frozen() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_rounding_passes_at_any_scale(dtype: torch.dtype, scale: float) -> None:
-    g, r, m = (x * scale for x in scene(FP32 if dtype == FP16 else dtype))
-    if dtype == FP16:  # its range is short: rounding of fp16 by hand
+    g, r, m = (x * scale for x in example(FP32 if dtype == FP16 else dtype))
+    if dtype == FP16:  # round the mantissa only, because the range of fp16 is too small
         r = torch.ldexp(
             torch.ldexp(g.frexp().mantissa, torch.tensor(11)).round(), g.frexp().exponent - 11
         )
@@ -54,8 +52,8 @@ def test_rounding_passes_at_any_scale(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-4, 1.0])
-def test_one_small_row_wrong_is_found(dtype: torch.dtype, scale: float) -> None:
-    g, r, m = (x * scale for x in scene(dtype if dtype != FP16 else FP32))
+def test_error_in_one_small_row_is_found(dtype: torch.dtype, scale: float) -> None:
+    g, r, m = (x * scale for x in example(dtype if dtype != FP16 else FP32))
     u = torch.finfo(dtype).eps / 2
     a = r.clone()
     a[1, 0] *= 1 + 200 * u
@@ -68,10 +66,8 @@ def test_one_small_row_wrong_is_found(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
-    """Row by row in plain Python, with rows where each part of the noise and of the bias is the
-    larger one.
-    """
+def test_verdict_equals_the_formulas(dtype: torch.dtype, grad: bool) -> None:
+    """Compute the verdict in plain Python; each term of the noise is the largest in some rows."""
     u, fine = torch.finfo(dtype).eps / 2, 2.0 ** (-53 if dtype == FP64 else -24)
     limit, kappa = LIMITS[dtype].bias, 1 / 8 if grad else 0.0
     g, parts = normal(2, 6, 5), torch.tensor([0.1, 30.0], dtype=FP64)
@@ -81,7 +77,7 @@ def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
         a = g * (1 + u) + size * u * normal(2, 6, 5, seed=2)
         row, elem, bias = 0.0, 0.0, 0.0
         for head in range(2):
-            slant = size_of_g = chance = 0.0
+            projection = norm = chance = 0.0
             for i in range(6):
                 rows = [x[head, i].tolist() for x in (a, g, r, m)]
                 rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 5) for x in (rows[1], rows[3]))
@@ -90,18 +86,18 @@ def test_the_numbers_are_the_formulas(dtype: torch.dtype, grad: bool) -> None:
                 errors = [x - y for x, y in zip(rows[0], rows[1])]
                 row = max(row, math.sqrt(sum(e * e for e in errors) / 5) / n)
                 elem = max(elem, max(abs(e) for e in errors) / n)
-                slant += sum(e * y for e, y in zip(errors, rows[1]))
-                size_of_g += sum(y * y for y in rows[1])
+                projection += sum(e * y for e, y in zip(errors, rows[1]))
+                norm += sum(y * y for y in rows[1])
                 chance += n * n * sum(y * y for y in rows[1])
-            bias = max(bias, abs(slant) / (limit * u * size_of_g + 4 * math.sqrt(chance)))
+            bias = max(bias, abs(projection) / (limit * u * norm + 4 * math.sqrt(chance)))
         verdict = judge(a, g, r, m, dtype, grad=grad)
         assert (verdict.row, verdict.elem, verdict.bias) == pytest.approx(
             (row, elem, bias), rel=1e-9
         )
 
 
-def test_one_element_wrong_is_found_by_elem() -> None:
-    g, r, m = scene(BF16, D=256)
+def test_error_in_one_element_is_found_by_elem() -> None:
+    g, r, m = example(BF16, D=256)
     a = r.clone()
     a[0, 7, 3] += 14 * 2**-8 * g[0, 7].square().mean().sqrt()
     verdict = judge(a, g, r, m, BF16)
@@ -126,7 +122,7 @@ def test_truncation_is_found_by_bias() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_judges_each_head(dtype: torch.dtype) -> None:
+def test_bias_is_judged_per_head(dtype: torch.dtype) -> None:
     g, r, m = normal(2, 4000, 32), normal(2, 4000, 32), normal(2, 4000, 32).abs()
     a = r.clone()
     a[1] *= 1 + 2.5 * LIMITS[dtype].bias * torch.finfo(dtype).eps / 2
@@ -134,7 +130,7 @@ def test_bias_judges_each_head(dtype: torch.dtype) -> None:
     assert judge(a, g, r, m, dtype).bias > 1
 
 
-def test_exact_zero_is_demanded_where_golden_and_every_term_are_zero() -> None:
+def test_exact_zero_is_required_where_golden_and_magnitude_are_zero() -> None:
     g = torch.zeros(1, 4, 8, dtype=FP64)
     assert judge(g, g, g, g, FP32)
     a = g.clone()
@@ -153,8 +149,8 @@ def test_gradients_may_cancel_by_an_eighth_of_u() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_inf_sit_where_golden_has_them(bad: float) -> None:
-    g, r, m = scene(BF16)
+def test_nan_and_inf_must_match_golden(bad: float) -> None:
+    g, r, m = example(BF16)
     for x in (g, r, m):
         x[1, 5, 2] = bad
     assert judge(r, g, r, m, BF16)
@@ -167,20 +163,20 @@ def test_nan_and_inf_sit_where_golden_has_them(bad: float) -> None:
     other = r.clone()
     other[1, 5, 2] = math.inf if bad != math.inf else -math.inf
     assert not judge(other, g, r, m, BF16)
-    extra = scene(BF16)[1]
+    extra = example(BF16)[1]
     extra[2, 199, 31] = bad
-    assert judge(extra, *scene(BF16), BF16).where == (2, 199, 31)
+    assert judge(extra, *example(BF16), BF16).where == (2, 199, 31)
 
 
-def test_a_rounded_result_that_overflows_is_an_error_of_the_case() -> None:
-    g, r, m = scene(BF16)
+def test_overflow_in_rounded_raises() -> None:
+    g, r, m = example(BF16)
     r[0, 0, 0] = math.inf
     with pytest.raises(ValueError, match="the case is wrong, not the kernel"):
         judge(g, g, r, m, BF16)
 
 
-def test_shape_and_emptiness() -> None:
-    g, r, m = scene(BF16)
+def test_wrong_shapes_fail_and_empty_tensors_pass() -> None:
+    g, r, m = example(BF16)
     assert "expected (3, 200, 32)" in judge(r[:2], g, r, m, BF16).why
     empty = torch.zeros(2, 0, 8)
     assert judge(empty, empty, empty, empty, FP32)
@@ -208,7 +204,7 @@ def test_lse_rule(dtype: torch.dtype) -> None:
     assert not judge_lse(g[:1], g, top, dtype)
 
 
-def test_heads_first_both_layouts() -> None:
+def test_heads_first_of_dense_and_packed() -> None:
     assert heads_first(torch.zeros(2, 5, 3, 7)).shape == (2, 3, 5, 7)
     assert heads_first(torch.zeros(5, 3, 7)).shape == (3, 5, 7)
 

@@ -1,6 +1,4 @@
-"""The oracle's phi, rotary embedding and whole layer, against formulas written out by hand and
-finite differences.
-"""
+"""The oracle's phi, rotary embedding and layer equal explicit formulas and finite differences."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def by_hand(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
-    """phi of one block [l, D] with torch.nn.functional."""
+    """Compute phi of one block [l, D] with torch.nn.functional."""
     f = torch.nn.functional
     if kind == "mean":
         return block.mean(0)
@@ -64,17 +62,17 @@ def phi_parameters(kind: str, size: int, D: int, seed: int = 5) -> dict[str, tor
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 def test_every_phi_kind(kind: str) -> None:
     x, p = normal(2, 11, 2, 3), phi_parameters(kind, 4, 3)
-    got = oracle.compress(kind, p, x, TINY)
-    assert got.shape == (2, 4, 2, 3)
+    compressed = oracle.compress(kind, p, x, TINY)
+    assert compressed.shape == (2, 4, 2, 3)
     for b, i, g in itertools.product(range(2), range(4), range(2)):
         assert torch.allclose(
-            got[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13
+            compressed[b, i, g], by_hand(kind, p, x[b, 2 * i : 2 * i + 4, g]), rtol=0, atol=1e-13
         )
     cu = torch.tensor([0, 0, 3, 11, 11, 22], dtype=torch.int32)
     packed = oracle.compress(kind, p, x.flatten(0, 1), TINY, cu_seqlens=cu)
     assert packed.shape == (11, 2, 3)
     assert torch.equal(packed[:3], oracle.compress(kind, p, x[:1, 3:], TINY)[0])
-    assert torch.equal(packed[3:7], got[1])
+    assert torch.equal(packed[3:7], compressed[1])
     assert not packed[7:].any()
 
 
@@ -86,8 +84,8 @@ def test_rope_turns_half_split_pairs() -> None:
     angle = torch.tensor([0.0, 1, 2, 3, 40], dtype=torch.float64)[:, None, None] * 100.0 ** -(
         torch.arange(3).double() / 3
     )
-    turned = pair * torch.polar(torch.ones_like(angle), angle)
-    assert torch.allclose(y, torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-14)
+    rotated = pair * torch.polar(torch.ones_like(angle), angle)
+    assert torch.allclose(y, torch.cat([rotated.real, rotated.imag], -1), rtol=0, atol=1e-14)
 
 
 def layer_state(config: NSAConfig) -> dict[str, torch.Tensor]:
@@ -106,8 +104,8 @@ def layer_state(config: NSAConfig) -> dict[str, torch.Tensor]:
         shapes |= {"q_norm.weight": (dk,), "k_norm.weight": (dk,)}
     state = {name: normal(*shape, seed=i) * 0.5 for i, (name, shape) in enumerate(shapes.items())}
     for side, width in (("phi_k", dk), ("phi_v", dv)):
-        of_phi = phi_parameters(config.compress, config.compress_block_size, width, seed=50 + width)
-        state |= {f"{side}.{name}": value * 0.3 for name, value in of_phi.items()}
+        phi = phi_parameters(config.compress, config.compress_block_size, width, seed=50 + width)
+        state |= {f"{side}.{name}": value * 0.3 for name, value in phi.items()}
     return state
 
 
@@ -121,8 +119,8 @@ VARIANTS = {
 }
 
 
-# In the ordinary run every other variant is packed, the rest dense.
-BOTH = [
+# The default run alternates between packed and dense variants; the slow run has both.
+LAYOUTS = [
     pytest.param(
         v,
         packed,
@@ -134,7 +132,7 @@ BOTH = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "packed"), BOTH)
+@pytest.mark.parametrize(("variant", "packed"), LAYOUTS)
 def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) -> None:
     config = dataclasses.replace(CONFIG, num_selected_blocks=3, **VARIANTS[variant])
     state, S = layer_state(config), 35
@@ -159,25 +157,21 @@ def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) ->
     grads = torch.autograd.grad((y(*leaves) * weight).sum(), leaves)
     step = 1e-5
     for index, grad in enumerate(grads):
-        along, moved = normal(*grad.shape, seed=index), [list(leaves), list(leaves)]
-        for sign, values in zip((1, -1), moved):
-            values[index] = (leaves[index] + sign * step * along).detach()
-        rise = [(y(*values) * weight).sum().item() for values in moved]
-        slope = (rise[0] - rise[1]) / (2 * step)
-        assert grad.any(), ["x", *names][index]
-        assert (grad * along).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), [
-            "x",
-            *names,
-        ][index]
+        direction, shifted = normal(*grad.shape, seed=index), [list(leaves), list(leaves)]
+        for sign, values in zip((1, -1), shifted):
+            values[index] = (leaves[index] + sign * step * direction).detach()
+        loss = [(y(*values) * weight).sum().item() for values in shifted]
+        slope = (loss[0] - loss[1]) / (2 * step)
+        name = ["x", *names][index]
+        assert grad.any(), name
+        assert (grad * direction).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"gate": "mlp", "qk_norm": True}], ids=["default", "gate-mlp-qk-norm"]
 )
-def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> None:
-    """Row order of the fused projection, gate order, rotation of each key, phi before rotary:
-    written out once more.
-    """
+def test_layer_equals_its_parts_composed_by_hand(options: dict[str, object]) -> None:
+    """Covers rows of the fused projection, gate order, key rotation, and phi before rotary."""
     config, S, f = dataclasses.replace(CONFIG, **options), 13, torch.nn.functional
     state, x = layer_state(config), normal(1, 13, 12, seed=9)
     rows = state["qkv.weight"].split([24, 12, 12, 12, 6, 6, 6])
@@ -186,8 +180,8 @@ def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> 
     if config.qk_norm:
         q = f.rms_norm(q, (6,), state["q_norm.weight"], 1e-6)
         k_c, k_s, k_w = (f.rms_norm(k, (6,), state["k_norm.weight"], 1e-6) for k in (k_c, k_s, k_w))
-    at = torch.arange(S)
-    q, k_s, k_w = (oracle.rope(z, at, 10000.0) for z in (q, k_s, k_w))
+    positions = torch.arange(S)
+    q, k_s, k_w = (oracle.rope(z, positions, 10000.0) for z in (q, k_s, k_w))
     phi = {
         s: {n.removeprefix(f"phi_{s}."): p for n, p in state.items() if n.startswith(f"phi_{s}")}
         for s in "kv"
@@ -216,7 +210,7 @@ def test_layer_is_its_parts_put_together_by_hand(options: dict[str, object]) -> 
     )
 
 
-def test_functional_form_compresses_by_the_mean_and_takes_one_or_three() -> None:
+def test_attention_defaults_to_mean_compression_and_accepts_one_or_three_tensors() -> None:
     q, k, v, gates = (
         normal(1, 20, 4, 6),
         normal(1, 20, 2, 6),

@@ -1,4 +1,4 @@
-"""The oracle itself, held against formulas written out by hand and against torch.autograd."""
+"""The oracle equals explicit formulas and torch.autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_imports_nothing_it_judges() -> None:
+def test_oracle_imports_nothing_that_it_judges() -> None:
     allowed = {"nsa_core.errors", "nsa_core.layout", "nsa_core.config", "torch"}
     for path in pathlib.Path(oracle.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -52,7 +52,7 @@ def test_oracle_uses_no_helper_of_the_geometry() -> None:
 def masked_softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of one head by torch.autograd; rows without a key are 0."""
+    """Compute attention of one head, differentiable; rows without a visible key are 0."""
     s = (q @ k.T * scale).masked_fill(~seen, -math.inf)
     return torch.where(seen.any(-1, keepdim=True), s.softmax(-1).nan_to_num(0.0) @ v, 0.0)
 
@@ -85,11 +85,11 @@ def test_gradients_equal_autograd(slot: str) -> None:
     args = (q, k, v, blocks) if slot == "sel" else (q, k, v)
     truth = getattr(oracle, slot)(*args, TINY, 0.7, do=do)
     assert torch.allclose(truth.o[0], o, rtol=0, atol=1e-14)
-    for got, want in zip(truth.grads.values(), expected, strict=True):
-        assert torch.allclose(got, want, rtol=0, atol=1e-13)
+    for actual, grad in zip(truth.grads.values(), expected, strict=True):
+        assert torch.allclose(actual, grad, rtol=0, atol=1e-13)
 
 
-def test_row_4_nothing_visible_is_exactly_nothing() -> None:
+def test_row_4_rows_without_a_visible_token_are_exactly_zero() -> None:
     q, k, v = normal(1, 3, 2, 4), normal(1, 0, 1, 4), normal(1, 0, 1, 4)
     truth = oracle.cmp(q, k, v, TINY, 0.5, do=torch.ones(1, 3, 2, 4))
     assert not truth.o.any()
@@ -106,8 +106,9 @@ def test_row_5_a_compressed_token_is_visible_from_its_last_token_on() -> None:
 
 
 def eq9(p: list[float], j: int, geometry: BlockGeometry, first: int) -> float:
-    """Eq. 9 as printed, p_slc[j] = sum_m sum_n p_cmp[(l'/d) j - m - n], with indices counted from
-    ``first``.
+    """Compute Eq. 9 as printed, with indices that start at ``first``.
+
+    p_slc[j] = sum over m and n of p_cmp[(l'/d) j - m - n].
     """
     ratio = geometry.select_block_size // geometry.compress_stride
     total = 0.0
@@ -122,7 +123,9 @@ def eq9(p: list[float], j: int, geometry: BlockGeometry, first: int) -> float:
 @pytest.mark.parametrize(
     "sizes", [(32, 16, 64), (4, 2, 8), (4, 4, 8), (6, 2, 6), (3, 1, 7), (8, 4, 16)]
 )
-def test_eq9_read_from_1_is_the_overlap_and_read_from_0_is_not(sizes: tuple[int, int, int]) -> None:
+def test_eq9_is_the_token_overlap_only_with_1_based_indices(
+    sizes: tuple[int, int, int],
+) -> None:
     geometry = BlockGeometry(*sizes, 4, 0, 0, 8)
     S = 5 * sizes[2]
     n_c = (S - sizes[0]) // sizes[1] + 1
@@ -137,7 +140,7 @@ def test_eq9_read_from_1_is_the_overlap_and_read_from_0_is_not(sizes: tuple[int,
     assert not torch.allclose(score, from_zero, rtol=0, atol=1e-2)
 
 
-def test_eq9_read_from_0_picks_another_block() -> None:
+def test_eq9_with_0_based_indices_selects_another_block() -> None:
     geometry = BlockGeometry(32, 16, 64, 1, 0, 0, 8)
     q = torch.ones(1, 320, 1, 1)
     k = torch.zeros(1, 19, 1, 1)
@@ -155,20 +158,20 @@ def test_eq9_read_from_0_picks_another_block() -> None:
     [
         ([0.0] * 6, 47, [0, 1, 4, 5]),  # row 39: equal scores go to the lower index
         ([0, 1, 9, 2, 0, 0], 47, [0, 2, 4, 5]),
-        ([0, math.nan, 0, 0, 0, 0], 47, [0, 2, 4, 5]),  # NaN below everything
+        ([0, math.nan, 0, 0, 0, 0], 47, [0, 2, 4, 5]),  # NaN ranks last
         ([math.nan] * 6, 47, [0, 1, 4, 5]),
-        ([5, 5, 5, 5, 5, 5], 9, [0, 1]),  # a block in both forced groups counts once
-        ([0, 0, 1, 5, 9, 9], 24, [0, 1, 2, 3]),  # the future is no candidate
+        ([5, 5, 5, 5, 5, 5], 9, [0, 1]),  # a block that is both initial and local counts once
+        ([0, 0, 1, 5, 9, 9], 24, [0, 1, 2, 3]),  # future blocks are not candidates
         ([1.0], 0, [0]),
     ],
 )
-def test_row_39_choice(score: list[float], t: int, expected: list[int]) -> None:
+def test_row_39_equal_scores_and_nan(score: list[float], t: int, expected: list[int]) -> None:
     assert oracle.choose(score, t, TINY) == expected
-    every = torch.tensor(score, dtype=torch.float64).expand(t + 1, 1, -1)
-    assert [j for j in selection.choose(every, TINY)[t, 0].tolist() if j >= 0] == expected
+    scores = torch.tensor(score, dtype=torch.float64).expand(t + 1, 1, -1)
+    assert [j for j in selection.choose(scores, TINY)[t, 0].tolist() if j >= 0] == expected
 
 
-def test_a_freed_place_goes_to_the_next_score() -> None:
+def test_block_that_is_initial_and_local_frees_a_place_for_the_next_score() -> None:
     geometry = dataclasses.replace(TINY, init_blocks=2, num_selected_blocks=4)
     assert oracle.choose([0, 0, 1, 9], 23, geometry) == [0, 1, 2]
     assert oracle.choose([0, 0, 1, 9, 0, 0], 47, geometry) == [0, 1, 4, 5]
@@ -180,15 +183,15 @@ def test_a_freed_place_goes_to_the_next_score() -> None:
     ]
 
 
-def test_row_48_refuses_the_absurd_with_its_bytes_and_names_the_sampled_mode() -> None:
+def test_row_48_oversized_call_is_refused_with_its_bytes_and_the_rows_option() -> None:
     S, geometry = 131072, BlockGeometry()
     q = torch.zeros(1, 1, 12, 64).expand(1, S, 12, 64)
     k = torch.zeros(1, 1, 2, 64).expand(1, S, 2, 64)
     k_cmp = k[:, : S // 16 - 1]
     size = S * S * 12 * 8
-    with pytest.raises(InvalidInput, match=rf"{size} bytes .* sampled rows .*rows=") as caught:
+    with pytest.raises(InvalidInput, match=rf"{size} bytes .* sampled rows .*rows=") as error:
         oracle.win(q, k, k, geometry, 0.125)
-    assert str(131072) in str(caught.value)
+    assert str(131072) in str(error.value)
     blocks = torch.zeros(1, 1, 2, 16, dtype=torch.int32).expand(1, S, 2, 16)
     lse = torch.zeros(1, 12, S)
     for call in (
@@ -200,7 +203,7 @@ def test_row_48_refuses_the_absurd_with_its_bytes_and_names_the_sampled_mode() -
             call(None)
 
 
-def test_row_48_the_sampled_mode_answers() -> None:
+def test_row_48_sampled_rows_are_evaluated() -> None:
     S, geometry, rows = 131072, BlockGeometry(), [0, 31, 131071]
     q = torch.ones(1, 1, 1, 1).expand(1, S, 1, 1)
     v = torch.arange(S, dtype=torch.float32).view(1, S, 1, 1)

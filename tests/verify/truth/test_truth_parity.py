@@ -1,4 +1,4 @@
-"""judge_slot: right results pass in every dtype, wrong ones are named with their place."""
+"""judge_slot passes correct results in every dtype, and locates errors."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def compute(
     dtype: torch.dtype,
     **change: object,
 ) -> dict[str, torch.Tensor]:
-    """What an honest kernel returns: the arithmetic in ``dtype``, results in the contract's
-    dtypes.
-    """
+    """Return what a correct kernel returns: arithmetic in ``dtype``, results in contract dtypes."""
     call: dict[str, object] = (
         {"arithmetic": "rounded", "dtype": dtype} if dtype != torch.float64 else {}
     )
@@ -75,7 +73,7 @@ def judged(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", INPUTS)
-def test_right_results_pass_and_a_small_wrong_is_found(
+def test_correct_results_pass_and_small_errors_are_found(
     slot: str, case: TruthCase, dtype: torch.dtype
 ) -> None:
     inputs, do = problem(case, slot, dtype)
@@ -86,12 +84,12 @@ def test_right_results_pass_and_a_small_wrong_is_found(
     u = torch.finfo(dtype).eps * (1 if dtype in (torch.bfloat16, torch.float16) else 20)
     for name, x in outputs.items():
         wrong = {**outputs, name: x * (1 + 70 * u)}
-        found = judged(case, slot, inputs, wrong, do=do)
-        assert [n for n, v in found.items() if not v] == [name]
-        assert len(found[name].where) == len(case.lead) + 1
+        verdicts = judged(case, slot, inputs, wrong, do=do)
+        assert [n for n, v in verdicts.items() if not v] == [name]
+        assert len(verdicts[name].where) == len(case.lead) + 1
 
 
-def test_outputs_and_gradients_each_by_their_rule() -> None:
+def test_outputs_and_gradients_are_judged_by_their_rules() -> None:
     inputs, do = problem(DENSE, "win", torch.bfloat16)
     outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
     args = (*inputs.values(), GEOMETRY, DENSE.scale)
@@ -99,17 +97,17 @@ def test_outputs_and_gradients_each_by_their_rule() -> None:
     r = attention.win(*args, do=do, arithmetic="rounded", dtype=torch.bfloat16)
     verdicts = judged(DENSE, "win", inputs, outputs, do=do)
     for name in ("o", "dq", "dk", "dv"):
-        four = [
+        tensors = [
             x if torch.is_tensor(x) else x.o if name == "o" else x.grads[name]
             for x in (outputs[name], g, r, m)
         ]
         assert verdicts[name] == judge(
-            *(heads_first(x) for x in four), torch.bfloat16, grad=name != "o"
+            *(heads_first(x) for x in tensors), torch.bfloat16, grad=name != "o"
         )
 
 
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
-def test_a_wrong_geometry_or_scale_is_found(slot: str) -> None:
+def test_wrong_geometry_or_scale_is_found(slot: str) -> None:
     inputs, do = problem(DENSE, slot, torch.float32)
     change = {
         "cmp": {"compress_block_size": 2},
@@ -123,7 +121,7 @@ def test_a_wrong_geometry_or_scale_is_found(slot: str) -> None:
         assert not any(verdicts.values()), verdicts
 
 
-def test_where_names_batch_head_and_row() -> None:
+def test_where_is_batch_head_and_row() -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
     outputs["o"][1, 37, 4] += 0.1
@@ -137,7 +135,7 @@ def test_where_names_batch_head_and_row() -> None:
     )
 
 
-def test_sampled_rows_name_their_tokens_and_ignore_the_rest() -> None:
+def test_sampled_rows_report_token_positions_and_ignore_other_rows() -> None:
     inputs, do = problem(DENSE, "sel", torch.float32)
     rows = [60, 0, 17]
     mask = torch.zeros(61, dtype=torch.bool)
@@ -151,19 +149,19 @@ def test_sampled_rows_name_their_tokens_and_ignore_the_rest() -> None:
     outputs["lse"][0, 5, 60] += 1.0
     outputs["dq"][0, 60, 1] += 1.0
     outputs["dv"][1, 3, 1] += 1.0
-    found = judged(DENSE, "sel", inputs, outputs, do=do, rows=torch.tensor(rows))
-    assert {n: v.where for n, v in found.items() if not v} == {
+    verdicts = judged(DENSE, "sel", inputs, outputs, do=do, rows=torch.tensor(rows))
+    assert {n: v.where for n, v in verdicts.items() if not v} == {
         "o": (1, 2, 17),
         "lse": (0, 5, 60),
         "dq": (0, 1, 60),
         "dv": (1, 1, 3),
     }
-    assert "(1, 2, 17)" in found["o"].why
+    assert "(1, 2, 17)" in verdicts["o"].why
     with pytest.raises(InvalidInput, match="do must be 0 outside"):
         judged(DENSE, "sel", inputs, outputs, do=do + 1, rows=rows)
 
 
-def test_sampled_rows_of_gates() -> None:
+def test_sampled_rows_of_gate_gradients() -> None:
     inputs, do = problem(DENSE, "combine", torch.float32)
     outputs = compute(DENSE, "combine", inputs, do, torch.float32)
     outputs["dgates"][0, 5] = 9.0
@@ -176,7 +174,7 @@ def test_sampled_rows_of_gates() -> None:
 
 
 @pytest.mark.parametrize("name", ["dk_cmp", "dv_cmp"])
-def test_row_18_the_packed_tail_has_exactly_no_gradient_and_is_never_read(name: str) -> None:
+def test_row_18_packed_tail_is_not_read_and_has_zero_gradient(name: str) -> None:
     inputs, do = problem(PACKED, "cmp", torch.bfloat16)
     owned = sum(max(0, (n - 4) // 2 + 1) for n in PACKED.lengths)
     assert owned < PACKED.n_c
@@ -191,7 +189,7 @@ def test_row_18_the_packed_tail_has_exactly_no_gradient_and_is_never_read(name: 
     assert "no document owns" in verdict.why
 
 
-def test_row_34_nan_in_a_query_stays_in_its_row_and_group() -> None:
+def test_row_34_nan_in_a_query_affects_only_its_row_and_group() -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
     inputs["q"][0, 40, 4, 2] = torch.nan
@@ -203,10 +201,10 @@ def test_row_34_nan_in_a_query_stays_in_its_row_and_group() -> None:
     assert judged(DENSE, "win", inputs, {"o": outputs["o"]})["o"].where == (0, 4, 41, 0)
 
 
-def test_row_34_gradients_are_nan_for_the_keys_that_query_sees_and_judged_elsewhere() -> None:
+def test_row_34_nan_in_a_query_affects_only_gradients_of_its_visible_keys() -> None:
     inputs, do = problem(DENSE, "win", torch.bfloat16)
     outputs = compute(DENSE, "win", inputs, do, torch.bfloat16)
-    # the last token: its 13 keys, in its group and batch entry
+    # The last token sees 13 keys in its group and batch entry.
     inputs["q"][0, 60, 4, 2] = torch.nan
     assert not judged(DENSE, "win", inputs, outputs, do=do)["dk"]
     outputs["o"][0, 60, 4] = outputs["dq"][0, 60, 4] = torch.nan
@@ -218,7 +216,7 @@ def test_row_34_gradients_are_nan_for_the_keys_that_query_sees_and_judged_elsewh
     assert judged(DENSE, "win", inputs, outputs, do=do)["dk"].where == (0, 1, 47, 0)
 
 
-def test_the_lowest_precision_on_the_path_decides() -> None:
+def test_lowest_precision_on_the_path_selects_the_limits() -> None:
     t = DENSE.tensors(torch.bfloat16)
     assert path_dtype([t["gates"], t["o_cmp"], t["blocks"]]) == torch.bfloat16
     assert path_dtype([t["q"].half(), t["gates"]]) == torch.float16
@@ -239,9 +237,7 @@ def test_the_lowest_precision_on_the_path_decides() -> None:
         ("lse", lambda x: x.transpose(1, 2), r"shape (2, 61, 6), expected (2, 6, 61)"),
     ],
 )
-def test_row_59_a_wrong_dtype_device_or_shape_is_a_verdict(
-    name: str, change: object, why: str
-) -> None:
+def test_row_59_wrong_dtype_device_or_shape_fails(name: str, change: object, why: str) -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
     outputs[name] = change(outputs[name])
@@ -250,7 +246,7 @@ def test_row_59_a_wrong_dtype_device_or_shape_is_a_verdict(
     assert why in verdict.why
 
 
-def test_requests_without_sense_are_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     inputs, do = problem(DENSE, "win", torch.float32)
     outputs = compute(DENSE, "win", inputs, do, torch.float32)
     with pytest.raises(
@@ -261,7 +257,7 @@ def test_requests_without_sense_are_refused() -> None:
         judge_slot("cmp", inputs, {}, GEOMETRY, 1.0)
     with pytest.raises(InvalidInput, match="win has no output dblocks"):
         judge_slot("win", inputs, {"dblocks": do}, GEOMETRY, 1.0, do=do)
-    with pytest.raises(InvalidInput, match="judged for a given do"):
+    with pytest.raises(InvalidInput, match="gradients of win need do"):
         judge_slot("win", inputs, outputs, GEOMETRY, 1.0)
 
 
@@ -269,7 +265,7 @@ def test_requests_without_sense_are_refused() -> None:
     "case", [dataclasses.replace(DENSE, lengths=(0,)), dataclasses.replace(DENSE, batch=0)]
 )
 @pytest.mark.parametrize("slot", INPUTS)
-def test_rows_1_and_2_nothing_is_judged_right(slot: str, case: TruthCase) -> None:
+def test_rows_1_and_2_empty_tensors_pass(slot: str, case: TruthCase) -> None:
     inputs, do = problem(case, slot, torch.float32)
     outputs = compute(case, slot, inputs, do, torch.float32)
     assert all(judged(case, slot, inputs, outputs, do=do).values())
@@ -277,7 +273,7 @@ def test_rows_1_and_2_nothing_is_judged_right(slot: str, case: TruthCase) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
-def test_the_reports_shape_at_2048_in_seconds_and_little_memory(slot: str) -> None:
+def test_2048_tokens_are_judged_within_30_seconds_and_1_gib(slot: str) -> None:
     case = TruthCase(BlockGeometry(), (2048,), False, 1, 6, 2, 64, 64, 0.125, 0)
     inputs, do = problem(case, slot, torch.bfloat16)
     outputs = compute(case, slot, inputs, do, torch.bfloat16)

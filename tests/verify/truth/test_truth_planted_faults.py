@@ -1,6 +1,4 @@
-"""The experiment behind the verdict: faults planted in NSA branches, and which rule finds how many
-of them.
-"""
+"""The experiment behind the verdict: count the planted faults that each tolerance rule finds."""
 
 from __future__ import annotations
 
@@ -33,11 +31,9 @@ Scene = dict[str, Any]
 
 
 def build(S: int, setting: str) -> Scene:
-    """Inputs of every slot, what is right for them in three arithmetics, and the kernel to plant
-    faults in.
-    """
-    dtype, size = SETTINGS[setting]
-    r = torch.Generator().manual_seed(0)
+    """Create the inputs of every slot, their truths, and the kernel in which to plant faults."""
+    dtype, v_scale = SETTINGS[setting]
+    generator = torch.Generator().manual_seed(0)
     n_c = (S - planted.BLOCK) // planted.STRIDE + 1
     shapes = {
         "q": (S, H),
@@ -47,9 +43,9 @@ def build(S: int, setting: str) -> Scene:
         "v_cmp": (n_c, G),
         "do": (S, H),
     }
-    t = {name: torch.randn(1, *shape, D, generator=r) for name, shape in shapes.items()}
+    t = {name: torch.randn(1, *shape, D, generator=generator) for name, shape in shapes.items()}
     for name in ("v", "v_cmp"):
-        t[name] *= size
+        t[name] *= v_scale
     t = {name: x.to(dtype) for name, x in t.items()}
     scale, geometry = D**-0.5, GEOMETRY
     lse = oracle.cmp(t["q"], t["k_cmp"], t["v_cmp"], geometry, scale).lse
@@ -81,8 +77,8 @@ def build(S: int, setting: str) -> Scene:
     return scene
 
 
-def triple(part: Scene, slot: str, name: str) -> list[torch.Tensor]:
-    """golden, rounded, magnitude of result ``name``: o, dq, dk or dv."""
+def truths(part: Scene, slot: str, name: str) -> list[torch.Tensor]:
+    """Return golden, rounded and magnitude of the result ``name``: o, dq, dk or dv."""
     own = {"dk": "dk_cmp", "dv": "dv_cmp"}.get(name, name) if slot == "cmp" else name
     return [
         part[kind].o if name == "o" else part[kind].grads[own]
@@ -90,28 +86,31 @@ def triple(part: Scene, slot: str, name: str) -> list[torch.Tensor]:
     ]
 
 
-def ours(a: torch.Tensor, three: list[torch.Tensor], dtype: torch.dtype, name: str) -> bool:
-    return bool(judge(heads_first(a), *(heads_first(x) for x in three), dtype, grad=name != "o"))
+def passes_verdict(
+    actual: torch.Tensor, expected: list[torch.Tensor], dtype: torch.dtype, name: str
+) -> bool:
+    tensors = (heads_first(x) for x in (actual, *expected))
+    return bool(judge(*tensors, dtype, grad=name != "o"))
 
 
-def found(scene: Scene, fault: Fault, dtype: torch.dtype) -> dict[str, bool]:
-    """Which rules refuse any of the results that the fault spoils."""
+def refusals(scene: Scene, fault: Fault, dtype: torch.dtype) -> dict[str, bool]:
+    """Return whether each rule refuses one of the results that the fault spoils."""
     part = scene[fault.slot]
     results = fault.plant(part["kernel"]).results(gradients=fault.spoils != planted.O)
-    assert not all(torch.equal(results[name], part["right"][name]) for name in fault.spoils), (
-        "nothing was planted"
+    assert not all(torch.equal(results[name], part["correct"][name]) for name in fault.spoils), (
+        "the fault changes nothing"
     )
-    verdicts = dict.fromkeys((*RULES, OURS), False)
+    refused = dict.fromkeys((*RULES, OURS), False)
     for name in fault.spoils:
-        a, three = results[name], triple(part, fault.slot, name)
+        actual, expected = results[name], truths(part, fault.slot, name)
         for rule, passes in RULES.items():
-            verdicts[rule] |= not passes(a.double(), three[0], three[1].double(), dtype)
-        verdicts[OURS] |= not ours(a, three, dtype, name)
-    return verdicts
+            refused[rule] |= not passes(actual.double(), expected[0], expected[1].double(), dtype)
+        refused[OURS] |= not passes_verdict(actual, expected, dtype, name)
+    return refused
 
 
 def table(found_by: dict[str, dict[str, dict[str, bool]]]) -> str:
-    """Faults found, rule by setting; the fault of low precision apart."""
+    """Format the number of faults found by rule and setting, without the low-precision fault."""
     rules = (*RULES, OURS)
     lines = [f"{'rule':28}" + "".join(f"{s:>18}" for s in found_by)]
     for rule in rules:
@@ -133,12 +132,13 @@ def experiment(S: int) -> dict[str, dict[str, dict[str, bool]]]:
     out = {}
     for setting, (dtype, _) in SETTINGS.items():
         scene = build(S, setting)
-        for slot in INPUTS:  # the kernel without a fault is right, or finding one proves nothing
-            scene[slot]["right"] = scene[slot]["kernel"].results()
-            for name, a in scene[slot]["right"].items():
-                assert ours(a, triple(scene[slot], slot, name), dtype, name), (setting, slot, name)
+        for slot in INPUTS:  # the kernel without a fault must pass
+            scene[slot]["correct"] = scene[slot]["kernel"].results()
+            for name, actual in scene[slot]["correct"].items():
+                expected = truths(scene[slot], slot, name)
+                assert passes_verdict(actual, expected, dtype, name), (setting, slot, name)
         faults = FAULTS | (MINOR if dtype != torch.float32 else {})
-        out[setting] = {name: found(scene, fault, dtype) for name, fault in faults.items()}
+        out[setting] = {name: refusals(scene, fault, dtype) for name, fault in faults.items()}
     return out
 
 
@@ -149,12 +149,11 @@ def check(found_by: dict[str, dict[str, dict[str, bool]]]) -> None:
         missed = [name for name in FAULTS if not faults[name][OURS]]
         assert not missed, f"{setting}: {missed}"
         for rule in RULES:
-            # In plain bf16 assert_close finds everything, the healthy kernel included: see the test
-            # below.
-            theirs = sum(faults[name][rule] for name in FAULTS)
+            # In bf16, assert_close refuses everything, even correct results (see the last test).
+            count = sum(faults[name][rule] for name in FAULTS)
             if (setting, rule) != ("bf16", "assert_close"):
-                assert theirs < len(FAULTS), (
-                    f"{setting}: {rule} finds all; the experiment shows nothing"
+                assert count < len(FAULTS), (
+                    f"{setting}: {rule} finds all faults, so the experiment does not distinguish it"
                 )
     total = {
         rule: sum(f[name][rule] for f in found_by.values() for name in FAULTS)
@@ -163,19 +162,17 @@ def check(found_by: dict[str, dict[str, dict[str, bool]]]) -> None:
     assert all(total[rule] < total[OURS] for rule in RULES)
 
 
-def test_planted_faults_are_found_and_the_known_rules_miss_some() -> None:
+def test_verdict_finds_all_planted_faults_and_other_rules_miss_some() -> None:
     check(experiment(800))
 
 
 @pytest.mark.slow
-def test_planted_faults_are_found_at_full_length() -> None:
+def test_verdict_finds_all_planted_faults_at_full_length() -> None:
     check(experiment(2000))
 
 
 def eager(part: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax in fp32, products of tensors in the dtype, gradients by hand: o, dq, dk, dv per query
-    head.
-    """
+    """Compute o, dq, dk, dv per query head: softmax in float32, products in the dtype."""
     h, dtype = len(part.q) // len(part.k), part.dtype
     q, do, k, v = part.q, part.do, part.k.repeat_interleave(h, 0), part.v.repeat_interleave(h, 0)
     seen = part.seen.repeat_interleave(h, 0)
@@ -192,7 +189,7 @@ def eager(part: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 def library(
     part: Attention, backend: SDPBackend
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """scaled_dot_product_attention with an explicit mask, for the rows that see a key."""
+    """Run scaled_dot_product_attention with an explicit mask on the rows that see a key."""
     h, first = len(part.q) // len(part.k), int(part.seen[0].any(-1).nonzero()[0])
     leaves = [
         x[None].contiguous().requires_grad_()
@@ -207,7 +204,7 @@ def library(
     return F.pad(o, (0, 0, first, 0)).detach()[0], dq[0], dk[0].float(), dv[0].float()
 
 
-HEALTHY = {
+IMPLEMENTATIONS = {
     "eager": eager,
     "sdpa math": lambda part: library(part, SDPBackend.MATH),
     "sdpa flash": lambda part: library(part, SDPBackend.FLASH_ATTENTION),
@@ -215,10 +212,12 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_healthy_implementations_pass_and_known_rules_refuse_some(setting: str) -> None:
+def test_correct_implementations_pass_and_some_rules_refuse_them(
+    setting: str,
+) -> None:
     dtype, scene = SETTINGS[setting][0], build(400, setting)
     refused = []
-    for slot, (kind, compute) in itertools.product(INPUTS, HEALTHY.items()):
+    for slot, (kind, compute) in itertools.product(INPUTS, IMPLEMENTATIONS.items()):
         part = scene[slot]
         o, dq, dk, dv = compute(part["kernel"])
         dk, dv = (x.unflatten(0, (G, -1)).sum(1).to(dtype) for x in (dk, dv))
@@ -234,13 +233,13 @@ def test_healthy_implementations_pass_and_known_rules_refuse_some(setting: str) 
         )
         assert all(verdicts.values()), (slot, kind, {n: v.why for n, v in verdicts.items()})
         for name, x in results.items():
-            golden, rounded, _ = triple(part, slot, name)
+            golden, rounded, _ = truths(part, slot, name)
             refused += [
                 r
                 for r, passes in RULES.items()
                 if not passes(x.double(), golden, rounded.double(), dtype)
             ]
     print(
-        f"\n{setting}: healthy results refused by " + (", ".join(sorted(set(refused))) or "no rule")
+        f"\n{setting}: correct results refused by " + (", ".join(sorted(set(refused))) or "no rule")
     )
     assert ("assert_close" in refused) is (dtype == torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Two oracles that share nothing agree to 1e-12 of what cancels, on random problems."""
+"""Two independent oracles agree to 1e-12 of the magnitude on random problems."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ run = settings(
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor) -> bool:
-    """Within 1e-12 of ``size``; where that is 0, equal; infinities in the same places."""
+    """Compare to 1e-12 of ``size``, with infinities in the same places."""
     finite = torch.isfinite(b)
     same = torch.equal(a[~finite], b[~finite]) and a.shape == b.shape
     return same and bool(((a - b)[finite].abs() <= 1e-12 * size[finite]).all())
@@ -82,48 +82,48 @@ def test_scores_and_selection(case: TruthCase) -> None:
     lse = oracle.cmp(t["q"], t["k_cmp"], t["v_cmp"], case.geometry, case.scale, **call).lse
     assert lse is not None
     args = (t["q"], t["k_cmp"], lse, case.geometry, case.scale)
-    whole, parts = oracle.scores(*args, **call), selection.scores(*args, **call)
+    scores, reference = oracle.scores(*args, **call), selection.scores(*args, **call)
     bounds = [0, *itertools.accumulate(case.lengths)]
-    spans = [whole[a:b] for a, b in itertools.pairwise(bounds)] if case.packed else list(whole)
-    for mine, theirs in zip(spans, parts, strict=True):
-        assert agree(mine[..., : theirs.shape[-1]], theirs, theirs)
-        assert not mine[..., theirs.shape[-1] :].any()
+    spans = [scores[a:b] for a, b in itertools.pairwise(bounds)] if case.packed else list(scores)
+    for span, expected in zip(spans, reference, strict=True):
+        assert agree(span[..., : expected.shape[-1]], expected, expected)
+        assert not span[..., expected.shape[-1] :].any()
         assert torch.equal(
-            selection.choose(mine[..., : theirs.shape[-1]], case.geometry), choice(mine, case)
+            selection.choose(span[..., : expected.shape[-1]], case.geometry), choice(span, case)
         )
     blocks = oracle.select(*args, **call)
     verdict = judge_selection(*args[:3], blocks, case.geometry, case.scale, **call)
     assert verdict, verdict
     assert verdict.flip_rate == 0
-    if case.scale:  # with all scores equal the second oracle's matrix product may break ties
+    if case.scale:  # if all scores are equal, the matrix product of the reference may break ties
         assert torch.equal(selection.select(*args, **call), blocks)
 
 
-def choice(mine: torch.Tensor, case: TruthCase) -> torch.Tensor:
-    """The oracle's choice for given scores [S, G, NB]."""
-    out = torch.full((*mine.shape[:2], case.geometry.num_selected_blocks), -1, dtype=torch.int32)
-    blocks = -(-len(mine) // case.geometry.select_block_size)
-    for t, g in itertools.product(range(len(mine)), range(mine.shape[1])):
-        picked = oracle.choose(mine[t, g, :blocks].tolist(), t, case.geometry)
-        out[t, g, : len(picked)] = torch.tensor(picked, dtype=torch.int32)
+def choice(scores: torch.Tensor, case: TruthCase) -> torch.Tensor:
+    """Select blocks with the oracle from scores [S, G, NB]."""
+    out = torch.full((*scores.shape[:2], case.geometry.num_selected_blocks), -1, dtype=torch.int32)
+    blocks = -(-len(scores) // case.geometry.select_block_size)
+    for t, g in itertools.product(range(len(scores)), range(scores.shape[1])):
+        selected = oracle.choose(scores[t, g, :blocks].tolist(), t, case.geometry)
+        out[t, g, : len(selected)] = torch.tensor(selected, dtype=torch.int32)
     return out
 
 
-def test_rows_are_the_same_rows_and_only_their_gradients() -> None:
+def test_sampled_rows_equal_the_full_result_with_do_masked() -> None:
     case = dataclasses.replace(PACKED_WITH_EMPTY, lengths=(9, 0, 25))
     t, rows = case.tensors(), [0, 8, 9, 20, 33]
-    keep = torch.zeros(34, dtype=torch.bool)
-    keep[rows] = True
-    only = t["do"] * keep[:, None, None]
+    sampled = torch.zeros(34, dtype=torch.bool)
+    sampled[rows] = True
+    masked_do = t["do"] * sampled[:, None, None]
     for slot, names in SLOTS.items():
         args = (*(t[name] for name in names), case.geometry, case.scale)
-        full = getattr(oracle, slot)(*args, cu_seqlens=case.cu_seqlens, do=only)
+        full = getattr(oracle, slot)(*args, cu_seqlens=case.cu_seqlens, do=masked_do)
         for module in (oracle, attention):
             part = getattr(module, slot)(*args, cu_seqlens=case.cu_seqlens, do=t["do"], rows=rows)
-            assert torch.allclose(part.o[keep], full.o[keep], rtol=0, atol=1e-14)
-            assert torch.allclose(part.lse[:, keep], full.lse[:, keep], rtol=0, atol=1e-14)
-            assert not part.o[~keep].any()
-            assert not part.lse[:, ~keep].any()
+            assert torch.allclose(part.o[sampled], full.o[sampled], rtol=0, atol=1e-14)
+            assert torch.allclose(part.lse[:, sampled], full.lse[:, sampled], rtol=0, atol=1e-14)
+            assert not part.o[~sampled].any()
+            assert not part.lse[:, ~sampled].any()
             for name in full.grads:
                 assert torch.allclose(part.grads[name], full.grads[name], rtol=0, atol=1e-13), (
                     slot,
@@ -131,17 +131,17 @@ def test_rows_are_the_same_rows_and_only_their_gradients() -> None:
                 )
 
 
-def test_rows_that_do_not_exist_are_refused() -> None:
+def test_rows_out_of_range_are_refused() -> None:
     t = ONE.tensors()
     with pytest.raises(ValueError, match=r"rows must lie in \[0, 1\), got 1 .. 1"):
         oracle.win(t["q"], t["k"], t["v"], ONE.geometry, 1.0, rows=[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype) -> None:
+def test_rounded_arithmetic_rounds_only_p_ds_and_results(dtype: torch.dtype) -> None:
     case = TruthCase(BlockGeometry(4, 2, 8, 4, 1, 2, 40), (32,), False, 1, 1, 1, 8, 8, 0.5, 4)
     t = case.tensors(dtype)
-    got = attention.win(
+    actual = attention.win(
         t["q"], t["k"], t["v"], case.geometry, 0.5, do=t["do"], arithmetic="rounded", dtype=dtype
     )
 
@@ -155,12 +155,12 @@ def test_rounded_rounds_p_ds_and_the_results_and_nothing_else(dtype: torch.dtype
     o = r(r(e) @ v / e.sum(-1, keepdim=True))
     ds = r(p * (do @ v.T - (do * o).sum(-1, keepdim=True)))
     expected = {"dq": r(0.5 * (ds @ k)), "dk": r(0.5 * (ds.T @ q)), "dv": r(r(p).T @ do)}
-    assert torch.equal(got.o[0, :, 0], o)
-    assert got.lse is not None
-    assert torch.allclose(got.lse[0, 0], s.logsumexp(-1), rtol=1e-6, atol=0)
-    assert not torch.equal(got.lse, r(got.lse))
-    for name, want in expected.items():
-        assert torch.equal(got.grads[name][0, :, 0], want), name
+    assert torch.equal(actual.o[0, :, 0], o)
+    assert actual.lse is not None
+    assert torch.allclose(actual.lse[0, 0], s.logsumexp(-1), rtol=1e-6, atol=0)
+    assert not torch.equal(actual.lse, r(actual.lse))
+    for name, grad in expected.items():
+        assert torch.equal(actual.grads[name][0, :, 0], grad), name
     gates = attention.combine(
         t["gates"], t["o_cmp"], t["o_sel"], t["o_win"], t["do"], arithmetic="rounded", dtype=dtype
     )

@@ -1,4 +1,4 @@
-"""Random problems for the truth tests: drawn by hypothesis, shrunk to the smallest that breaks."""
+"""Random problems for the truth tests, drawn and shrunk by hypothesis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa_core.layout import BlockGeometry
 
 @dataclasses.dataclass(frozen=True)
 class TruthCase:
-    """A problem: dense with ``batch`` sequences of ``lengths[0]`` tokens, or packed documents."""
+    """A problem with ``batch`` dense sequences of ``lengths[0]`` tokens, or packed documents."""
 
     geometry: BlockGeometry
     lengths: tuple[int, ...]
@@ -47,31 +47,31 @@ class TruthCase:
         return max(0, (self.total - g.compress_block_size) // g.compress_stride + 1)
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """q, k, v, k_cmp, v_cmp, do, gates, o_cmp, o_sel, o_win, and blocks of every unruly
-        kind.
-        """
-        r = torch.Generator().manual_seed(self.seed)
+        """Create the inputs of all slots; blocks have duplicates, -1 and future entries."""
+        generator = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=r, dtype=torch.float64).to(dtype)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        heads, lead, of_cmp = self.group * self.groups, self.lead, (*self.lead[:-1], self.n_c)
-        names = {
+        heads, lead, cmp_lead = self.group * self.groups, self.lead, (*self.lead[:-1], self.n_c)
+        shapes = {
             "q": (lead, heads, self.dk),
             "k": (lead, self.groups, self.dk),
             "v": (lead, self.groups, self.dv),
         }
-        names |= {"k_cmp": (of_cmp, self.groups, self.dk), "v_cmp": (of_cmp, self.groups, self.dv)}
-        names |= dict.fromkeys(("do", "o_cmp", "o_sel", "o_win"), (lead, heads, self.dv))
-        out = {n: normal(*first, *rest) for n, (first, *rest) in names.items()}
-        out["gates"] = normal(*lead, heads, 3).to(
+        shapes |= {
+            "k_cmp": (cmp_lead, self.groups, self.dk),
+            "v_cmp": (cmp_lead, self.groups, self.dv),
+        }
+        shapes |= dict.fromkeys(("do", "o_cmp", "o_sel", "o_win"), (lead, heads, self.dv))
+        tensors = {n: normal(*leading, *sizes) for n, (leading, *sizes) in shapes.items()}
+        tensors["gates"] = normal(*lead, heads, 3).to(
             torch.float64 if dtype == torch.float64 else torch.float32
         )
-        top = self.total // self.geometry.select_block_size + 3
+        limit = self.total // self.geometry.select_block_size + 3
         shape = (*lead, self.groups, self.geometry.num_selected_blocks)
-        # duplicates, -1, future
-        out["blocks"] = torch.randint(-1, top, shape, generator=r, dtype=torch.int32)
-        return out
+        tensors["blocks"] = torch.randint(-1, limit, shape, generator=generator, dtype=torch.int32)
+        return tensors
 
 
 @st.composite

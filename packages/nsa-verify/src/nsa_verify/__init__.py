@@ -1,3 +1,1 @@
-"""Verification of NSA kernels: float64 oracle, verdict, checks, and the conformance kit for backend
-authors.
-"""
+"""Verify NSA kernels: float64 oracle, verdicts, checks, and a conformance suite for backends."""

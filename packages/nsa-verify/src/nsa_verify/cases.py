@@ -1,6 +1,4 @@
-"""Named problems with data: what verify, the conformance kit and bench run a combination of
-backends on.
-"""
+"""Cases: named problems with data on which verification and benchmarks run backends."""
 
 from __future__ import annotations
 
@@ -17,11 +15,19 @@ from nsa_core.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: a configuration, its lengths, a seed, and where the numbers come from.
+    """A named problem: a layer configuration, sequence lengths, and the source of its data.
 
-    ``lengths`` of several documents make a packed case ([T, ...] with cu_seqlens), one length a
-    dense one ([batch, S, ...]). ``text`` (bytes) replaces random numbers by what an NSAttention
-    layer makes of a text. ``rows`` limits the judgement to these tokens of every sequence (long S).
+    Attributes:
+        name: Name in reports.
+        config: Layer configuration.
+        lengths: Document lengths of a packed case, or the one sequence length of a dense case.
+        batch: Batch size of a dense case.
+        packed: Whether tensors are packed ([T, ...] with ``cu_seqlens``) or dense ([B, S, ...]).
+        fused: Whether q, k and v are views of one buffer, as a fused projection returns them.
+        sharpness: Factor on q. Values above 1 make the attention peaked.
+        text: Bytes that an NSAttention layer projects to q, k and v; None uses random numbers.
+        rows: Token positions to judge in every sequence, for long sequences; None judges all.
+        seed: Seed of the random numbers.
     """
 
     name: str
@@ -29,13 +35,11 @@ class Case:
     lengths: tuple[int, ...]
     batch: int = 1
     packed: bool = False
-    fused: bool = False  # q, k, v are views of one buffer, as a fused projection leaves them
-    # Factor on q: above 1 the attention is peaked. A relative error of exp(s) is an absolute error
-    # of s, about
-    # |s| 2^-24 in fp32, so a key that one query alone sees has a dv that wrong; the verdict's noise
-    # does not grow with
-    # |s|, and is calibrated for logits of a few units. Past 2 a healthy fp32 kernel can fail on
-    # such a row.
+    fused: bool = False
+    # Above 2 a correct fp32 kernel can fail. A logit s has an absolute error of about |s| 2^-24 in
+    # fp32, which becomes the relative error of exp(s), and of dv for a key that only one query
+    # sees. The noise of the verdict does not grow with |s|; it is calibrated for logits of a few
+    # units.
     sharpness: float = 1.0
     text: bytes | None = None
     rows: tuple[int, ...] | None = None
@@ -43,15 +47,23 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one batch entry, all documents together."""
+        """Number of tokens in one batch entry, over all documents."""
         return sum(self.lengths)
 
     def data(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> CaseData:
-        """The case's tensors; equal for equal (case, dtype, seed), whatever the device."""
-        make = _from_text if self.text is not None else _random
-        tensors = make(self, dtype, seed + self.seed)
+        """Create the tensors of the case.
+
+        The values depend on the case, ``dtype`` and ``seed``, but not on ``device``.
+
+        Args:
+            dtype: Dtype of all tensors but the gates, which are float32 (float64 for float64).
+            device: Device of the tensors.
+            seed: Added to the seed of the case.
+        """
+        generate = _from_text if self.text is not None else _random
+        tensors = generate(self, dtype, seed + self.seed)
         cu_seqlens = None
         if self.packed:
             bounds = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
@@ -65,7 +77,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class CaseData:
-    """The tensors of a case, shapes as in nsa_core.contract; ``cu_seqlens`` None when dense."""
+    """The tensors of a case, in the layouts of nsa_core.contract.
+
+    Shapes are those of a dense case; packed tensors are [T, ...] without the batch axis.
+    """
 
     q: torch.Tensor  # [B, S, Hq, Dk]
     k_cmp: torch.Tensor  # [B, n_c, G, Dk]
@@ -76,7 +91,7 @@ class CaseData:
     v_win: torch.Tensor  # [B, S, G, Dv]
     gates: torch.Tensor  # [B, S, Hq, 3]
     do: torch.Tensor  # [B, S, Hq, Dv]
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None  # int32 [documents + 1]; None in a dense case
     max_seqlen: int
 
 
@@ -111,7 +126,7 @@ def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor
 
 
 def _fuse(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of ``parts`` as views of one [..., sum of heads * width] buffer."""
+    """Copy ``parts`` into one [..., sum of heads * width] buffer and return views of it."""
     buffer = torch.cat([tensor.flatten(-2) for tensor in parts.values()], -1)
     views = buffer.split([tensor.shape[-2] * tensor.shape[-1] for tensor in parts.values()], -1)
     return {name: view.unflatten(-1, parts[name].shape[-2:]) for name, view in zip(parts, views)}
@@ -146,7 +161,16 @@ def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
 
 
 def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
-    """A layer of Hq, G, Dk, Dv and (l, d, l', n, w)."""
+    """Return the configuration of a layer with dim = Hq * Dk.
+
+    Args:
+        hq: Number of query heads.
+        g: Number of kv heads.
+        dk: Head dimension of queries and keys.
+        dv: Head dimension of values.
+        blocks: (l, d, l', n, w): compression block and stride, selection block, number of selected
+            blocks, and window.
+    """
     size, stride, select, n, window = blocks
     return NSAConfig(
         dim=hq * dk,
@@ -168,15 +192,18 @@ PAPER = (32, 16, 64, 16, 512)
 
 
 def text_case(text: bytes, tokens: int = 1152) -> Case:
-    """The reports' 12/2/64 shape and block sizes on the first ``tokens`` bytes of ``text``.
+    """Return a case on text: Hq=12, G=2, D=64 and the paper's block sizes.
 
-    1152 tokens are 18 selection blocks, so that choosing 16 of them is a choice.
+    Args:
+        text: Bytes, one token each.
+        tokens: Number of bytes to use. 1152 tokens are 18 selection blocks, more than the 16
+            selected ones.
 
     Raises:
-        InvalidInput: the text is empty.
+        InvalidInput: ``text`` is empty.
     """
     if not text:
-        raise InvalidInput("text must not be empty, got 0 bytes")
+        raise InvalidInput("text must have at least 1 byte, got 0")
     return Case(
         "text 12/2/64", config_of(12, 2, 64, 64, PAPER), (min(tokens, len(text)),), text=text
     )
@@ -184,7 +211,7 @@ def text_case(text: bytes, tokens: int = 1152) -> Case:
 
 @lru_cache(maxsize=4)
 def quick_cases() -> tuple[Case, ...]:
-    """Every shape class once, small: the quick preset without its text case."""
+    """Return the quick preset without its text case: each class of shapes once, small."""
     small = config_of(4, 2, 16, 16, TINY)
     return (
         Case("reports 12/2/64", config_of(12, 2, 64, 64, SMALL), (150,), fused=True),
@@ -195,22 +222,24 @@ def quick_cases() -> tuple[Case, ...]:
         Case("S=2w", small, (48,)),
         Case("S=1", small, (1,)),
         Case("S<l", small, (5,), batch=2),
-        # With two local blocks forced, a score that looks at invisible tokens changes no choice.
+        # Two forced local blocks would hide scores that include invisible tokens.
         Case("nothing forced", dataclasses.replace(small, init_blocks=0, local_blocks=0), (93,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
     )
 
 
-def _edge_rows(s: int, geometry_sizes: Sequence[int]) -> tuple[int, ...]:
-    edges = {0, 1, s - 1} | {e for size in geometry_sizes for e in (size - 1, size, size + 1)}
+def _edge_rows(s: int, block_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sample rows of a sequence of ``s`` tokens: its ends, block edges, and 60 random rows."""
+    edges = {0, 1, s - 1} | {e for size in block_sizes for e in (size - 1, size, size + 1)}
     spread = torch.randint(0, s, (60,), generator=torch.Generator().manual_seed(s)).tolist()
     return tuple(sorted(row for row in edges | set(spread) if 0 <= row < s))
 
 
 @lru_cache(maxsize=4)
 def full_cases() -> tuple[Case, ...]:
-    """The quick cases, the real block sizes, every group size, and a long sequence judged on
-    sampled rows.
+    """Return the full preset without its text case.
+
+    It adds the paper's block sizes, every group size, and a long sequence judged on sampled rows.
     """
     reports = config_of(12, 2, 64, 64, PAPER)
     return (
@@ -235,8 +264,9 @@ def full_cases() -> tuple[Case, ...]:
 
 @lru_cache(maxsize=4)
 def interpreter_cases() -> tuple[Case, ...]:
-    """For kernels in an interpreter, at milliseconds an operation: S <= 80, D 16, the first one for
-    every check.
+    """Return the cases for interpreted kernels, which take milliseconds per operation.
+
+    They have S <= 80 and head dimension 16. Every check runs on the first one.
     """
     blocks = (8, 4, 16, 3, 12)
     return (

@@ -1,4 +1,4 @@
-"""Combination: a backend for every slot, on a device; and the combinations that are ready here."""
+"""Combination: a backend for every slot, on one device, and the combinations that can run here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from nsa_verify import cases
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """A backend for every slot, as the user named it, on a device.
+    """A backend for every slot, as the user named it, on one device.
 
     Attributes:
-        backends: slot -> backend; a slot left out is auto.
-        device: a torch device, "cuda:1".
-        registry: where backends come from; None: the installed plugins.
-        name: how reports call it.
+        backends: Backend name of each slot. Slots without an entry are planned as auto.
+        device: A torch device such as "cuda:1".
+        registry: Registry of backends; None uses the installed plugins.
+        name: Name in reports.
     """
 
     backends: Mapping[str, str]
@@ -37,22 +37,22 @@ class Combination:
     name: str = ""
 
     def plan(self, config: NSAConfig, dtype: torch.dtype, **fields: Any) -> Plan:
-        """The plan of this combination, with gradients unless ``fields`` say otherwise.
+        """Plan this combination with :func:`nsa_core.resolve`.
 
         Args:
-            config: the layer's configuration.
-            dtype: dtype of q, k and v.
-            **fields: other fields of PlanOptions, by name.
+            config: Configuration of the layer.
+            dtype: Dtype of q, k and v.
+            **fields: Other fields of PlanOptions. ``needs_grad`` defaults to True.
 
         Raises:
-            NSAError: as :func:`nsa_core.resolve`.
+            NSAError: A slot has no backend that accepts the request.
         """
         options = PlanOptions(device=self.device, dtype=dtype, backends=dict(self.backends))
         return resolve(config, options, registry=self.registry, **{"needs_grad": True, **fields})
 
 
 def spec_of(combination: Combination, plan: Plan, slot: str) -> BackendSpec:
-    """The specification of the backend that ``plan`` chose for ``slot``."""
+    """Return the specification of the backend that ``plan`` chose for ``slot``."""
     registry = combination.registry or default_registry()
     entry = registry.get(plan.choices[slot].backend)
     assert entry.spec is not None  # a chosen backend is ready
@@ -60,21 +60,23 @@ def spec_of(combination: Combination, plan: Plan, slot: str) -> BackendSpec:
 
 
 def parse_combination(text: str) -> Combination:
-    """The combination that "win=sdpa,cmp=fa2", "sdpa" (every slot) or "auto" stands for.
+    """Parse a combination such as "win=sdpa,cmp=fa2", "sdpa" (in every slot) or "auto".
 
     Raises:
-        InvalidInput: an unknown slot, a slot named twice, or something that is no assignment.
+        InvalidInput: ``text`` is empty, is not a list of ``slot=backend``, has an unknown slot, or
+            names a slot twice.
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if len(words) == 1 and "=" not in words[0]:
-        named = {} if words[0] == "auto" else dict.fromkeys(SLOTS, words[0])
-        return Combination(named, name=words[0])
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if len(items) == 1 and "=" not in items[0]:
+        named = {} if items[0] == "auto" else dict.fromkeys(SLOTS, items[0])
+        return Combination(named, name=items[0])
     backends: dict[str, str] = {}
-    for word in words:
-        slot, equals, name = (part.strip() for part in word.partition("="))
+    for item in items:
+        slot, equals, name = (part.strip() for part in item.partition("="))
         if not equals or not name:
             raise InvalidInput(
-                f"combo must be like win=sdpa,cmp=fa2 or one backend's name, got {text!r}"
+                f"combo must be slot=backend pairs such as win=sdpa,cmp=fa2, or one backend name,"
+                f" got {text!r}"
             )
         if slot not in SLOTS:
             raise InvalidInput(f"combo {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)}")
@@ -82,7 +84,9 @@ def parse_combination(text: str) -> Combination:
             raise InvalidInput(f"combo {text!r} names slot {slot!r} twice")
         backends[slot] = name
     if not backends:
-        raise InvalidInput("combo must not be empty")
+        raise InvalidInput(
+            f"combo must name a backend, such as sdpa or win=sdpa,cmp=fa2, got {text!r}"
+        )
     name = ",".join(f"{slot}={backends[slot]}" for slot in SLOTS if slot in backends)
     return Combination(backends, name=name)
 
@@ -90,9 +94,9 @@ def parse_combination(text: str) -> Combination:
 def ready_combinations(
     registry: Registry, config: NSAConfig, options: PlanOptions
 ) -> list[Combination]:
-    """ "auto", and per ready backend the combination that uses it wherever it accepts.
+    """List "auto", and for each ready backend the combination that uses it wherever it accepts.
 
-    Each assignment is listed once.
+    Each assignment of backends to slots is listed once.
     """
     candidates = find_candidates(config, options, registry=registry).by_slot
     accepted = {slot: [c.backend for c in candidates[slot] if c.accepted] for slot in SLOTS}
@@ -114,12 +118,22 @@ def every_combination(
     named: Mapping[str, str],
     decode: bool = False,
 ) -> list[dict[str, str]]:
-    """Backends by slot, an entry per combination of those that take each branch here, forward and
-    backward, in a dtype.
+    """List every combination of backends over the branches cmp, sel and win.
 
-    ``decode`` asks for decode forms instead. A slot of ``named`` keeps its backend; slots that are
-    no branch are left to auto. Where a branch has no backend the one entry is ``named``, so that
-    planning it gives every reason.
+    A backend is used in a branch if it accepts it on ``device`` in at least one of ``dtypes``,
+    forward and backward.
+
+    Args:
+        registry: Registry of backends.
+        device: Torch device.
+        dtypes: Candidate dtypes of q, k and v.
+        named: Backends that the user fixed, by slot; these slots do not vary.
+        decode: Require decode forms instead of forward and backward.
+
+    Returns:
+        Backend names by slot, one mapping per combination. Slots that are not branches stay with
+        auto unless ``named`` has them. If no backend accepts a branch, the only entry is ``named``:
+        planning it raises an error with every reason.
     """
     accepted: dict[str, dict[str, None]] = {slot: {} for slot in BRANCHES}
     for dtype in dtypes:
@@ -134,5 +148,7 @@ def every_combination(
         for slot in BRANCHES:
             accepted[slot].update(dict.fromkeys(c.backend for c in candidates[slot] if c.accepted))
     choices = [[named[slot]] if slot in named else list(accepted[slot]) for slot in BRANCHES]
-    found = [{**named, **dict(zip(BRANCHES, names))} for names in itertools.product(*choices)]
-    return found or [dict(named)]
+    combinations = [
+        {**named, **dict(zip(BRANCHES, names))} for names in itertools.product(*choices)
+    ]
+    return combinations or [dict(named)]

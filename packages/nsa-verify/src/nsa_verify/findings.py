@@ -1,4 +1,4 @@
-"""Finding: what one comparison found."""
+"""Finding: the result of one comparison."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One comparison. ``ok`` None: not applicable here, ``detail`` says why.
+    """The result of one comparison.
 
-    ``row``, ``elem`` and ``bias`` are the verdict's errors in units of rounding noise, as parts of
-    their limits (1.0 is the limit); None where the check demands equal bits.
+    Attributes:
+        check: Name of the check.
+        slot: Slot under test; "" or "whole" for a comparison of a layer or of all slots.
+        case: Name of the case.
+        dtype: Name of the dtype.
+        quantity: The compared tensor or property.
+        ok: Whether the comparison passed; None if it does not apply (see ``detail``).
+        row: Row error of the verdict divided by its limit; None if equal bits are required.
+        elem: Element error divided by its limit; None if equal bits are required.
+        bias: Bias divided by its limit; None if equal bits are required.
+        detail: Reason of a failure, or of a comparison that does not apply.
     """
 
     check: str
@@ -36,13 +45,13 @@ class Finding:
 def judged(
     check: str, slot: str, case: Case, dtype: torch.dtype, verdicts: Mapping[str, Verdict]
 ) -> Iterator[Finding]:
-    """A finding per verdict, its errors as parts of their limits."""
+    """Yield one finding per verdict, with errors divided by their limits."""
     limits = LIMITS[dtype]
     for quantity, v in verdicts.items():
-        most = LSE_LIMIT if quantity == "lse" else limits.elem
-        parts = (v.row / limits.row, v.elem / most, v.bias)
+        elem_limit = LSE_LIMIT if quantity == "lse" else limits.elem
+        fractions = (v.row / limits.row, v.elem / elem_limit, v.bias)
         yield Finding(
-            check, slot, case.name, dtype_name(dtype), quantity, v.ok, *parts, detail=v.why
+            check, slot, case.name, dtype_name(dtype), quantity, v.ok, *fractions, detail=v.why
         )
 
 
@@ -52,27 +61,27 @@ def same_bits(
     case: Case,
     dtype: torch.dtype,
     quantity: str,
-    got: torch.Tensor,
-    want: torch.Tensor,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
 ) -> Finding:
-    """A finding that demands equal bits (NaN equals NaN)."""
+    """Compare two tensors bit for bit; NaN equals NaN, and -0.0 equals 0.0."""
     equal = (
-        got.shape == want.shape
-        and got.dtype == want.dtype
-        and bool(torch.equal(bits(got), bits(want)))
+        actual.shape == expected.shape
+        and actual.dtype == expected.dtype
+        and bool(torch.equal(bits(actual), bits(expected)))
     )
     detail = ""
-    if not equal and got.shape == want.shape:
-        differ = bits(got) != bits(want)
+    if not equal and actual.shape == expected.shape:
+        differ = bits(actual) != bits(expected)
         first = tuple(int(i) for i in differ.nonzero()[0])
         detail = f"{int(differ.sum())} of {differ.numel()} elements differ, first at {first}"
     elif not equal:
-        detail = f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+        detail = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     return Finding(check, slot, case.name, dtype_name(dtype), quantity, equal, detail=detail)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as integers of its width; -0.0 counts as 0.0."""
+    """View a floating tensor as integers of its width, with -0.0 as 0.0."""
     if not tensor.is_floating_point():
         return tensor
     kinds: dict[int, Any] = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""SlotRun: one call of a slot, with the tensors that went in and came out."""
+"""SlotRun: the inputs and outputs of one slot call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from nsa_verify.cases import Case, CaseData
 
 @dataclasses.dataclass(frozen=True)
 class SlotRun:
-    """Tensors one slot received and what it returned, gradients ("dq", ...) included."""
+    """The inputs and outputs of one slot call.
+
+    Attributes:
+        inputs: Input tensors by their names in the contract.
+        outputs: Results by name (o, lse, blocks), and gradients as "d" + the input's name.
+        do: Gradient of o that entered the backward; None if only the forward ran.
+    """
 
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
@@ -38,31 +44,31 @@ def run_slot(
     do: torch.Tensor | None,
     data: CaseData,
 ) -> SlotRun:
-    """Call ``slot`` of ``plan`` on ``inputs`` and, with ``do``, its backward."""
+    """Call ``slot`` of ``plan`` on ``inputs`` and, if ``do`` is given, its backward."""
     return run_kernel(getattr(plan, slot), inputs, do, data)
 
 
 def run_kernel(
     kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
 ) -> SlotRun:
-    """Call ``kernel`` on ``inputs`` and, with ``do``, its backward."""
+    """Call ``kernel`` on ``inputs`` and, if ``do`` is given, its backward."""
     leaves = {n: t.detach() for n, t in inputs.items()}
-    wanted = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
-    for name in wanted:
+    differentiated = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
+    for name in differentiated:
         leaves[name].requires_grad_()
     result = kernel(*leaves.values(), cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen)
     results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     outputs = {n: t.detach() for n, t in zip(OUTPUTS[kernel.slot], results)}
     if do is not None:
-        grads = torch.autograd.grad(results[0], [leaves[n] for n in wanted], do)
-        outputs |= {f"d{n}": g for n, g in zip(wanted, grads)}
+        grads = torch.autograd.grad(results[0], [leaves[n] for n in differentiated], do)
+        outputs |= {f"d{n}": g for n, g in zip(differentiated, grads)}
     return SlotRun({n: t.detach() for n, t in leaves.items()}, outputs, do)
 
 
 def slot_inputs(
     slot: str, data: CaseData, upstream: Mapping[str, SlotRun]
 ) -> dict[str, torch.Tensor]:
-    """The tensors ``slot`` receives: the case's, and what the slots before it returned."""
+    """Return the inputs of ``slot``: tensors of the case and outputs of the slots before it."""
     if slot == "cmp":
         return {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
     if slot == "select":
@@ -82,18 +88,16 @@ def slot_inputs(
 
 
 def masked_do(case: Case, do: torch.Tensor) -> torch.Tensor:
-    """``do`` with zeros outside the judged rows: what is not judged must not reach the
-    gradients.
-    """
+    """Return ``do`` with zeros outside the judged rows, which must not reach the gradients."""
     if case.rows is None:
         return do
-    kept = torch.zeros_like(do)
-    kept[..., list(case.rows), :, :] = do[..., list(case.rows), :, :]
-    return kept
+    masked = torch.zeros_like(do)
+    masked[..., list(case.rows), :, :] = do[..., list(case.rows), :, :]
+    return masked
 
 
 def run_slots(plan: Plan, case: Case, data: CaseData) -> dict[str, SlotRun]:
-    """Every slot once, in the order data flows, forward and backward."""
+    """Run every slot once, forward and backward, in the order of the data flow."""
     runs: dict[str, SlotRun] = {}
     do = masked_do(case, data.do)
     for slot in SLOTS:

@@ -1,1 +1,1 @@
-"""The checks of `nsa verify`, one family a file."""
+"""The checks of `nsa verify`, one family per file."""

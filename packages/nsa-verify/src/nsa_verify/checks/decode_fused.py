@@ -1,5 +1,7 @@
-"""Fused decode forms (contract.FUSED): the step given its own blocks, append against plain writes,
-gates by formula.
+"""Checks of fused decode forms (contract.FUSED): step, append and gates.
+
+A fused step is judged given the blocks that it selected. A fused append is compared with plain
+writes, and fused gates with their formula.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from nsa_verify import oracle
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
-from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
 from nsa_verify.reference import attention
 
-_DIM = 200  # of a layer: wider than a tile, and no multiple of one
+_DIM = 200  # layer width of the gates check: larger than a tile, and not a multiple of one
 
 
 def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """:func:`step_parity`, where the combination's backend has a fused step."""
+    """Run :func:`step_parity` if the backend of the combination has a fused step."""
     plan = decode_plan(combination, step, dtype)
     if "step" in plan.fused:
         yield from step_parity(combination, step, dtype)
@@ -33,9 +35,7 @@ def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
 
 
 def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """:func:`append_parity` with and without rotary, where the combination's backend has a fused
-    append.
-    """
+    """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
     plan = decode_plan(combination, step, dtype)
     if "append" not in plan.fused:
         yield _missing(plan, "append", step, dtype)
@@ -48,9 +48,7 @@ def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> It
 
 
 def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """sigmoid(x W^T + b), where the combination's backend has a fused form of it, judged in the
-    dtype that gates have.
-    """
+    """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
     plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     if "gates" not in plan.fused:
         yield _missing(plan, "gates", step, dtype)
@@ -61,28 +59,29 @@ def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(combination.device, dtype)
 
-    x = normal(batch, m, _DIM + 8)[..., :_DIM]  # rows that do not follow one another
+    x = normal(batch, m, _DIM + 8)[..., :_DIM]  # rows with gaps between them
     weight, bias = normal(3 * heads, _DIM) * _DIM**-0.5, normal(3 * heads)
-    mine = plan.fused["gates"](x, weight, bias, call=data.call)
-    kept = stats_dtype(dtype)
+    actual = plan.fused["gates"](x, weight, bias, call=data.call)
+    gates_dtype = stats_dtype(dtype)
 
     def logits(
-        kind: torch.dtype, size: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+        kind: torch.dtype, transform: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
     ) -> torch.Tensor:
-        rows, by, plus = (size(t.to(kind)) for t in (x, weight, bias))
-        return torch.unflatten(rows @ by.mT + plus, -1, (heads, 3))
+        x_, weight_, bias_ = (transform(t.to(kind)) for t in (x, weight, bias))
+        return torch.unflatten(x_ @ weight_.mT + bias_, -1, (heads, 3))
 
     golden = logits(torch.float64).sigmoid()
-    # of a logit, as it reaches a gate
+    # The magnitude of a logit, multiplied by the derivative of the sigmoid.
     magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden
-    mine, golden, rounded, magnitude = (
-        gate_rows(t) for t in (mine, golden, logits(kept).sigmoid(), magnitude)
+    actual, golden, rounded, magnitude = (
+        gate_rows(t) for t in (actual, golden, logits(gates_dtype).sigmoid(), magnitude)
     )
-    verdict = judge(mine, golden, rounded, magnitude, kept)
+    verdict = judge(actual, golden, rounded, magnitude, gates_dtype)
     yield from judged("decode fused gates", "", step.case, dtype, {"gates": verdict})
 
 
 def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
+    """Return the finding of a check that does not apply: no fused form ``name``."""
     backends = {choice.backend for choice in plan.choices.values()}
     why = (
         f"{backends.pop()} has no fused {name}"
@@ -95,11 +94,10 @@ def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
 
 
 def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The blocks are a right choice, and o is the gated sum of the branches over these blocks;
-    padding is empty.
+    """Check the blocks of a fused step, its output given these blocks, and its padding rows.
 
-    Judged as a composition of slots would be, whose outputs are rounded before the gates: a fused
-    step may round less.
+    The output is the gated sum of the branches (Eq. 5). It is judged like a composition of slots,
+    whose outputs are rounded before the gates; a fused step may round less.
     """
     plan = decode_plan(combination, step, dtype)
     data = step_data(step, dtype, combination.device)
@@ -107,11 +105,12 @@ def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     o, blocks = plan.fused["step"](data.q, data.gates, *(s[name] for name in names), call=data.call)
     for b, new in enumerate(step.new):
-        for name, tail, value in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
+        for name, padding, value in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
             if new < step.rows:
-                want = torch.full_like(tail, value)
+                expected = torch.full_like(padding, value)
+                quantity = f"{name} of padding"
                 yield same_bits(
-                    "decode fused step", "", step.case, dtype, f"{name} of padding", tail, want
+                    "decode fused step", "", step.case, dtype, quantity, padding, expected
                 )
     yield from _judge_composed(step, dtype, data, o, blocks)
 
@@ -119,17 +118,17 @@ def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
 def _judge_composed(
     step: Step, dtype: torch.dtype, data: StepData, o: torch.Tensor, blocks: torch.Tensor
 ) -> Iterator[Finding]:
-    """o [B, m, Hq, Dv] and blocks [B, m, G, n]."""
-    p, where = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
-    w, chosen = p.whole, p.placed(blocks)
-    at: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
-    of_cmp = (w["q"], w["k_cmp"], w["v_cmp"], *where)
-    of_sel = (w["q"], w["k_sel"], w["v_sel"], chosen, *where)
-    of_win = (w["q"], w["k_win"], w["v_win"], *where)
-    truth = oracle.cmp(*of_cmp, **at)
+    """Judge o [B, m, Hq, Dv] and blocks [B, m, G, n] of a fused step."""
+    p, sizes = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
+    t, selected = p.tensors, p.scatter(blocks)
+    options: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
+    cmp_args = (t["q"], t["k_cmp"], t["v_cmp"], *sizes)
+    sel_args = (t["q"], t["k_sel"], t["v_sel"], selected, *sizes)
+    win_args = (t["q"], t["k_win"], t["v_win"], *sizes)
+    truth = oracle.cmp(*cmp_args, **options)
     assert truth.lse is not None  # cmp has one
-    picked = judge_selection(
-        w["q"], w["k_cmp"], truth.lse.to(stats_dtype(dtype)), chosen, *where, **at
+    selection = judge_selection(
+        t["q"], t["k_cmp"], truth.lse.to(stats_dtype(dtype)), selected, *sizes, **options
     )
     common = (
         "decode fused step",
@@ -137,31 +136,35 @@ def _judge_composed(
         step.case.name,
         dtype_name(dtype),
         "blocks",
-        picked.ok,
-        picked.regret / 8,
+        selection.ok,
+        selection.regret / MAX_REGRET,
     )
-    said = picked.why + p.said(picked.where[:1]) if picked.why else f"regret {picked.regret:.2g}"
-    yield Finding(*common, detail=said)
+    detail = (
+        selection.why + p.describe(selection.where[:1])
+        if selection.why
+        else f"regret {selection.regret:.2g}"
+    )
+    yield Finding(*common, detail=detail)
     golden = oracle.combine(
-        w["gates"], truth.o, oracle.sel(*of_sel, **at).o, oracle.win(*of_win, **at).o
+        t["gates"], truth.o, oracle.sel(*sel_args, **options).o, oracle.win(*win_args, **options).o
     ).o
 
-    def again(arithmetic: attention.Arithmetic) -> torch.Tensor:
-        how: dict[str, Any] = {**at, "arithmetic": arithmetic, "dtype": dtype}
+    def reference(arithmetic: attention.Arithmetic) -> torch.Tensor:
+        kwargs: dict[str, Any] = {**options, "arithmetic": arithmetic, "dtype": dtype}
         branches = (
-            attention.cmp(*of_cmp, **how),
-            attention.sel(*of_sel, **how),
-            attention.win(*of_win, **how),
+            attention.cmp(*cmp_args, **kwargs),
+            attention.sel(*sel_args, **kwargs),
+            attention.win(*win_args, **kwargs),
         )
         return attention.combine(
-            w["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype
+            t["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype
         ).o
 
-    rounded = golden if dtype == torch.float64 else again("rounded")
-    mine, golden, rounded, magnitude = (
-        heads_first(x[p.rows]) for x in (p.placed(o), golden, rounded, again("magnitude"))
+    rounded = golden if dtype == torch.float64 else reference("rounded")
+    actual, golden, rounded, magnitude = (
+        heads_first(x[p.rows]) for x in (p.scatter(o), golden, rounded, reference("magnitude"))
     )
-    verdict = judge(mine, golden, rounded, magnitude, dtype)
+    verdict = judge(actual, golden, rounded, magnitude, dtype)
     yield from judged("decode fused step", "", step.case, dtype, {"o": verdict})
 
 
@@ -175,24 +178,32 @@ def append_parity(
     raw_ring: int,
     exact: bool = True,
 ) -> Iterator[Finding]:
-    """Every store is what plain code writes into it, and untouched elsewhere; q is rotated.
+    """Check that a fused append writes what plain code writes, and nothing else.
 
-    ``exact``: bit for bit, what is rotated too. Otherwise that is judged, for a product and a sum
-    in one instruction round once less: both are right, and their last bits differ.
+    Args:
+        combination: Combination whose backend has a fused append.
+        step: The decode step.
+        dtype: Dtype of q, keys and values.
+        rope: Whether to rotate q and the keys of sel and win.
+        rotate_raw: Whether to rotate the uncompressed keys of cmp, too.
+        raw_ring: Rows of the ring of uncompressed keys and values of cmp.
+        exact: Require equal bits of rotated tensors. Otherwise they are judged, because a fused
+            multiply-add rounds once less than a product and a sum.
     """
     data, config = step_data(step, dtype, combination.device), step.case.config
     plan, table = decode_plan(combination, step, dtype), None
     if rope:
         positions = torch.arange(max(step.lengths) + step.rows, device=combination.device)
         table = rope_table(positions, config.qk_dim, config.rope_base, dtype)
-    rows, stores = _arrivals(step, data, raw_ring)
-    want = {name: (k.clone(), v.clone()) for name, (k, v) in stores.items()}
-    q = _plain(step, data, rows, want, table, rotate_raw)
+    rows, stores = _append_tensors(step, data, raw_ring)
+    expected = {name: (k.clone(), v.clone()) for name, (k, v) in stores.items()}
+    expected_q = _plain_append(step, data, rows, expected, table, rotate_raw)
     tables = None if table is None else (table.cos[:, 0], table.sin[:, 0])
-    triples = [tuple(rows[name][i] for name in ("raw", "sel", "win")) for i in (0, 1)]
-    got = plan.fused["append"](
+    keys, values = (tuple(rows[name][i] for name in ("raw", "sel", "win")) for i in (0, 1))
+    q = plan.fused["append"](
         data.q,
-        *triples,
+        keys,
+        values,
         stores["raw"],
         stores["sel"],
         stores["win"],
@@ -201,35 +212,37 @@ def append_parity(
         call=data.call,
     )
     label = "no rotary" if not rope else "rotary of raw too" if rotate_raw else "rotary"
-    real = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(q.device)
-    pairs = {"q": (got[real], q[real], rope)}
-    for name, pair in stores.items():
-        turned = rope and (name != "raw" or rotate_raw)
-        found = [(mine.flatten(0, 1), plain.flatten(0, 1)) for mine, plain in zip(pair, want[name])]
-        pairs |= {f"k_{name}": (*found[0], turned), f"v_{name}": (*found[1], False)}
-    for name, (mine, plain, turned) in pairs.items():  # [rows, heads, D]
+    is_new = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(expected_q.device)
+    pairs = {"q": (q[is_new], expected_q[is_new], rope)}
+    for name, store in stores.items():
+        rotated = rope and (name != "raw" or rotate_raw)
+        k, v = ((x.flatten(0, 1), y.flatten(0, 1)) for x, y in zip(store, expected[name]))
+        pairs |= {f"k_{name}": (*k, rotated), f"v_{name}": (*v, False)}
+    for name, (actual, plain, rotated) in pairs.items():  # [rows, heads, D]
         quantity = f"{name}, {label}"
-        if exact or not turned:
-            yield same_bits("decode fused append", "", step.case, dtype, quantity, mine, plain)
-        elif len(mine):
-            verdict = _judge_rotated(mine, plain, dtype)
+        if exact or not rotated:
+            yield same_bits("decode fused append", "", step.case, dtype, quantity, actual, plain)
+        elif len(actual):
+            verdict = _judge_rotated(actual, plain, dtype)
             yield from judged("decode fused append", "", step.case, dtype, {quantity: verdict})
 
 
-def _judge_rotated(mine: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
-    """``plain`` stands for golden: at most half a unit of the dtype from it, which the noise of a
-    row counts.
+def _judge_rotated(actual: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
+    """Judge ``actual`` with ``plain`` as golden.
+
+    ``plain`` differs from golden by at most half a unit of the dtype, which the noise includes.
     """
-    mine, golden = heads_first(mine), heads_first(plain.double())
-    return judge(mine, golden, golden, golden.abs(), dtype)
+    actual, golden = heads_first(actual), heads_first(plain.double())
+    return judge(actual, golden, golden, golden.abs(), dtype)
 
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
-    """The step's rows of raw, sel, win, views of one buffer as a projection leaves them, and stores
-    of NaN.
+def _append_tensors(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
+    """Return the new (k, v) rows of raw, sel and win, and stores filled with NaN.
+
+    The rows are views of one buffer, as a fused projection returns them.
     """
     batch, m = data.q.shape[:2]
     config, generator = step.case.config, torch.Generator().manual_seed(step.case.seed)
@@ -252,7 +265,7 @@ def _arrivals(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, Pairs]:
     return rows, stores  # type: ignore[return-value]
 
 
-def _plain(
+def _plain_append(
     step: Step,
     data: StepData,
     rows: Pairs,
@@ -260,18 +273,18 @@ def _plain(
     table: RopeTable | None,
     rotate_raw: bool,
 ) -> torch.Tensor:
-    """Write what an append should, token by token; q as it should come back."""
+    """Append token by token to ``stores`` in plain code; return the rotated q."""
     entries, q = data.call.block_table.tolist(), data.q.clone()
     for b, (length, new) in enumerate(zip(step.lengths, step.new)):
         for r in range(new):
             t = length - new + r
-            at = None if table is None else RopeTable(table.cos[t : t + 1], table.sin[t : t + 1])
-            if at is not None:
-                q[b, r] = rotate(data.q[b, r : r + 1], at)[0]
+            angle = None if table is None else RopeTable(table.cos[t : t + 1], table.sin[t : t + 1])
+            if angle is not None:
+                q[b, r] = rotate(data.q[b, r : r + 1], angle)[0]
             for name, (k, v) in rows.items():
                 key = k[b, r]
-                if at is not None and (name != "raw" or rotate_raw):
-                    key = rotate(key[None], at)[0]
+                if angle is not None and (name != "raw" or rotate_raw):
+                    key = rotate(key[None], angle)[0]
                 size = stores[name][0].shape[1]
                 outer = entries[b][t // size] if name == "sel" else b
                 stores[name][0][outer, t % size], stores[name][1][outer, t % size] = key, v[b, r]

@@ -1,7 +1,6 @@
-"""Checks of decode forms beside parity: what must keep its bits, and who ran.
+"""Checks of decode forms without a golden result: equal bits, and the backend that ran.
 
-Memory that no sequence owns is NaN in every step's data, padding rows are judged by parity: neither
-has a check here.
+Decode parity covers reads outside the sequences, which hold NaN, and padding rows.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from nsa_verify.checks.decode_parity import (
     Results,
     Step,
     StepData,
+    decode_inputs,
     decode_plan,
     judge_step,
-    received,
     run_step,
     step_data,
 )
@@ -31,42 +30,44 @@ from nsa_verify.findings import Finding, same_bits
 _NAMES = {"select": ("blocks",)}
 
 
-def _same(
+def _same_results(
     check: str,
     step: Step,
     dtype: torch.dtype,
-    got: Results,
-    want: Results,
+    actual: Results,
+    expected: Results,
     slots: tuple[str, ...] = DECODE_SLOTS,
 ) -> Iterator[Finding]:
+    """Compare the results of ``slots`` bit for bit."""
     for slot in slots:
-        for name, one, other in zip(_NAMES.get(slot, ("o", "lse")), got[slot], want[slot]):
-            yield same_bits(check, slot, step.case, dtype, name, one, other)
+        for name, x, y in zip(_NAMES.get(slot, ("o", "lse")), actual[slot], expected[slot]):
+            yield same_bits(check, slot, step.case, dtype, name, x, y)
 
 
 def ties(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Queries of 0 give every visible compressed token the same score: the lowest blocks are
-    chosen.
-    """
+    """Check that equal scores select the lowest blocks; zero queries make all scores equal."""
     data = step_data(step, dtype, combination.device)
-    data = dataclasses.replace(data, q=data.q * 0, whole={**data.whole, "q": data.whole["q"] * 0})
+    data = dataclasses.replace(data, q=data.q * 0, dense={**data.dense, "q": data.dense["q"] * 0})
     results = run_step(decode_plan(combination, step, dtype), data)
     for finding in judge_step(step, dtype, data, results, DECODE_SLOTS):
         yield dataclasses.replace(finding, check="decode ties")
 
 
 def run_to_run(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Three runs have the same bits: as declared, and in every slot when it is demanded."""
+    """Check that three runs have equal bits.
+
+    This holds for slots declared deterministic, and for every slot under ``deterministic=True``.
+    """
     data = step_data(step, dtype, combination.device)
-    for demanded in (False, True):
-        plan = decode_plan(combination, step, dtype, deterministic=demanded)
+    for required in (False, True):
+        plan = decode_plan(combination, step, dtype, deterministic=required)
         declared = tuple(
             s
             for s in DECODE_SLOTS
-            if demanded or spec_of(combination, plan, s).slots[s].deterministic
+            if required or spec_of(combination, plan, s).slots[s].deterministic
         )
         for slot in (s for s in DECODE_SLOTS if s not in declared):
-            said = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
+            detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
             yield Finding(
                 "decode run to run",
                 slot,
@@ -74,31 +75,31 @@ def run_to_run(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
                 dtype_name(dtype),
                 "as declared",
                 None,
-                detail=said,
+                detail=detail,
             )
         first, *others = [run_step(plan, data) for _ in range(3)]
         for other in others:
-            yield from _same("decode run to run", step, dtype, other, first, declared)
+            yield from _same_results("decode run to run", step, dtype, other, first, declared)
 
 
 def page_order(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The same sequences in pages of another order: the same bits."""
+    """Check that the order of pages does not change the bits."""
     plan = decode_plan(combination, step, dtype, deterministic=True)
     first, other = (
         run_step(plan, step_data(step, dtype, combination.device, order)) for order in (0, 1)
     )
-    yield from _same("decode page order", step, dtype, other, first)
+    yield from _same_results("decode page order", step, dtype, other, first)
 
 
 def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """New numbers in the same tensors, as a CUDA graph is replayed: the bits of a fresh call with
-    those numbers.
+    """Check a second call with new lengths in the same tensors, as in a CUDA graph replay.
+
+    It must give the bits of a first call with these lengths.
     """
     plan = decode_plan(combination, step, dtype, deterministic=True)
     used, fresh = (step_data(step, dtype, combination.device) for _ in range(2))
     run_step(plan, used)
-    # One token fewer each; where a sequence has but this step's own, its step now brings fewer
-    # rows.
+    # Each sequence has one token fewer. If all its tokens are new, the step has one row fewer.
     lengths = (used.call.lengths - 1).clamp(min=0)
     starts = (used.call.starts - 1).clamp(min=0)
     used.call.lengths.copy_(lengths)
@@ -106,16 +107,18 @@ def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterat
     fresh = dataclasses.replace(
         fresh, call=dataclasses.replace(fresh.call, lengths=lengths, starts=starts)
     )
-    yield from _same("decode replay", step, dtype, run_step(plan, used), run_step(plan, fresh))
+    yield from _same_results(
+        "decode replay", step, dtype, run_step(plan, used), run_step(plan, fresh)
+    )
 
 
 def inputs_untouched(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """No decode form writes to the cache, the queries or the call's tensors."""
+    """Check that no decode form writes to the cache, the queries or the tensors of the call."""
     data = step_data(step, dtype, combination.device)
-    given = _tensors(data)
-    before = {name: tensor.clone() for name, tensor in given.items()}
+    inputs = _tensors(data)
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
     run_step(decode_plan(combination, step, dtype), data)
-    for name, tensor in given.items():
+    for name, tensor in inputs.items():
         yield same_bits("decode inputs untouched", "", step.case, dtype, name, tensor, before[name])
 
 
@@ -125,20 +128,18 @@ def _tensors(data: StepData) -> dict[str, torch.Tensor]:
 
 
 def dispatch(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """The decode form that ran is the one that was asked for: by the plan's own record, and by a
-    profile.
-    """
+    """Check that the requested decode forms ran, by the dispatch record and by a profile."""
     data, plan = step_data(step, dtype, combination.device), decode_plan(combination, step, dtype)
     with record_dispatch() as trace:
         results = run_step(plan, data)
     for slot in DECODE_SLOTS:
-        asked = combination.backends.get(slot, plan.choices[slot].backend)
+        requested = combination.backends.get(slot, plan.choices[slot].backend)
         ran = {(r.backend, r.direction) for r in trace if r.slot == slot}
-        said = (
+        names = (
             ", ".join(f"{backend} ({direction})" for backend, direction in sorted(ran)) or "nothing"
         )
-        detail = f"asked {asked} (decode), ran {said}"
-        ok = ran == {(asked, "decode")}
+        detail = f"asked {requested} (decode), ran {names}"
+        ok = ran == {(requested, "decode")}
         yield Finding(
             "decode dispatch", slot, step.case.name, dtype_name(dtype), "record", ok, detail=detail
         )
@@ -154,16 +155,17 @@ def _profiled(
     data: StepData,
     results: Results,
 ) -> Finding:
+    """Check that a profile shows an event name that the backend declares as evidence."""
     evidence = spec_of(combination, plan, slot).slots[slot].evidence
     common = ("decode dispatch", slot, step.case.name, dtype_name(dtype), "profile")
     if not evidence:
         return Finding(*common, None, detail="no evidence declared")
     with torch.profiler.profile() as profile:
-        getattr(plan, slot)(*received(slot, data, results), call=data.call)
-    found = sorted(
+        getattr(plan, slot)(*decode_inputs(slot, data, results), call=data.call)
+    events = sorted(
         {event.key for event in profile.key_averages() if any(e in event.key for e in evidence)}
     )
     detail = (
-        f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
+        f"profile shows {events[0]}" if events else f"profile shows none of {', '.join(evidence)}"
     )
-    return Finding(*common, bool(found), detail=detail)
+    return Finding(*common, bool(events), detail=detail)

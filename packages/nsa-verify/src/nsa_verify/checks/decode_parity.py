@@ -1,9 +1,8 @@
-"""Decode forms against the oracle: a step at the end of sequences of different lengths, over a
-cache full of NaN.
+"""Compare decode forms with the oracle on a step of sequences of different lengths.
 
-Every store is filled with NaN before the sequences' own tokens are put in: pages in an order of
-their own, rings at the places the contract names; pages that no token needs are -1. What a kernel
-reads beyond them shows.
+The caches are filled with NaN before the tokens of the sequences are written: to pages in a random
+order, and to the ring positions that the contract defines. Table entries of unused pages are -1. So
+a kernel that reads memory outside a sequence returns a visible error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
-from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
@@ -28,11 +27,17 @@ ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Sequences of ``lengths`` tokens, the last ``new`` of each arriving in this step of ``rows``
-    rows.
+    """One decode step of several sequences.
+
+    Attributes:
+        case: Configuration and data source. Its batch and lengths are replaced by those below.
+        lengths: Tokens of each sequence after the step.
+        new: New tokens of each sequence in this step, at most ``rows``.
+        rows: Rows per sequence. Rows beyond the new tokens are padding.
+        page_size: Tokens per page of the sel cache; None uses one page per sequence.
     """
 
-    case: Case  # its batch and lengths are taken from the fields below
+    case: Case
     lengths: tuple[int, ...]
     new: tuple[int, ...]
     rows: int = 1
@@ -41,13 +46,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class StepData:
-    """A step's tensors: ``whole`` dense [B, S, ...] as the oracle takes them, ``stores`` as decode
-    forms do.
+    """The tensors of a decode step.
+
+    Attributes:
+        q: Queries of the step [B, m, Hq, Dk].
+        gates: Gates of the step [B, m, Hq, 3].
+        dense: All tensors of the sequences [B, S, ...], for the oracle.
+        stores: Cached keys and values by name, for the decode forms.
+        call: Arguments of the decode forms.
     """
 
-    q: torch.Tensor  # [B, m, Hq, Dk]
-    gates: torch.Tensor  # [B, m, Hq, 3]
-    whole: dict[str, torch.Tensor]
+    q: torch.Tensor
+    gates: torch.Tensor
+    dense: dict[str, torch.Tensor]
     stores: dict[str, torch.Tensor]
     call: DecodeCall
 
@@ -55,9 +66,15 @@ class StepData:
 def step_data(
     step: Step, dtype: torch.dtype, device: torch.device | str = "cpu", order: int = 0
 ) -> StepData:
-    """The tensors of ``step``; equal for equal (step, dtype, order), whatever the device.
+    """Create the tensors of ``step``.
 
-    ``order`` shuffles the pages: the sequences' own numbers are the same, they lie elsewhere.
+    The values depend on ``step`` and ``dtype``, but not on ``device`` and ``order``.
+
+    Args:
+        step: The decode step.
+        dtype: Dtype of q, keys and values.
+        device: Device of the tensors; ``dense`` stays on the CPU.
+        order: Seed of the page order.
     """
     longest, batch = max(step.lengths), len(step.lengths)
     case = dataclasses.replace(step.case, batch=batch, lengths=(longest,))
@@ -72,16 +89,16 @@ def step_data(
     table = shuffled.view(batch, pages).int()
     for b, length in enumerate(step.lengths):
         table[b, -(-length // size) :] = -1  # never read
-    # larger than it must be, too
+    # A ring may be longer than required; steps with pages test this.
     ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)
-    whole = {
+    dense = {
         name: getattr(data, name)
         for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     }
-    at = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
-    every = torch.arange(batch)[:, None]
+    positions = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
+    sequences = torch.arange(batch)[:, None]
     stores = {}
-    for name, x in whole.items():
+    for name, x in dense.items():
         if name in ("q", "gates"):
             continue
         rows = (
@@ -110,20 +127,16 @@ def step_data(
         table.to(device),
         max_len=longest,
     )
-    return StepData(
-        whole["q"][every, at].to(device), whole["gates"][every, at].to(device), whole, stores, call
-    )
+    q, gates = (dense[name][sequences, positions].to(device) for name in ("q", "gates"))
+    return StepData(q, gates, dense, stores, call)
 
 
-# slot -> what its decode form returned: o and lse, or blocks
-Results = dict[str, tuple[torch.Tensor, ...]]
+Results = dict[str, tuple[torch.Tensor, ...]]  # slot -> (o, lse), or (blocks,) of select
 DECODE_SLOTS = ("cmp", "select", "sel", "win")
 
 
-def received(slot: str, data: StepData, upstream: Results) -> tuple[torch.Tensor, ...]:
-    """The tensors that ``slot``'s decode form takes: the step's, and what the slots before it
-    returned.
-    """
+def decode_inputs(slot: str, data: StepData, upstream: Results) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a decode form: tensors of the step and results of earlier slots."""
     s = data.stores
     if slot == "cmp":
         return data.q, s["k_cmp"], s["v_cmp"]
@@ -135,18 +148,22 @@ def received(slot: str, data: StepData, upstream: Results) -> tuple[torch.Tensor
 
 
 def run_step(plan: Plan, data: StepData) -> Results:
-    """Every decode form of ``plan`` once, in the order data flows."""
+    """Run every decode form of ``plan`` once, in the order of the data flow."""
     results: Results = {}
     for slot in DECODE_SLOTS:
-        made = getattr(plan, slot)(*received(slot, data, results), call=data.call)
-        results[slot] = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        result = getattr(plan, slot)(*decode_inputs(slot, data, results), call=data.call)
+        results[slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     return results
 
 
 def decode_plan(
     combination: Combination, step: Step, dtype: torch.dtype, *, deterministic: bool = False
 ) -> Plan:
-    """The combination's plan for ``step``; resolve()'s errors pass through."""
+    """Plan ``step`` with the backends of ``combination``.
+
+    Raises:
+        NSAError: As :meth:`Combination.plan`.
+    """
     return combination.plan(
         step.case.config,
         dtype,
@@ -158,11 +175,9 @@ def decode_plan(
 
 
 def decode_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Every slot's decode form equals the oracle's rows of the same sequences; padding rows are
-    empty.
+    """Check that every decode form equals the oracle, and that padding rows are empty.
 
-    All that no sequence owns is NaN here (the module's first paragraph): there is no poison check
-    of its own.
+    Memory outside the sequences holds NaN, so this check includes the poison check of prefill.
     """
     data = step_data(step, dtype, combination.device)
     results = run_step(decode_plan(combination, step, dtype), data)
@@ -172,38 +187,35 @@ def decode_parity(combination: Combination, step: Step, dtype: torch.dtype) -> I
 def judge_step(
     step: Step, dtype: torch.dtype, data: StepData, results: Results, slots: Sequence[str]
 ) -> Iterator[Finding]:
-    """Judge ``slots`` of ``results``; those that they were given (cmp's lse, select's blocks) must
-    be among them.
+    """Judge ``slots`` of ``results``.
+
+    ``results`` must also hold the inputs that these slots received: the lse of cmp for select, and
+    the blocks of select for sel.
     """
     for b, new in enumerate(step.new):
-        yield from _empty(step, dtype, b, new, results, slots)
+        yield from _judge_padding(step, dtype, b, new, results, slots)
     p, config = packed(step, data), step.case.config
     common: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
+    t = p.tensors
     inputs = {
-        "cmp": {"q": p.whole["q"], "k_cmp": p.whole["k_cmp"], "v_cmp": p.whole["v_cmp"]},
-        "sel": {"q": p.whole["q"], "k": p.whole["k_sel"], "v": p.whole["v_sel"]},
-        "win": {"q": p.whole["q"], "k": p.whole["k_win"], "v": p.whole["v_win"]},
+        "cmp": {"q": t["q"], "k_cmp": t["k_cmp"], "v_cmp": t["v_cmp"]},
+        "sel": {"q": t["q"], "k": t["k_sel"], "v": t["v_sel"]},
+        "win": {"q": t["q"], "k": t["k_win"], "v": t["v_win"]},
     }
     if "select" in results:
-        inputs["sel"]["blocks"] = blocks = p.placed(results["select"][0])
+        inputs["sel"]["blocks"] = blocks = p.scatter(results["select"][0])
     for slot in slots:
         if slot == "select":
-            lse = p.placed(results["cmp"][1].transpose(1, 2)).T.contiguous()
-            given = (
-                p.whole["q"],
-                p.whole["k_cmp"],
-                lse,
-                blocks,
-                config.geometry,
-                config.softmax_scale,
+            lse = p.scatter(results["cmp"][1].transpose(1, 2)).T.contiguous()
+            verdict = judge_selection(
+                t["q"], t["k_cmp"], lse, blocks, config.geometry, config.softmax_scale, **common
             )
-            verdict = judge_selection(*given, **common)
-            said = (
-                verdict.why + p.said(verdict.where[:1])
+            detail = (
+                verdict.why + p.describe(verdict.where[:1])
                 if verdict.why
                 else f"regret {verdict.regret:.2g}"
             )
-            share = verdict.regret / 8
+            fraction = verdict.regret / MAX_REGRET
             yield Finding(
                 "decode",
                 slot,
@@ -211,84 +223,91 @@ def judge_step(
                 dtype_name(dtype),
                 "blocks",
                 verdict.ok,
-                share,
-                detail=said,
+                fraction,
+                detail=detail,
             )
             continue
         o, lse = results[slot]
-        got = {"o": p.placed(o), "lse": p.placed(lse.transpose(1, 2)).T.contiguous()}
+        outputs = {"o": p.scatter(o), "lse": p.scatter(lse.transpose(1, 2)).T.contiguous()}
         verdicts = judge_slot(
-            slot, inputs[slot], got, config.geometry, config.softmax_scale, **common
+            slot, inputs[slot], outputs, config.geometry, config.softmax_scale, **common
         )
-        told = {
-            n: dataclasses.replace(v, why=v.why and v.why + p.said(v.where[1:]))
+        verdicts = {
+            n: dataclasses.replace(v, why=v.why and v.why + p.describe(v.where[1:]))
             for n, v in verdicts.items()
         }
-        yield from judged("decode", slot, step.case, dtype, told)
+        yield from judged("decode", slot, step.case, dtype, verdicts)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
-    """A step's sequences one after the other, as packed documents.
+    """The sequences of a step, concatenated as packed documents.
 
-    So that the rows of a step are judged together: a bias is what the errors of many rows have in
-    common, and the error of one row alone leans as its largest weight does.
+    The rows of a step are judged together. The bias rule needs many rows: the error of a single row
+    is biased towards its largest weight.
+
+    Attributes:
+        tensors: Tensors of the sequences [T, ...]; k_cmp and v_cmp [T // d, ...].
+        cu_seqlens: Document bounds.
+        rows: Packed indices of the new tokens of the step.
+        places: (sequence, row of the step) of each new token.
+        shape: (sequences, rows of the step).
     """
 
-    whole: dict[str, torch.Tensor]  # [T, ...]; k_cmp, v_cmp [T // d, ...]
+    tensors: dict[str, torch.Tensor]
     cu_seqlens: torch.Tensor
-    rows: list[int]  # the tokens of this step, in T
-    places: list[tuple[int, int]]  # (sequence, row of the step) of each
-    shape: tuple[int, int]  # sequences, and rows of the step
+    rows: list[int]
+    places: list[tuple[int, int]]
+    shape: tuple[int, int]
 
-    def rows_of(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        """This step's rows of [T, ...] as [B, m, ...], ``fill`` where a row is padding."""
-        made = x.new_full((*self.shape, *x.shape[1:]), fill)
+    def gather(self, x: torch.Tensor, fill: float) -> torch.Tensor:
+        """Gather the rows of the step from [T, ...] to [B, m, ...], with ``fill`` in padding."""
+        gathered = x.new_full((*self.shape, *x.shape[1:]), fill)
         if self.rows:
             sequences, rows = zip(*self.places)
-            made[list(sequences), list(rows)] = x[self.rows]
-        return made
+            gathered[list(sequences), list(rows)] = x[self.rows]
+        return gathered
 
-    def placed(self, part: torch.Tensor) -> torch.Tensor:
-        """[B, m, ...] as [T, ...] on the CPU, zero but for this step's tokens."""
-        made = torch.zeros((int(self.cu_seqlens[-1]), *part.shape[2:]), dtype=part.dtype)
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Scatter [B, m, ...] to [T, ...] on the CPU, with zeros outside the step."""
+        scattered = torch.zeros((int(self.cu_seqlens[-1]), *x.shape[2:]), dtype=x.dtype)
         if self.rows:
             sequences, rows = zip(*self.places)
-            made[self.rows] = part.cpu()[list(sequences), list(rows)]
-        return made
+            scattered[self.rows] = x.cpu()[list(sequences), list(rows)]
+        return scattered
 
-    def said(self, where: tuple[int, ...]) -> str:
-        """Which sequence and row of the step the token ``where`` is, for a message."""
-        found = [place for token, place in zip(self.rows, self.places) if where == (token,)]
-        return f" (row {found[0][1]} of sequence {found[0][0]})" if found else ""
+    def describe(self, where: tuple[int, ...]) -> str:
+        """Name the sequence and row of the packed token ``where``, for a message."""
+        matches = [place for token, place in zip(self.rows, self.places) if where == (token,)]
+        return f" (row {matches[0][1]} of sequence {matches[0][0]})" if matches else ""
 
 
 def packed(step: Step, data: StepData) -> PackedStep:
-    """``step`` as packed documents on the CPU."""
+    """Concatenate the sequences of ``step`` as packed documents on the CPU."""
     ends = torch.tensor([0, *step.lengths]).cumsum(0)
-    geometry, whole = step.case.config.geometry, {}
-    for name, x in data.whole.items():
+    geometry, tensors = step.case.config.geometry, {}
+    for name, x in data.dense.items():
         owned = [
             geometry.num_compressed(length) if name.endswith("_cmp") else length
             for length in step.lengths
         ]
         parts = [x[b, :count].cpu() for b, count in enumerate(owned)]
-        if name.endswith("_cmp"):  # the contract's bound, its tail never read
+        if name.endswith("_cmp"):  # the contract allocates T // d rows; the tail is never read
             parts.append(
                 parts[0].new_full(
                     (int(ends[-1]) // geometry.compress_stride - sum(owned), *x.shape[2:]), 0.0
                 )
             )
-        whole[name] = torch.cat(parts)
+        tensors[name] = torch.cat(parts)
     places = [(b, r) for b, new in enumerate(step.new) for r in range(new)]
     rows = [int(ends[b + 1]) - step.new[b] + r for b, r in places]
-    return PackedStep(whole, ends.int(), rows, places, (len(step.lengths), step.rows))
+    return PackedStep(tensors, ends.int(), rows, places, (len(step.lengths), step.rows))
 
 
-def _empty(
+def _judge_padding(
     step: Step, dtype: torch.dtype, b: int, new: int, results: Results, slots: Sequence[str]
 ) -> Iterator[Finding]:
-    """Rows past a sequence's last token: o 0, lse -inf, blocks -1."""
+    """Check that the padding rows of sequence ``b`` hold o = 0, lse = -inf and blocks = -1."""
     if new == step.rows:
         return
     for slot in slots:
@@ -318,8 +337,10 @@ def _empty(
 
 
 def quick_steps() -> tuple[Step, ...]:
-    """One token and several, ragged, with and without pages, around the edges of blocks and
-    windows.
+    """Return the steps of the quick preset.
+
+    They have one or several new tokens, different lengths around the edges of blocks and windows,
+    and run with and without pages.
     """
     tiny, small = config_of(4, 2, 16, 16, TINY), config_of(12, 2, 64, 64, SMALL)
     free = dataclasses.replace(tiny, init_blocks=0, local_blocks=0)
@@ -365,7 +386,10 @@ def quick_steps() -> tuple[Step, ...]:
 
 
 def full_steps() -> tuple[Step, ...]:
-    """The quick steps, real block sizes around their edges, and steps sampled from a long cache."""
+    """Return the steps of the full preset.
+
+    It adds the paper's block sizes around their edges, and steps at the end of long caches.
+    """
     reports = config_of(12, 2, 64, 64, PAPER)
     edges = (1, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1025)
     return (
@@ -385,10 +409,10 @@ def full_steps() -> tuple[Step, ...]:
             rows=8,
             page_size=128,
         ),
-        # Flat: an fp32 product of 192 terms is wrong by some 16 units of 2^-24, and a row that one
-        # of few compressed tokens dominates moves with its score as a whole; at sharpness 1 that
-        # leans a head by more than the bias rule lets chance do, in the oracle's own fp32
-        # arithmetic (2.2 units, 1.9 allowed) as in any kernel.
+        # Sharpness below 1: an fp32 product of 192 terms has an error of about 16 units of 2^-24. A
+        # row with few compressed tokens, one of which dominates, is scaled by the error of that
+        # score. At sharpness 1 this biases a head by 2.2 units where the bias rule allows 1.9, also
+        # in the fp32 arithmetic of the reference.
         Step(
             Case("paper 16/1 192/128", config_of(16, 1, 192, 128, PAPER), (), sharpness=0.5),
             (1100, 513, 640, 597),
@@ -413,8 +437,9 @@ def full_steps() -> tuple[Step, ...]:
 
 
 def interpreter_steps() -> tuple[Step, ...]:
-    """For kernels in an interpreter: a page edge, a sequence shorter than l, a ring that has come
-    round, padding.
+    """Return the steps for interpreted kernels.
+
+    They have a page edge, a sequence shorter than l, a ring that has wrapped around, and padding.
     """
     tiny = config_of(2, 1, 16, 16, (8, 4, 16, 3, 12))
     odd = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Checks that need no golden result: what must stay bit for bit the same, and who ran."""
+"""Checks without a golden result: equal bits, and the backend that ran."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, run_slots, slot_inputs
 
-HUGE = {torch.float16: 6e4}  # finite poison; 1e30 elsewhere
+HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
 def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """nsa_attention is the five slots in order: same bits out, and the same bits into every
-    branch's gradient.
-    """
+    """Check that nsa_attention equals the five slots in order, bit for bit, with gradients."""
     data = case.data(dtype, combination.device)
-    # Two runs are compared bit by bit, so both are asked for the same bits.
+    # Equal bits of two runs require deterministic slots.
     plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=True)
     do = masked_do(case, data.do)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -46,7 +44,7 @@ def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         return_blocks=True,
         **kv,
     )
-    got = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
+    grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
     runs = run_slots(plan, case, data)
     yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
     yield same_bits(
@@ -58,7 +56,7 @@ def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         case,
         dtype,
         "dgates",
-        got["gates"],
+        grads["gates"],
         runs["combine"].outputs["dgates"],
     )
     for branch in ("cmp", "sel", "win"):
@@ -66,15 +64,15 @@ def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         run = run_slot(plan, branch, slot_inputs(branch, data, runs), upstream, data)
         suffix = "_cmp" if branch == "cmp" else ""
         for kind in "kv":
-            want = run.outputs[f"d{kind}{suffix}"]
+            expected = run.outputs[f"d{kind}{suffix}"]
             yield same_bits(
                 "composition",
                 branch,
                 case,
                 dtype,
                 f"d{kind}_{branch}",
-                got[f"{kind}_{branch}"],
-                want,
+                grads[f"{kind}_{branch}"],
+                expected,
             )
 
 
@@ -83,9 +81,7 @@ def _longest(data: CaseData) -> int | None:
 
 
 def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Tokens from t0 on changed, and autograd asked: nothing before t0 moves, in any branch, by a
-    single bit.
-    """
+    """Check that no row before t0 depends on tokens from t0 on, by equal bits and by autograd."""
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
     data = case.data(dtype, combination.device)
@@ -93,8 +89,8 @@ def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Itera
     plan = combination.plan(case.config, dtype)
 
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
-        # Keys of win stand in for the raw keys of cmp: mean compression then ties every branch to
-        # the tokens.
+        # The keys of win replace the uncompressed keys of cmp. With mean compression, every branch
+        # then depends on the tokens.
         k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
         o, blocks = nsa_attention(
             d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True
@@ -131,7 +127,7 @@ def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Itera
         n: getattr(data, n).detach().requires_grad_()
         for n in ("q", "k_sel", "v_sel", "k_win", "v_win")
     }
-    o, _ = run(_with(data, **leaves))
+    o, _ = run(_replaced(data, **leaves))
     grads = torch.autograd.grad(o[:, :t0], list(leaves.values()), data.do[:, :t0])
     for name, grad in zip(leaves, grads):
         future = grad[:, t0:]
@@ -146,22 +142,23 @@ def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Itera
         )
 
 
-def _with(data: CaseData, **tensors: torch.Tensor) -> CaseData:
+def _replaced(data: CaseData, **tensors: torch.Tensor) -> CaseData:
     return CaseData(**{**{n: getattr(data, n) for n in CaseData.__dataclass_fields__}, **tensors})
 
 
 def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
-    """``data`` before t0, ``other`` from t0 on; the compressed tensors are left alone."""
-    changed = {}
+    """Join ``data`` before t0 and ``other`` from t0 on, except for the compressed tensors."""
+    joined = {}
     for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
         a, b = getattr(data, name), getattr(other, name)
-        changed[name] = torch.cat([a[:, :t0], b[:, t0:]], 1)
-    return _with(data, **changed)
+        joined[name] = torch.cat([a[:, :t0], b[:, t0:]], 1)
+    return _replaced(data, **joined)
 
 
 def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Keys and values after t set to +-1e30 (fp16 6e4) leave o, LSE and dq of the rows up to t
-    unchanged, bitwise.
+    """Check that huge keys and values after t do not change o, LSE and dq of rows <= t, bitwise.
+
+    The values are +-1e30, in float16 +-6e4.
     """
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
@@ -169,27 +166,26 @@ def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> I
     plan = combination.plan(case.config, dtype, deterministic=True)
     runs = run_slots(plan, case, data)
     t = case.tokens // 2
-    seen = case.config.geometry.num_compressed(t + 1)
+    visible = case.config.geometry.num_compressed(t + 1)
     huge = HUGE.get(dtype, 1e30)
     for slot in ("cmp", "sel", "win"):
         inputs = dict(runs[slot].inputs)
         for name in (n for n in inputs if n[0] in "kv"):
             poisoned = inputs[name].clone()
-            tail = poisoned[:, seen if name.endswith("_cmp") else t + 1 :]
+            tail = poisoned[:, visible if name.endswith("_cmp") else t + 1 :]
             tail.copy_(torch.where(tail >= 0, huge, -huge))
             inputs[name] = poisoned
         run = run_slot(plan, slot, inputs, data.do, data)
         for quantity in ("o", "dq"):
-            got, want = run.outputs[quantity][:, : t + 1], runs[slot].outputs[quantity][:, : t + 1]
-            yield same_bits("poison", slot, case, dtype, f"{quantity} up to {t}", got, want)
-        lse, clean = run.outputs["lse"][..., : t + 1], runs[slot].outputs["lse"][..., : t + 1]
-        yield same_bits("poison", slot, case, dtype, f"lse up to {t}", lse, clean)
+            actual = run.outputs[quantity][:, : t + 1]
+            clean = runs[slot].outputs[quantity][:, : t + 1]
+            yield same_bits("poison", slot, case, dtype, f"{quantity} up to {t}", actual, clean)
+        actual, clean = run.outputs["lse"][..., : t + 1], runs[slot].outputs["lse"][..., : t + 1]
+        yield same_bits("poison", slot, case, dtype, f"lse up to {t}", actual, clean)
 
 
 def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Inputs that live between NaNs (beyond S, between rows), outputs that start as NaN: still
-    right.
-    """
+    """Judge slots on inputs with NaN beyond S and between rows, and on outputs filled with NaN."""
     if case.rows is not None:
         return
     data = case.data(dtype, combination.device)
@@ -214,9 +210,7 @@ def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
 
 
 def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a view whose storage holds NaN before, after and between the token
-    rows.
-    """
+    """Copy a tensor into storage that has NaN before, after and between the token rows."""
     axis = tensor.dim() - 3
     shape = list(tensor.shape)
     shape[axis] = 2 * shape[axis] + 2
@@ -229,7 +223,7 @@ def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN: an output that a kernel does not write shows."""
+    """Make torch.empty return NaN, so that unwritten outputs are visible."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -240,15 +234,16 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Three runs have the same bits, forward and backward: as declared, and in every slot when it
-    is demanded.
+    """Check that three runs have equal bits, forward and backward.
+
+    This holds for slots declared deterministic, and for every slot under ``deterministic=True``.
     """
     data = case.data(dtype, combination.device)
-    for demanded in (False, True):
-        plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=demanded)
+    for required in (False, True):
+        plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=required)
         first, *others = [run_slots(plan, case, data) for _ in range(3)]
         for slot in SLOTS:
-            if not (demanded or spec_of(combination, plan, slot).slots[slot].deterministic):
+            if not (required or spec_of(combination, plan, slot).slots[slot].deterministic):
                 detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
                 yield Finding(
                     "run to run",
@@ -261,46 +256,44 @@ def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iter
                 )
                 continue
             for other, quantity in itertools.product(others, first[slot].outputs):
-                got, want = other[slot].outputs[quantity], first[slot].outputs[quantity]
-                yield same_bits("run to run", slot, case, dtype, quantity, got, want)
+                actual, expected = other[slot].outputs[quantity], first[slot].outputs[quantity]
+                yield same_bits("run to run", slot, case, dtype, quantity, actual, expected)
 
 
 def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """No slot writes to a tensor it was given, forward or backward."""
+    """Check that no slot writes to its inputs, forward or backward."""
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)
     runs = run_slots(plan, case, data)
     for slot in SLOTS:
-        given = slot_inputs(slot, data, runs)
-        before = {n: t.clone() for n, t in given.items()} | {"do": data.do.clone()}
-        run_slot(plan, slot, given, None if slot == "select" else data.do, data)
-        for name, tensor in {**given, "do": data.do}.items():
+        inputs = slot_inputs(slot, data, runs)
+        before = {n: t.clone() for n, t in inputs.items()} | {"do": data.do.clone()}
+        run_slot(plan, slot, inputs, None if slot == "select" else data.do, data)
+        for name, tensor in {**inputs, "do": data.do}.items():
             yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
 
 
 def dispatch(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """The kernel that ran is the one that was asked for: by the operator's own record, and by a
-    profile.
-    """
+    """Check that the requested kernels ran, by the dispatch record and by a profile."""
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)
     with record_dispatch() as trace:
         runs = run_slots(plan, case, data)
     for slot in SLOTS:
         backend = plan.choices[slot].backend
-        asked = combination.backends.get(slot, backend)
+        requested = combination.backends.get(slot, backend)
         ran = sorted({r.backend for r in trace if r.slot == slot})
         directions = {r.direction for r in trace if r.slot == slot}
         expected = {"forward"} if slot == "select" else {"forward", "backward"}
-        nothing = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
-        ok = nothing or (ran == [asked] and directions == expected)
+        no_keys = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
+        ok = no_keys or (ran == [requested] and directions == expected)
         detail = (
             "no compressed token: no call"
-            if nothing
-            else f"asked {asked}, ran {', '.join(ran) or 'nothing'}"
+            if no_keys
+            else f"asked {requested}, ran {', '.join(ran) or 'nothing'}"
         )
         yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
-        if not nothing:
+        if not no_keys:
             yield _profiled(combination, plan, slot, case, dtype, data, runs[slot])
 
 
@@ -313,6 +306,7 @@ def _profiled(
     data: CaseData,
     run: SlotRun,
 ) -> Finding:
+    """Check that a profile shows an event name that the backend declares as evidence."""
     evidence = spec_of(combination, plan, slot).slots[slot].evidence
     if not evidence:
         return Finding(
@@ -327,10 +321,10 @@ def _profiled(
     with torch.profiler.profile() as profile:
         run_slot(plan, slot, run.inputs, run.do, data)
     names = {event.key for event in profile.key_averages()}
-    found = sorted({n for n in names for e in evidence if e in n})
+    events = sorted({n for n in names for e in evidence if e in n})
     detail = (
-        f"profile shows {found[0]}" if found else f"profile shows none of {', '.join(evidence)}"
+        f"profile shows {events[0]}" if events else f"profile shows none of {', '.join(evidence)}"
     )
     return Finding(
-        "dispatch", slot, case.name, dtype_name(dtype), "profile", bool(found), detail=detail
+        "dispatch", slot, case.name, dtype_name(dtype), "profile", bool(events), detail=detail
     )

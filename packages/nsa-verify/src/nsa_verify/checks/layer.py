@@ -1,9 +1,8 @@
-"""The whole layer, projections to output, against the oracle's layer in float64: every phi kind,
-dense and packed.
+"""Compare a layer, from projections to output, with the oracle's layer in float64.
 
-This proves what no slot can: that the right keys and values reach each branch, rotary, phi and
-gates. It runs the combination under test where it takes float64, and else the best backend that
-does: the layer's own code is the same.
+Checks of single slots do not cover the projections, rotary embedding, phi and gates, nor the keys
+and values that each branch receives. The layer runs on the combination under test if it accepts
+float64, and otherwise on the best backend that does; the code of the layer is the same.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
-    """A dense and a packed job per option (quick: the default phi), made with ``job(name, check,
-    case, dtype)``.
+    """List a dense and a packed job per option, created by ``job(name, check, case, dtype)``.
+
+    The quick preset has only the first option, the mlp phi.
     """
     options = OPTIONS if preset == "full" else OPTIONS[:1]
     cases = []
@@ -59,9 +59,7 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
 
 
 def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """NSAttention equals the oracle's layer: output, input gradient, and the gradient of every
-    parameter.
-    """
+    """Compare NSAttention with the oracle: output, and gradients of input and parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attn = NSAttention(case.config).to(dtype)
@@ -75,9 +73,7 @@ def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[
 
 
 def _plan(combination: Combination, case: Case, dtype: torch.dtype) -> Plan | None:
-    """The combination's plan if it computes ``dtype`` on the CPU, where the oracle's layer is
-    compared; None: the best.
-    """
+    """Return the plan of the combination if it accepts ``dtype`` on the CPU, else None."""
     if combination.device != "cpu":
         return None
     try:

@@ -1,6 +1,4 @@
-"""Checks against the oracle: every slot on its own tensors, and inputs whose answer is another,
-simpler attention.
-"""
+"""Checks of slots against the oracle, and on inputs for which simpler attention is the truth."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
-from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import SlotRun, run_slot, run_slots
 
 
 def parity(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Every slot equals the oracle on bit for bit the tensors it received: outputs, LSE and every
-    gradient.
-    """
+    """Compare every slot with the oracle on the same inputs: outputs, LSE and all gradients."""
     data = case.data(dtype, combination.device)
     runs = run_slots(combination.plan(case.config, dtype, varlen=case.packed), case, data)
     for slot in SLOTS:
@@ -39,6 +35,7 @@ def _judge_run(
     run: SlotRun,
     cu_seqlens: torch.Tensor | None,
 ) -> Iterator[Finding]:
+    """Judge the results of one slot call."""
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
         verdict = judge_selection(
@@ -60,7 +57,7 @@ def _judge_run(
             dtype_name(dtype),
             "blocks",
             verdict.ok,
-            verdict.regret / 8,
+            verdict.regret / MAX_REGRET,
             detail=detail,
         )
         return
@@ -78,8 +75,9 @@ def _judge_run(
 
 
 def coverage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Given everything, a branch is dense causal attention: n*l' >= S (sel), w >= S (win), l = d =
-    1 (cmp).
+    """Compare branches that see every key with dense causal attention.
+
+    These are sel with n*l' >= S, win with w >= S, and cmp with l = d = 1.
     """
     length = max(case.lengths, default=0)
     if length == 0 or case.rows is not None:
@@ -115,6 +113,7 @@ def _judge_dense(
     rename: Mapping[str, str],
     data: CaseData,
 ) -> Iterator[Finding]:
+    """Judge a slot call as win with the window of ``geometry``."""
     inputs = {rename.get(n, n): t for n, t in run.inputs.items() if n != "blocks"}
     outputs = {
         ("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t
@@ -130,7 +129,7 @@ def _judge_dense(
 def packed_equals_separate(
     combination: Combination, case: Case, dtype: torch.dtype
 ) -> Iterator[Finding]:
-    """Each document of a packed call equals that document judged alone, without cu_seqlens."""
+    """Judge each document of a packed call as a dense sequence of its own."""
     if not case.packed:
         return
     data = case.data(dtype, combination.device)
@@ -139,20 +138,22 @@ def packed_equals_separate(
     token = compressed = 0
     for length in case.lengths:
         rows, count = slice(token, token + length), geometry.num_compressed(length)
-        crows = slice(compressed, compressed + count)
+        cmp_rows = slice(compressed, compressed + count)
         for slot in ("cmp", "select", "sel", "win"):
             if length:
-                alone = _document(runs[slot], rows, crows)
-                yield from _judge_run("packed", slot, case, dtype, alone, None)
+                document = _document(runs[slot], rows, cmp_rows)
+                yield from _judge_run("packed", slot, case, dtype, document, None)
         token, compressed = token + length, compressed + count
 
 
-def _document(run: SlotRun, rows: slice, crows: slice) -> SlotRun:
-    """One document of a packed run, as a dense batch of one."""
+def _document(run: SlotRun, rows: slice, cmp_rows: slice) -> SlotRun:
+    """Extract one document of a packed run as a dense batch of one."""
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
         part = (
-            tensor[:, rows] if name == "lse" else tensor[crows if name.endswith("_cmp") else rows]
+            tensor[:, rows]
+            if name == "lse"
+            else tensor[cmp_rows if name.endswith("_cmp") else rows]
         )
         return part[None]
 
@@ -162,43 +163,39 @@ def _document(run: SlotRun, rows: slice, crows: slice) -> SlotRun:
 
 
 def ties(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Equal scores go to the lower block index: all-zero keys, and small integers whose logits are
-    exact.
-    """
+    """Check that equal scores select the lower block: with zero keys, and with exact logits."""
     if case.rows is not None or case.text is not None:
         return
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed, needs_grad=False)
     zero = torch.zeros_like(data.k_cmp)
-    # Keys repeat with the selection block, so that whole blocks tie exactly, tap by tap and in any
-    # order of addition; one entry of q and a power-of-two scale keep every logit exact in fp32.
+    # Keys repeat with the selection block, so the scores of these blocks are equal in any order of
+    # addition. q has one nonzero entry and the scale is a power of two, so every logit is exact in
+    # fp32.
     period = case.config.select_block_size // case.config.compress_stride
     generator = torch.Generator().manual_seed(case.seed)
     pattern = torch.randint(-1, 2, (period, *zero.shape[-2:]), generator=generator).to(zero)
-    few = pattern[torch.arange(zero.shape[-3]) % period].expand(zero.shape).contiguous()
+    periodic = pattern[torch.arange(zero.shape[-3]) % period].expand(zero.shape).contiguous()
     q = torch.zeros_like(data.q)
     q[..., 0] = 4.0
     exact = dataclasses.replace(case.config, scale=0.25)
     exact_plan = combination.plan(exact, dtype, varlen=case.packed, needs_grad=False)
-    for label, use, config, queries, keys in (
+    for label, plan_, config, queries, keys in (
         ("zero keys", plan, case.config, data.q, zero),
-        ("integer logits", exact_plan, exact, q, few),
+        ("integer logits", exact_plan, exact, q, periodic),
     ):
         inputs = {"q": queries, "k_cmp": keys, "v_cmp": data.v_cmp}
-        lse = run_slot(use, "cmp", inputs, None, data).outputs["lse"]
-        got = run_slot(
-            use, "select", {"q": queries, "k_cmp": keys, "lse": lse}, None, data
-        ).outputs["blocks"]
-        want = oracle.select(
+        lse = run_slot(plan_, "cmp", inputs, None, data).outputs["lse"]
+        inputs = {"q": queries, "k_cmp": keys, "lse": lse}
+        blocks = run_slot(plan_, "select", inputs, None, data).outputs["blocks"]
+        expected = oracle.select(
             queries, keys, lse, config.geometry, config.softmax_scale, cu_seqlens=data.cu_seqlens
         )
-        yield same_bits("ties", "select", case, dtype, label, got.cpu(), want)
+        yield same_bits("ties", "select", case, dtype, label, blocks.cpu(), expected)
 
 
 def any_blocks(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """sel takes blocks in any order: duplicates count once, -1, out-of-range and future ones are
-    never read.
-    """
+    """Judge sel on unsorted blocks with duplicates, -1, out-of-range and future entries."""
     if case.tokens == 0 or case.rows is not None:
         return
     data = case.data(dtype, combination.device)
@@ -222,7 +219,7 @@ def any_blocks(combination: Combination, case: Case, dtype: torch.dtype) -> Iter
 
 
 def empty_rows(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """A row that sees no key has output exactly 0, LSE -inf, and gradients exactly 0."""
+    """Check rows without a visible key: output exactly 0, LSE -inf, and gradients exactly 0."""
     if case.packed or case.tokens == 0 or case.rows is not None:
         return
     data = case.data(dtype, combination.device)
@@ -251,8 +248,9 @@ def _zeros(
     rows: slice,
     quantities: tuple[str, ...],
 ) -> Iterator[Finding]:
+    """Check that ``quantities`` are 0 and the LSE is -inf in ``rows``."""
     for quantity in quantities:
-        got = run.outputs[quantity][:, rows]
-        yield same_bits("empty rows", slot, case, dtype, quantity, got, torch.zeros_like(got))
+        actual = run.outputs[quantity][:, rows]
+        yield same_bits("empty rows", slot, case, dtype, quantity, actual, torch.zeros_like(actual))
     lse = run.outputs["lse"][..., rows]
     yield same_bits("empty rows", slot, case, dtype, "lse", lse, torch.full_like(lse, -torch.inf))

@@ -1,12 +1,12 @@
-"""The kit for authors of backends: a conformance suite that a test file of three lines runs.
+"""The conformance suite for backend authors. A test file of three lines runs it::
 
     from nsa_verify.conformance import BackendConformance
 
     class TestMine(BackendConformance):
         backend = "mine"
 
-It needs pytest: ``pip install "nsa-verify[test]"``. From the command line the same suite is ``nsa
-conformance mine``.
+The suite requires pytest: ``pip install "nsa-verify[test]"``. The command ``nsa conformance mine``
+runs the same suite.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["BackendConformance"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because pytest imports this package for its options at every start, and torch takes
-    # seconds.
+    # Lazy, because pytest imports this package for its options at every start, and importing torch
+    # takes seconds.
     if name == "BackendConformance":
         from nsa_verify.conformance.suite import BackendConformance
 

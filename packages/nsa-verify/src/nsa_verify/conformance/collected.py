@@ -1,4 +1,4 @@
-"""What `nsa conformance NAME` runs: the suite of the backend that the command names."""
+"""The test module that `nsa conformance NAME` runs."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from nsa_verify.conformance import BackendConformance
 
 
 class TestBackend(BackendConformance):
-    """Every test of the kit, for ``config.option.nsa_backend``."""
+    """The conformance suite for the backend ``config.option.nsa_backend``."""

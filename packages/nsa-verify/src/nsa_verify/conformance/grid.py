@@ -1,6 +1,4 @@
-"""The grid of requests on which a probe is held to its word: one factor at a time around a small
-base case.
-"""
+"""The grid of requests that tests probes: one factor at a time varies around a small base case."""
 
 from __future__ import annotations
 
@@ -28,13 +26,19 @@ BASE = NSAConfig(
     window_size=24,
     rope=False,
 )
-LENGTH = 61  # the last 13 tokens choose one of two blocks, what else they have being forced
+LENGTH = 61  # the last 13 tokens select one of two blocks; their other blocks are forced
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One request, and the case that runs where a probe takes it. ``sized``: batch and seq_len are
-    told.
+    """A request, and the case that runs if the probe accepts it.
+
+    Attributes:
+        label: Name in test ids.
+        case: Case to run.
+        dtype: Name of the dtype of q, k and v.
+        deterministic: Whether the request requires deterministic kernels.
+        sized: Whether the request states batch and seq_len.
     """
 
     label: str
@@ -46,7 +50,7 @@ class Point:
     def request(
         self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool
     ) -> Request:
-        """What a plan would ask about ``slot``."""
+        """Return the request that a plan makes for ``slot``."""
         case = self.case
         batch = 1 if case.packed else case.batch
         return request_of(
@@ -80,8 +84,8 @@ def _shapes() -> Iterator[Point]:
         yield _point(f"Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
     for dk, dv in ((13, 13), (65, 65), (96, 96), (192, 128), (320, 320), (16, 24), (128, 64)):
         yield _point(f"Dk={dk} Dv={dv}", head_dim=dk, v_head_dim=dv)
-    # No token, one, fewer than a compression block, its edges, the window and one more, a whole
-    # selection block.
+    # Zero and one token, around the edges of compression blocks, w and w + 1, and four selection
+    # blocks.
     for length in (0, 1, 7, 8, 11, 12, 24, 25, 64):
         yield _point(f"S={length}", (length,))
     yield _point("B=0", batch=0)
@@ -108,7 +112,7 @@ def _shapes() -> Iterator[Point]:
 
 
 def grid() -> tuple[Point, ...]:
-    """Every point, the base in each dtype first."""
+    """Return all points, first the base case in each dtype."""
     base = _point("base")
     points = [dataclasses.replace(base, label=dtype, dtype=dtype) for dtype in DTYPES]
     points.append(dataclasses.replace(base, label="sizes unknown", sized=False))
@@ -118,7 +122,15 @@ def grid() -> tuple[Point, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StepPoint:
-    """One request of a step of decode, and the step that runs where a probe takes it."""
+    """A request of a decode step, and the step that runs if the probe accepts it.
+
+    Attributes:
+        label: Name in test ids.
+        step: Step to run.
+        dtype: Name of the dtype of q, keys and values.
+        deterministic: Whether the request requires deterministic kernels.
+        sized: Whether the request states batch and seq_len.
+    """
 
     label: str
     step: Step
@@ -127,7 +139,7 @@ class StepPoint:
     sized: bool = True
 
     def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
-        """What a plan would ask about ``slot``."""
+        """Return the request that a plan makes for ``slot``."""
         lengths = self.step.lengths
         return request_of(
             self.step.case.config,
@@ -186,7 +198,7 @@ def _step_shapes() -> Iterator[StepPoint]:
 
 
 def step_grid() -> tuple[StepPoint, ...]:
-    """Every point, the base in each dtype first."""
+    """Return all points, first the base step in each dtype."""
     base = _step("step")
     points = [dataclasses.replace(base, label=f"step, {dtype}", dtype=dtype) for dtype in DTYPES]
     points.append(dataclasses.replace(base, label="step, sizes unknown", sized=False))

@@ -1,5 +1,6 @@
-"""Options that the conformance suite adds to pytest; pytest loads them wherever nsa-verify is
-installed. No torch.
+"""Options that the conformance suite adds to pytest.
+
+pytest imports this module wherever nsa-verify is installed, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How much of the suite runs, and where."""
+    """Add the preset and the device of the conformance suite."""
     group = parser.getgroup("nsa", "Native Sparse Attention: backend conformance")
     group.addoption(
         "--nsa-preset",
         choices=("quick", "full"),
         default="quick",
-        help="cases of the verify checks",
+        help="cases of the verify checks: quick or full",
     )
     group.addoption(
-        "--nsa-device", default="auto", help="cpu, cuda, or auto: cuda where there is one"
+        "--nsa-device", default="auto", help="cpu, cuda, or auto (cuda if available, else cpu)"
     )

@@ -1,6 +1,4 @@
-"""One slot of one backend, run on its own: its inputs come from the oracle, not from another
-backend.
-"""
+"""SlotUnderTest: one slot of one backend, run alone on inputs that the oracle computed."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from nsa_verify.checks.decode_parity import (
     Results,
     Step,
     StepData,
+    decode_inputs,
     judge_step,
     packed,
-    received,
     step_data,
 )
 from nsa_verify.conformance.grid import Point, StepPoint
@@ -34,7 +32,13 @@ from nsa_verify.slot_runs import SlotRun, run_kernel
 
 @dataclasses.dataclass(frozen=True)
 class SlotUnderTest:
-    """Slot ``slot`` of a ready backend, on ``device``."""
+    """One slot of a ready backend, on one device.
+
+    Attributes:
+        entry: The backend.
+        slot: Name of the slot.
+        device: Torch device.
+    """
 
     entry: BackendEntry
     slot: str
@@ -42,43 +46,41 @@ class SlotUnderTest:
 
     @property
     def spec(self) -> SlotSpec:
-        """What the backend declares about the slot."""
+        """The backend's specification of the slot."""
         assert self.entry.spec is not None  # a ready backend has one
         return self.entry.spec.slots[self.slot]
 
     @property
     def differentiable(self) -> bool:
-        """The slot has inputs that gradients flow to, and the backend a backward."""
+        """Whether the slot has differentiable inputs and the backend has a backward for it."""
         return bool(DIFFERENTIABLE[self.slot]) and self.spec.backward is not None
 
     def ask(self, point: Point, needs_grad: bool) -> Candidate:
-        """The backend's answer to ``point`` on this device."""
+        """Probe the backend with the request of ``point`` on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
         return ask(self.entry, point.request(self.slot, kind, capability, needs_grad))
 
     def ask_step(self, point: StepPoint) -> Candidate:
-        """The backend's answer to a step of decode on this device."""
+        """Probe the backend with the request of a decode step on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
         return ask(self.entry, point.request(self.slot, kind, capability))
 
     def step_faults(self, point: StepPoint) -> list[str]:
-        """What is wrong with the decode form on the point's step; what other slots make, the oracle
-        does.
-        """
-        assert self.spec.decode is not None  # the suite asks for declared forms
+        """Run the decode form on a step and list its faults; the oracle computes its inputs."""
+        assert self.spec.decode is not None  # the suite tests declared forms only
         dtype = getattr(torch, point.dtype)
         data = step_data(point.step, dtype, self.device)
         results = _upstream(self.slot, point.step, data)
         form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
-        made = form(*received(self.slot, data, results), call=data.call)
-        results[self.slot] = (made,) if isinstance(made, torch.Tensor) else tuple(made)
-        found = judge_step(point.step, dtype, data, results, (self.slot,))
-        return [f"{f.quantity}: {f.detail}" for f in found if not f.ok]
+        result = form(*decode_inputs(self.slot, data, results), call=data.call)
+        results[self.slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+        findings = judge_step(point.step, dtype, data, results, (self.slot,))
+        return [f"{f.quantity}: {f.detail}" for f in findings if not f.ok]
 
     def kernel(self, point: Point) -> Kernel:
-        """The kernel a plan for ``point`` would hold."""
+        """Return the kernel that a plan for ``point`` would hold."""
         op, config = slot_op(self.entry.name, self.slot, self.spec), point.case.config
         geometry = tuple(config.geometry.as_ints())
         return Kernel(
@@ -86,7 +88,7 @@ class SlotUnderTest:
         )
 
     def data(self, point: Point, seed: int = 0) -> tuple[CaseData, dict[str, torch.Tensor]]:
-        """The case's tensors, and those of them that this slot receives."""
+        """Return the tensors of the case, and the inputs of this slot."""
         data = point.case.data(getattr(torch, point.dtype), self.device, seed)
         return data, inputs_of(self.slot, point.case, data)
 
@@ -97,12 +99,12 @@ class SlotUnderTest:
         do: torch.Tensor | None,
         data: CaseData,
     ) -> SlotRun:
-        """Forward and, with ``do``, backward."""
+        """Run the forward and, if ``do`` is given, the backward."""
         return run_kernel(self.kernel(point), inputs, do, data)
 
 
 def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
-    """The tensors ``slot`` receives; what another slot would have made, the oracle makes."""
+    """Return the inputs of ``slot``; the oracle computes the outputs of earlier slots."""
     if slot == "win":
         return {"q": data.q, "k": data.k_win, "v": data.v_win}
     if slot == "combine":
@@ -125,29 +127,27 @@ def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
 
 
 def _upstream(slot: str, step: Step, data: StepData) -> Results:
-    """The lse that select receives, or the blocks that sel does, by the oracle."""
+    """Compute the lse that select receives, or the blocks that sel receives, by the oracle."""
     if slot not in ("select", "sel"):
         return {}
-    p, where = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
-    given = (p.whole["q"], p.whole["k_cmp"])
-    truth = oracle.cmp(*given, p.whole["v_cmp"], *where, cu_seqlens=p.cu_seqlens, rows=p.rows)
+    p, sizes = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
+    q_k = (p.tensors["q"], p.tensors["k_cmp"])
+    truth = oracle.cmp(*q_k, p.tensors["v_cmp"], *sizes, cu_seqlens=p.cu_seqlens, rows=p.rows)
     assert truth.lse is not None  # cmp has one
     lse = truth.lse.to(stats_dtype(data.q.dtype))
     if slot == "select":
         return {
             "cmp": (
                 data.q,
-                p.rows_of(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device),
+                p.gather(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device),
             )
         }
-    blocks = oracle.select(*given, lse, *where, cu_seqlens=p.cu_seqlens, rows=p.rows)
-    return {"select": (p.rows_of(blocks, -1).to(data.q.device),)}
+    blocks = oracle.select(*q_k, lse, *sizes, cu_seqlens=p.cu_seqlens, rows=p.rows)
+    return {"select": (p.gather(blocks, -1).to(data.q.device),)}
 
 
 def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
-    """What is wrong with ``run``: one line per output that the verdict of docs/verification.md
-    refuses.
-    """
+    """List the faults of ``run``: one line per output that fails its verdict."""
     if not data.q.numel():
         return [
             f"{n} is {tuple(t.shape)}, not empty"
@@ -157,14 +157,11 @@ def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
         blocks = run.outputs["blocks"]
-        chosen = judge_selection(
+        selection = judge_selection(
             **run.inputs, blocks=blocks, geometry=geometry, scale=scale, cu_seqlens=data.cu_seqlens
         )
-        return (
-            []
-            if chosen.ok
-            else [f"blocks: {chosen.why or f'regret {chosen.regret}, flips {chosen.flip_rate}'}"]
-        )
+        why = selection.why or f"regret {selection.regret}, flips {selection.flip_rate}"
+        return [] if selection.ok else [f"blocks: {why}"]
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do
     )

@@ -1,6 +1,4 @@
-"""The conformance suite: every test that a backend of Native Sparse Attention must pass, on what it
-says it can do.
-"""
+"""The conformance suite: the tests that a backend must pass on every request that it accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nsa_core.contract import SLOTS
+from nsa_core.contract import SLOTS, Request
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.probing import ask
 from nsa_core.dispatch.registry import Registry, default_registry
@@ -27,8 +25,8 @@ from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
 
 GRID, STEPS = grid(), step_grid()
-# Devices that need not be here: a probe sees metadata only, so it must have an answer to each.
-DESCRIBED: tuple[tuple[str, tuple[int, int] | None], ...] = (
+# A probe sees metadata only, so it must handle devices that this machine does not have.
+DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("cpu", None),
     ("cuda", (7, 5)),
     ("cuda", (8, 0)),
@@ -39,7 +37,7 @@ DESCRIBED: tuple[tuple[str, tuple[int, int] | None], ...] = (
 )
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
 _PROBE_FAULTS = ("probe_raised", "probe_nonsense", "probe_too_slow")
-_EXTRA = (
+_KERNEL_CHECKS = (
     "operator",
     "compiled",
     "cuda_graph",
@@ -53,29 +51,37 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BackendConformance:
-    """Derive a class named Test... from this one and set ``backend``; pytest does the rest.
+    """Base class of the conformance tests of a backend.
 
-    What the backend's probe refuses is skipped with its reasons, so a backend is held to what it
-    declares and no more.
+    Derive a class whose name starts with Test and set ``backend``; pytest collects the tests.
+    Requests that the probe refuses are skipped with its reasons, so a backend is tested only on
+    what it declares.
 
     Attributes:
-        backend: the backend's name.
-        registry: where to look it up; None: the installed plugins.
+        backend: Name of the backend.
+        registry: Registry of backends; None uses the installed plugins.
+
+    Example:
+        >>> from nsa_verify.conformance import BackendConformance
+        >>> class TestMine(BackendConformance):
+        ...     backend = "mine"
     """
 
     backend: ClassVar[str] = ""
     registry: ClassVar[Registry | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give every test its slots, points of the grid and verify jobs."""
+        """Parametrize the tests over slots, points of the grid and verify jobs."""
         name = self.backend or getattr(metafunc.config.option, "nsa_backend", "")
         if not name:
-            raise pytest.UsageError(f"{metafunc.cls}: set backend = 'the name of your backend'")
+            raise pytest.UsageError(
+                f"{metafunc.cls} has no backend: set the class attribute backend = 'name'"
+            )
         entry = _find(name, self.registry)
         offered = [slot for slot in SLOTS if entry and entry.spec and slot in entry.spec.slots]
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
-            dtypes = _taken(entry, offered, _device(option))
+            dtypes = _accepted_dtypes(entry, offered, _device(option))
             todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes, text=None)
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
@@ -89,104 +95,86 @@ class BackendConformance:
         if "point" in metafunc.fixturenames:
             metafunc.parametrize("point", GRID, ids=[point.label for point in GRID])
         if "check" in metafunc.fixturenames:
-            metafunc.parametrize("check", _EXTRA)
+            metafunc.parametrize("check", _KERNEL_CHECKS)
 
     @pytest.fixture(autouse=True)
-    def _settle(self, pytestconfig: pytest.Config) -> Iterator[None]:
+    def _set_up(self, pytestconfig: pytest.Config) -> Iterator[None]:
         self._name = self.backend or getattr(pytestconfig.option, "nsa_backend", "")
         self._device = _device(pytestconfig.option)
         entry = _find(self._name, self.registry)
         with (entry and context_of(entry, self._device)) or contextlib.nullcontext():
             yield
 
-    def test_is_installed_and_loads(self) -> None:
-        """The backend is known and ready; one that is unavailable here is skipped with its
-        reason.
-        """
+    def test_backend_loads(self) -> None:
+        """The backend is installed and ready; a backend that cannot run here is skipped."""
         self._entry()
 
-    def test_probe_answers_about_every_device(self, slot: str) -> None:
-        """The probe has an answer to every request, on devices that need not be here, and the same
-        one twice.
-        """
+    def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
+        """The probe handles every request on every device, and gives the same result twice."""
         entry = self._entry()
         for point in GRID:
-            for device, capability in DESCRIBED:
+            for device, capability in DEVICES:
                 for needs_grad in (False, True):
                     request = point.request(slot, device, capability, needs_grad)
-                    first, again = ask(entry, request), ask(entry, request)
-                    where = f"{point.label} on {device} {capability or ''}"
-                    _complain(where, _reason_faults(first.reasons))
-                    if first != again:
-                        pytest.fail(f"{where}: asked twice, the probe answers differently")
+                    _check_probe(entry, request, f"{point.label} on {device} {capability or ''}")
 
-    def test_probe_answers_about_decode_on_every_device(self, slot: str) -> None:
-        """The probe has an answer to every step of decode as well, whether or not there is a decode
-        form.
-        """
+    def test_probe_gives_reasons_for_decode_on_every_device(self, slot: str) -> None:
+        """The probe handles every decode request, with or without a decode form."""
         entry = self._entry()
         for step in STEPS:
-            for device, capability in DESCRIBED:
+            for device, capability in DEVICES:
                 request = step.request(slot, device, capability)
-                first, again = ask(entry, request), ask(entry, request)
-                where = f"{step.label} on {device} {capability or ''}"
-                _complain(where, _reason_faults(first.reasons))
-                if first != again:
-                    pytest.fail(f"{where}: asked twice, the probe answers differently")
+                _check_probe(entry, request, f"{step.label} on {device} {capability or ''}")
 
-    def test_probe_tells_the_truth_of_decode(self, form: str, step: StepPoint) -> None:
-        """Where the probe says yes to a step the decode form runs and is right; where it says no
-        there is a reason.
-        """
+    def test_accepted_decode_requests_are_correct(self, form: str, step: StepPoint) -> None:
+        """The decode form is correct on accepted requests; a refused request has reasons."""
         if form == "no decode form":
             pytest.skip("the backend declares no decode form")
-        under = SlotUnderTest(self._entry(), form, self._device)
-        answer = under.ask_step(step)
-        _complain(step.label, _reason_faults(answer.reasons))
+        subject = SlotUnderTest(self._entry(), form, self._device)
+        answer = subject.ask_step(step)
+        _fail_if(_reason_faults(answer.reasons), step.label)
         if not answer.accepted:
             pytest.skip(str(answer))
-        _complain(f"{form}, {step.label}", under.step_faults(step))
+        _fail_if(subject.step_faults(step), f"{form}, {step.label}")
 
-    def test_probe_tells_the_truth(self, slot: str, point: Point) -> None:
-        """Where the probe says yes the kernel runs and is right; where it says no there is a
-        reason.
-        """
-        under = SlotUnderTest(self._entry(), slot, self._device)
-        grad = _grad(under, point)
-        _complain(f"{slot}, {point.label}", list(kernel_checks.right(under, point, grad)))
+    def test_accepted_requests_are_correct(self, slot: str, point: Point) -> None:
+        """The kernel is correct on accepted requests; a refused request has reasons."""
+        subject = SlotUnderTest(self._entry(), slot, self._device)
+        grad = _grad(subject, point)
+        _fail_if(list(kernel_checks.correct(subject, point, grad)), f"{slot}, {point.label}")
 
     def test_kernel(self, slot: str, check: str) -> None:
-        """opcheck, torch.compile, CUDA graphs, layouts, 64-bit offsets, threads, grad modes."""
-        under = SlotUnderTest(self._entry(), slot, self._device)
+        """The kernel passes opcheck, compilation, layouts, 64-bit offsets, threads, grad modes."""
+        subject = SlotUnderTest(self._entry(), slot, self._device)
         if check in ("cuda_graph", "long_offsets") and torch.device(self._device).type != "cuda":
             pytest.skip("needs a CUDA GPU")
-        point = _first_taken(under)
-        grad = _grad(under, point)
+        point = _first_accepted(subject)
+        grad = _grad(subject, point)
         run: kernel_checks.Check = getattr(kernel_checks, check)
-        _complain(f"{slot}, {check}, {point.dtype}", list(run(under, point, grad)))
+        _fail_if(list(run(subject, point, grad)), f"{slot}, {check}, {point.dtype}")
 
     def test_verify(self, job: suite.Job) -> None:
-        """The checks of `nsa verify`, with this backend in every slot it offers."""
+        """The checks of `nsa verify` pass with this backend in every slot that it offers."""
         entry = self._entry()
         assert entry.spec is not None  # _entry skips or fails otherwise
         offered = entry.spec.slots
         findings = job.run(
             Combination(dict.fromkeys(offered, entry.name), self._device, self.registry)
         )
-        # Slots that others fill are theirs to answer for; a finding of no slot is of the whole.
-        mine = [f for f in findings if f.slot in offered or f.slot not in SLOTS]
-        wrong = [f"{f.slot} {f.quantity}: {f.detail}" for f in mine if f.ok is False]
-        _complain(f"{job.name}, {job.case.name}", wrong)
-        if not any(f.ok for f in mine):
-            said = {f.detail for f in mine if f.detail} or {"does not apply to this case"}
-            pytest.skip("; ".join(sorted(said)))
+        # Ignore slots that other backends fill. A finding without a slot concerns all slots.
+        own = [f for f in findings if f.slot in offered or f.slot not in SLOTS]
+        failures = [f"{f.slot} {f.quantity}: {f.detail}" for f in own if f.ok is False]
+        _fail_if(failures, f"{job.name}, {job.case.name}")
+        if not any(f.ok for f in own):
+            reasons = {f.detail for f in own if f.detail} or {"does not apply to this case"}
+            pytest.skip("; ".join(sorted(reasons)))
 
     def _entry(self) -> BackendEntry:
         registry = default_registry() if self.registry is None else self.registry
         try:
             entry = registry.get(self._name)
         except InvalidInput as error:
-            pytest.fail(f"{error}; is its distribution installed?", pytrace=False)
+            pytest.fail(f"{error}; install the distribution of the backend", pytrace=False)
         if entry.status == "ready":
             return entry
         text = f"{entry.title} is {entry.status}: {entry.reason}"
@@ -199,73 +187,81 @@ def _find(name: str, registry: Registry | None) -> BackendEntry | None:
     try:
         return (default_registry() if registry is None else registry).get(name)
     except InvalidInput:
-        return None  # test_is_installed_and_loads says so
+        return None  # test_backend_loads fails with the reason
 
 
 def _device(option: Any) -> str:
-    asked: str = getattr(option, "nsa_device", "auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+    device: str = getattr(option, "nsa_device", "auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def _taken(entry: BackendEntry | None, offered: list[str], device: str) -> list[torch.dtype]:
-    """Two dtypes for the verify jobs, of those that the base request is taken in; the grid covers
-    all four.
+def _accepted_dtypes(
+    entry: BackendEntry | None, offered: list[str], device: str
+) -> list[torch.dtype]:
+    """Return two dtypes for the verify jobs in which the backend accepts the base request.
+
+    The grid covers all four dtypes.
     """
     by_dtype = {getattr(torch, point.dtype): point for point in GRID[:4]}
     if entry is None or not offered:
         return list(_DTYPES[:2])
-    asked = [
+    probes = [
         (dtype, SlotUnderTest(entry, slot, device), by_dtype[dtype])
         for dtype in _DTYPES
         for slot in offered
     ]
-    taken = [dtype for dtype, under, point in asked if under.ask(point, needs_grad=False).accepted]
-    return list(dict.fromkeys(taken))[:2] or list(_DTYPES[:2])
+    accepted = [
+        dtype for dtype, subject, point in probes if subject.ask(point, needs_grad=False).accepted
+    ]
+    return list(dict.fromkeys(accepted))[:2] or list(_DTYPES[:2])
 
 
-def _first_taken(under: SlotUnderTest) -> Point:
-    """The base case, batched, in the first dtype that the backend takes; skips the test where it
-    takes none.
-    """
-    said = []
+def _first_accepted(subject: SlotUnderTest) -> Point:
+    """Return the base case with batch 2 in the first accepted dtype; skip the test without one."""
+    refusals = []
     for dtype in ("bfloat16", "float32", "float16", "float64"):
         base = next(point for point in GRID if point.label == dtype)
         point = dataclasses.replace(base, case=dataclasses.replace(base.case, batch=2))
-        answer = under.ask(point, needs_grad=False)
+        answer = subject.ask(point, needs_grad=False)
         if answer.accepted:
             return point
-        said.append(str(answer))
-    pytest.skip("; ".join(dict.fromkeys(said)))
+        refusals.append(str(answer))
+    pytest.skip("; ".join(dict.fromkeys(refusals)))
 
 
-def _grad(under: SlotUnderTest, point: Point) -> bool:
-    """Whether to ask for gradients too; skips the test where the backend refuses the forward as
-    well.
-    """
-    answer = under.ask(point, needs_grad=under.differentiable)
+def _grad(subject: SlotUnderTest, point: Point) -> bool:
+    """Return whether to compute gradients; skip the test if the forward is refused as well."""
+    answer = subject.ask(point, needs_grad=subject.differentiable)
     if answer.accepted:
-        return under.differentiable
-    _complain(point.label, _reason_faults(answer.reasons))
-    forward = under.ask(point, needs_grad=False)
+        return subject.differentiable
+    _fail_if(_reason_faults(answer.reasons), point.label)
+    forward = subject.ask(point, needs_grad=False)
     if not forward.accepted:
-        _complain(point.label, _reason_faults(forward.reasons))
+        _fail_if(_reason_faults(forward.reasons), point.label)
         pytest.skip(str(forward))
     return False
 
 
+def _check_probe(entry: BackendEntry, request: Request, where: str) -> None:
+    """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
+    first, second = ask(entry, request), ask(entry, request)
+    _fail_if(_reason_faults(first.reasons), where)
+    if first != second:
+        pytest.fail(f"{where}: the probe gives different results for the same request")
+
+
 def _reason_faults(reasons: Any) -> list[str]:
-    """What is wrong with a probe's reasons: a fault of the probe itself, a code that is no code, no
-    message.
-    """
-    wrong = []
+    """List faults of a probe and malformed reasons, without a valid code or a message."""
+    faults = []
     for reason in reasons:
         if reason.code in _PROBE_FAULTS:
-            wrong.append(reason.message)
+            faults.append(reason.message)
         elif not _CODE.fullmatch(reason.code) or not reason.message.strip():
-            wrong.append(f"{reason!r} needs a snake_case code and a message")
-    return wrong
+            faults.append(f"{reason!r} needs a snake_case code and a message")
+    return faults
 
 
-def _complain(where: str, wrong: list[str]) -> None:
-    if wrong:
-        pytest.fail(where + ":\n  " + "\n  ".join(wrong), pytrace=False)
+def _fail_if(faults: list[str], where: str) -> None:
+    """Fail the test if there are faults."""
+    if faults:
+        pytest.fail(where + ":\n  " + "\n  ".join(faults), pytrace=False)

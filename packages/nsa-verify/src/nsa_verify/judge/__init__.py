@@ -1,1 +1,1 @@
-"""The verdict: is a tensor, a selection, a slot or a layer's gradient right?"""
+"""Verdicts on tensors, selections, slots and layer gradients."""

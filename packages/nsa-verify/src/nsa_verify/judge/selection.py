@@ -1,10 +1,11 @@
-"""Is this choice of blocks right? Near-equal blocks may be swapped by rounding, and by nothing
-else.
+"""Judge selected blocks. Only rounding may exchange blocks, and only nearly equal ones.
 
-The regret of a token's choice is the best golden score left out minus the worst golden score taken
-freely (forced blocks apart), in units of the noise of the two. noise_j = 2^-24 * sum over heads of
-(1 + a_h) * score_hj (2^-53 in float64), with a_h = |scale| * max over visible i of sum_d |q_d
-k_id|: what rounding in logits and exp does to a score.
+The regret of a token is the best golden score among blocks not selected, minus the worst golden
+score among selected blocks that were not forced, in units of the noise of these two blocks. The
+noise of block j is the effect of rounding in logits and exp on its score::
+
+    noise_j = 2^-24 * sum over heads h of (1 + a_h) * score_hj    (2^-53 in float64)
+    a_h = |scale| * max over visible i of sum_d |q_d k_id|
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_verify.judge.truth_cache import recall
+from nsa_verify.judge.truth_cache import cached
 from nsa_verify.oracle import RowScores, row_scores
 
 MAX_REGRET = 8.0
 MAX_FLIP_RATE = 1e-3
-TINY = 2.0**-100  # golden scores below count as 0: exp underflows in fp32
+TINY = 2.0**-100  # smaller golden scores count as 0, because exp underflows in fp32
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectionVerdict:
-    """The judgement of a selection; true where it is right.
+    """The judgement of a selection; truthy if the selection is correct.
 
     Attributes:
-        regret: the largest, in units of the noise of the two blocks; the limit is 8.
-        flip_rate: share of the sets that leave out a block with a better golden score; the limit is
-            0.1 %.
-        where: (batch entry, token, kv head), without the batch entry when packed, of the first
-            broken rule, else of the largest regret.
+        ok: Whether every rule holds.
+        regret: Largest regret, in units of the noise of the two blocks; the limit is 8.
+        flip_rate: Fraction of the sets that omit a block with a better golden score than a selected
+            one; the limit is 0.1 %.
+        why: The broken rules; empty if the selection is correct.
+        where: (batch entry, token, kv head), or (token, kv head) if packed, of the first broken
+            rule, else of the largest regret.
     """
 
     ok: bool
@@ -57,20 +60,31 @@ def judge_selection(
     cu_seqlens: torch.Tensor | None = None,
     rows: Sequence[int] | torch.Tensor | None = None,
 ) -> SelectionVerdict:
-    """Judge the blocks that a `select` chose from bit for bit these tensors.
+    """Judge the blocks that `select` chose from bit for bit these tensors (Eq. 11 and 12).
 
-    Exactly min(n, candidates) distinct candidates, ascending, -1 at the end; the forced ones among
-    them; regret at most 8; equal scores to the lower index where rounding cannot have told them
-    apart; at most 0.1 % of the sets flipped.
+    Every token and kv head needs exactly min(n, candidates) distinct candidates, in ascending
+    order, with -1 in the remaining entries, and the forced blocks among them. The regret is at most
+    8. Of blocks with equal scores, the lower index is selected unless rounding can make the scores
+    differ. At most 0.1 % of the sets omit a better block.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
+        lse: Log-sum-exp of the cmp branch [B, Hq, S], packed [Hq, T], that `select` received.
+        blocks: Selected blocks, int32 [B, S, G, n], packed [T, G, n], local to the document.
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        rows: Token positions to judge; None judges all.
 
     Raises:
-        InvalidInput: S is so long that only sampled ``rows`` can be judged.
+        InvalidInput: S is too long to judge every row; pass sampled ``rows``.
     """
-    given = (q, k_cmp, lse, blocks, cu_seqlens, rows)
-    return recall(
+    tensors = (q, k_cmp, lse, blocks, cu_seqlens, rows)
+    return cached(
         ("judge_selection", geometry, scale),
-        given,
-        lambda: _judge_selection(*given, geometry, scale),
+        tensors,
+        lambda: _judge_selection(*tensors, geometry, scale),
     )
 
 
@@ -86,47 +100,47 @@ def _judge_selection(
 ) -> SelectionVerdict:
     expected = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     if tuple(blocks.shape) != expected or blocks.dtype != torch.int32:
-        found = (
+        why = (
             f"blocks are {list(blocks.shape)} {blocks.dtype}, expected {list(expected)} torch.int32"
         )
-        return SelectionVerdict(False, math.inf, 1.0, found)
+        return SelectionVerdict(False, math.inf, 1.0, why)
     starts = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     unit = 2.0**-53 if q.dtype == torch.float64 else 2.0**-24
     exact, chosen = _exact_logits(q, k_cmp, unit), blocks.detach().cpu()
     worst, where, flips, sets = 0.0, (), 0, 0
     for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
         lead = (row.document, row.token) if starts is None else (starts[row.document] + row.token,)
-        place = (*lead, row.kv_head)
-        judged = _judge_row(row, chosen[place].tolist(), geometry, unit, exact)
-        if isinstance(judged, str):
+        index = (*lead, row.kv_head)
+        regret = _judge_row(row, chosen[index].tolist(), geometry, unit, exact)
+        if isinstance(regret, str):
             return SelectionVerdict(
-                False, math.inf, flips / max(sets, 1), f"{judged} at {place}", place
+                False, math.inf, flips / max(sets, 1), f"{regret} at {index}", index
             )
-        sets, flips = sets + 1, flips + (judged > 0)
-        if judged > worst:
-            worst, where = judged, place
+        sets, flips = sets + 1, flips + (regret > 0)
+        if regret > worst:
+            worst, where = regret, index
     rate = flips / max(sets, 1)
-    wrong = []
+    broken = []
     if not worst <= MAX_REGRET:
-        wrong.append(f"regret {worst:.3g} > {MAX_REGRET:g} at {where}")
+        broken.append(f"regret {worst:.3g} > {MAX_REGRET:g} at {where}")
     if rate > MAX_FLIP_RATE:
-        wrong.append(f"{flips} of {sets} sets leave out a better block, limit {MAX_FLIP_RATE:.1%}")
-    return SelectionVerdict(not wrong, worst, rate, "; ".join(wrong), where)
+        broken.append(f"{flips} of {sets} sets leave out a better block, limit {MAX_FLIP_RATE:.1%}")
+    return SelectionVerdict(not broken, worst, rate, "; ".join(broken), where)
 
 
 def _exact_logits(q: torch.Tensor, k_cmp: torch.Tensor, unit: float) -> bool:
-    """No product or partial sum of q.k_cmp can round: small integers, or zeros."""
+    """Whether every product and partial sum of q.k_cmp is exact: zeros or small integers."""
     a, b = q.detach().cpu().double(), k_cmp.detach().cpu().double()
     if not a.numel() or not b.numel() or not (bool(a.any()) and bool(b.any())):
         return True
-    whole = bool((a == a.round()).all()) and bool((b == b.round()).all())
-    return whole and float(a.abs().max() * b.abs().max()) * q.shape[-1] < 1 / unit
+    integers = bool((a == a.round()).all()) and bool((b == b.round()).all())
+    return integers and float(a.abs().max() * b.abs().max()) * q.shape[-1] < 1 / unit
 
 
 def _judge_row(
-    row: RowScores, given: list[int], geometry: BlockGeometry, unit: float, exact: bool
+    row: RowScores, blocks: list[int], geometry: BlockGeometry, unit: float, exact: bool
 ) -> float | str:
-    """Regret in noise units, or what is wrong with the set as such."""
+    """Return the regret in noise units, or the reason why the set of blocks is malformed."""
     candidates = row.token // geometry.select_block_size + 1
     forced = {
         j
@@ -134,36 +148,38 @@ def _judge_row(
         if j < geometry.init_blocks or j >= candidates - geometry.local_blocks
     }
     count = min(geometry.num_selected_blocks, candidates)
-    mine, rest = given[:count], given[count:]
-    if any(j != -1 for j in rest) or -1 in mine:
-        return f"{sum(j != -1 for j in given)} blocks, expected {count} and then -1, got {given}"
-    if any(not 0 <= j < candidates for j in mine):
-        return f"a block that is no candidate (0 .. {candidates - 1}): {mine}"
-    if len(set(mine)) < count:
-        return f"a block chosen twice: {mine}"
-    if mine != sorted(mine):
-        return f"blocks not ascending: {mine}"
-    if not forced <= set(mine):
-        return f"forced blocks {sorted(forced - set(mine))} left out of {mine}"
-    free, left = (
-        [j for j in mine if j not in forced],
-        [j for j in range(candidates) if j not in mine],
+    selected, padding = blocks[:count], blocks[count:]
+    if any(j != -1 for j in padding) or -1 in selected:
+        return f"{sum(j != -1 for j in blocks)} blocks, expected {count} and then -1, got {blocks}"
+    if any(not 0 <= j < candidates for j in selected):
+        return f"a block that is no candidate (0 .. {candidates - 1}): {selected}"
+    if len(set(selected)) < count:
+        return f"a block chosen twice: {selected}"
+    if selected != sorted(selected):
+        return f"blocks not ascending: {selected}"
+    if not forced <= set(selected):
+        return f"forced blocks {sorted(forced - set(selected))} left out of {selected}"
+    free, omitted = (
+        [j for j in selected if j not in forced],
+        [j for j in range(candidates) if j not in selected],
     )
-    return _regret(row, free, left, unit, exact) if free and left else 0.0
+    return _regret(row, free, omitted, unit, exact) if free and omitted else 0.0
 
 
 def _regret(
-    row: RowScores, free: list[int], left: list[int], unit: float, exact: bool
+    row: RowScores, free: list[int], omitted: list[int], unit: float, exact: bool
 ) -> float | str:
-    raw = [-math.inf if math.isnan(s) else s for s in row.per_group().tolist()]
-    worst, best = min(free, key=lambda j: (raw[j], -j)), max(left, key=lambda j: (raw[j], -j))
-    if raw[worst] == raw[best]:
-        for u in (j for j in left if raw[j] == raw[best]):
-            for c in (j for j in free if raw[j] == raw[best] and j > u):
-                if _indistinguishable(row.terms[..., u], row.terms[..., c], exact):
-                    return f"blocks {u} and {c} score equal, and the higher was chosen"
+    """Return the regret of omitting ``omitted`` for ``free``, or the reason why a tie is wrong."""
+    scores = [-math.inf if math.isnan(s) else s for s in row.per_group().tolist()]
+    worst = min(free, key=lambda j: (scores[j], -j))
+    best = max(omitted, key=lambda j: (scores[j], -j))
+    if scores[worst] == scores[best]:
+        for lower in (j for j in omitted if scores[j] == scores[best]):
+            for higher in (j for j in free if scores[j] == scores[best] and j > lower):
+                if _indistinguishable(row.terms[..., lower], row.terms[..., higher], exact):
+                    return f"blocks {lower} and {higher} score equal, and the higher was chosen"
         return 0.0
-    gap = _counted(raw[best]) - _counted(raw[worst])
+    gap = _flushed(scores[best]) - _flushed(scores[worst])
     if gap <= 0:
         return 0.0
     per_head = row.per_head()[:, [best, worst]]
@@ -171,13 +187,15 @@ def _regret(
     return gap / noise if noise > 0 else math.inf
 
 
-def _counted(score: float) -> float:
+def _flushed(score: float) -> float:
+    """Return 0 for a score that underflows in fp32."""
     return 0.0 if 0 <= score < TINY else score
 
 
 def _indistinguishable(a: torch.Tensor, b: torch.Tensor, exact: bool) -> bool:
-    """Whatever the rounding, the two blocks' terms [h, taps] are the same: all NaN, all zero, or
-    equal and exact.
+    """Whether no rounding can make the scores of two blocks with terms [h, taps] differ.
+
+    This holds for terms with NaN, for terms that are all zero, and for equal and exact terms.
     """
     if bool(torch.isnan(a).any()):
         return True

@@ -1,6 +1,4 @@
-"""A slot's outputs and gradients against the truth for bit for bit the tensors that slot
-received.
-"""
+"""Judge the outputs and gradients of a slot, given bit for bit the tensors that it received."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge, judge_lse, refused
-from nsa_verify.judge.truth_cache import recall
+from nsa_verify.judge.truth_cache import cached
 from nsa_verify.reference import attention
 from nsa_verify.reference.attention import compressed_starts
 
@@ -29,7 +27,7 @@ _PER_TOKEN = ("o", "dq", "dgates", "do_cmp", "do_sel", "do_win")
 
 
 def path_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The lowest precision among the floating tensors that entered a computation."""
+    """Return the lowest precision among the floating tensors that enter a computation."""
     return max(
         (t.dtype for t in tensors if t.is_floating_point()),
         key=lambda dtype: torch.finfo(dtype).eps,
@@ -47,33 +45,44 @@ def judge_slot(
     do: torch.Tensor | None = None,
     rows: Sequence[int] | torch.Tensor | None = None,
 ) -> dict[str, Verdict]:
-    """Judge every tensor of ``outputs``, each by the rule for its kind.
+    """Judge every tensor of ``outputs`` by the rule for its kind.
 
     Args:
-        slot: cmp, sel, win or combine (a selection has no golden tensor: verify.regret judges it).
-        inputs: the slot's tensors by the contract's names (q, k_cmp, v_cmp, k, v, blocks, gates,
-            o_cmp, ...).
-        outputs: what came back: o, lse, and gradients as "d" + the input's name (dq, dk_cmp,
-            dgates, do_cmp, ...).
-        do: the gradient that entered backward, in o's layout; needed where outputs hold gradients.
-        rows: judge these query rows only (all key rows of dk, dv are judged; ``do`` must then be 0
-            elsewhere).
+        slot: cmp, sel, win or combine. :func:`~nsa_verify.judge.selection.judge_selection` judges
+            select, which has no golden tensor.
+        inputs: Inputs of the slot by their names in the contract (q, k_cmp, v_cmp, k, v, blocks,
+            gates, o_cmp, ...).
+        outputs: Results: o, lse, and gradients as "d" + the input's name (dq, dk_cmp, dgates,
+            do_cmp, ...).
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o that entered the backward, in the layout of o. Required if ``outputs`` has
+            gradients.
+        rows: Query rows to judge; None judges all. Every key row of dk and dv is judged, so ``do``
+            must be 0 in the other rows.
 
     Returns:
-        A verdict per output; its ``where`` is (batch entry, head, row) without the batch entry when
-        packed, a row being a token or key (with ``rows``, still the token's own index), or a joined
-        row of gates.
+        A verdict per output. Its ``where`` is (batch entry, head, row), or (head, row) if packed.
+        A row is a token or key, also with ``rows``; in dgates it is a row of joined tokens.
 
     Raises:
-        InvalidInput: unknown slot, a missing input, an output without a rule, gradients without
-            ``do``, or ``do`` not zero outside ``rows``; or S is so long that only sampled ``rows``
-            can be judged.
+        InvalidInput: The slot is unknown, an input is missing, an output has no rule, gradients
+            come without ``do``, ``do`` is not zero outside ``rows``, or S is too long to judge
+            every row (pass sampled ``rows``).
+
+    Example:
+        >>> inputs = {"q": q, "k": k, "v": v}
+        >>> o, lse = plan.win(q, k, v)
+        >>> outputs = {"o": o, "lse": lse}
+        >>> verdicts = judge_slot("win", inputs, outputs, config.geometry, config.softmax_scale)
+        >>> assert all(verdicts.values()), verdicts
     """
-    what = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs))
-    read = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)
-    return recall(
-        what,
-        read,
+    name = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs))
+    tensors = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)
+    return cached(
+        name,
+        tensors,
         lambda: _judge_slot(slot, inputs, outputs, geometry, scale, cu_seqlens, do, rows),
     )
 
@@ -88,55 +97,55 @@ def _judge_slot(
     do: torch.Tensor | None,
     rows: Sequence[int] | torch.Tensor | None,
 ) -> dict[str, Verdict]:
-    given = _ordered(slot, inputs, outputs, do)
-    picked = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
-    if do is not None and picked is not None:
-        _refuse_do_elsewhere(do, picked)
-    shared: dict[str, Any] = {"do": do}
-    bound: list[Any] = list(given.values())
+    ordered = _ordered(slot, inputs, outputs, do)
+    sampled = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
+    if do is not None and sampled is not None:
+        _check_do_outside(do, sampled)
+    options: dict[str, Any] = {"do": do}
+    arguments: list[Any] = list(ordered.values())
     if slot != "combine":
-        bound += [geometry, scale]
-        shared |= {"cu_seqlens": cu_seqlens, "rows": picked}
-    dtype = path_dtype([*given.values(), *([do] if do is not None else [])])
-    golden, rounded, noise = recall(
-        ("truths", slot, dtype, tuple(shared)),
-        [*bound, *shared.values()],
-        lambda: _truths(slot, bound, shared, dtype),
+        arguments += [geometry, scale]
+        options |= {"cu_seqlens": cu_seqlens, "rows": sampled}
+    dtype = path_dtype([*ordered.values(), *([do] if do is not None else [])])
+    golden, rounded, magnitude = cached(
+        ("truths", slot, dtype, tuple(options)),
+        [*arguments, *options.values()],
+        lambda: _truths(slot, arguments, options, dtype),
     )
     verdicts = {}
     for name, actual in outputs.items():
-        expected = (
-            given["q" if slot != "combine" else "o_cmp"]
+        like = (
+            ordered["q" if slot != "combine" else "o_cmp"]
             if name in ("o", "lse")
-            else given[name[1:]]
+            else ordered[name[1:]]
         )
-        kind = stats_dtype(expected.dtype) if name == "lse" else expected.dtype
-        if (actual.dtype, actual.device) != (kind, expected.device):
-            found = f"{actual.dtype} on {actual.device}, expected {kind} on {expected.device}"
-            verdicts[name] = refused(found)
+        kind = stats_dtype(like.dtype) if name == "lse" else like.dtype
+        if (actual.dtype, actual.device) != (kind, like.device):
+            why = f"{actual.dtype} on {actual.device}, expected {kind} on {like.device}"
+            verdicts[name] = refused(why)
         elif name == "lse":
-            verdicts[name] = _judge_lse(actual, golden.lse, noise.top, dtype, picked)
+            verdicts[name] = _judge_lse(actual, golden.lse, magnitude.top, dtype, sampled)
         else:
-            three = [x.o if name == "o" else x.grads[name] for x in (golden, rounded, noise)]
-            stray = _tail(name, actual, cu_seqlens, geometry)
+            truths = [x.o if name == "o" else x.grads[name] for x in (golden, rounded, magnitude)]
+            tail = _judge_tail(name, actual, cu_seqlens, geometry)
             verdicts[name] = (
-                stray if stray is not None else _judge(name, [actual, *three], dtype, picked)
+                tail if tail is not None else _judge(name, [actual, *truths], dtype, sampled)
             )
     return verdicts
 
 
 def _truths(
-    slot: str, bound: list[Any], shared: dict[str, Any], dtype: torch.dtype
+    slot: str, arguments: list[Any], options: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Any, Any, Any]:
-    """Golden, rounded (golden in float64) and magnitudes."""
-    golden = getattr(oracle, slot)(*bound, **shared)
-    again = getattr(attention, slot)
+    """Return (golden, rounded, magnitude); rounded is golden in float64."""
+    golden = getattr(oracle, slot)(*arguments, **options)
+    reference = getattr(attention, slot)
     rounded = (
         golden
         if dtype == torch.float64
-        else again(*bound, **shared, arithmetic="rounded", dtype=dtype)
+        else reference(*arguments, **options, arithmetic="rounded", dtype=dtype)
     )
-    return golden, rounded, again(*bound, **shared, arithmetic="magnitude")
+    return golden, rounded, reference(*arguments, **options, arithmetic="magnitude")
 
 
 def _ordered(
@@ -145,6 +154,7 @@ def _ordered(
     outputs: Mapping[str, torch.Tensor],
     do: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
+    """Validate the names of inputs and outputs; return the inputs in the order of the slot."""
     if slot not in _INPUTS:
         raise InvalidInput(
             f"slot must be one of {', '.join(_INPUTS)}, got {slot!r}; judge_selection judges select"
@@ -152,7 +162,7 @@ def _ordered(
     missing = [name for name in _INPUTS[slot] if name not in inputs]
     if missing:
         raise InvalidInput(
-            f"judging {slot} needs {', '.join(missing)}, got {', '.join(inputs) or 'nothing'}"
+            f"inputs: {slot} needs {', '.join(missing)}, got {', '.join(inputs) or 'nothing'}"
         )
     gradients = [f"d{name}" for name in _INPUTS[slot] if name != "blocks"]
     known = {"o", *gradients} | ({"lse"} if slot != "combine" else set())
@@ -162,16 +172,18 @@ def _ordered(
             f"{slot} has no output {', '.join(unknown)}; it has {', '.join(sorted(known))}"
         )
     if do is None and any(name in gradients for name in outputs):
-        raise InvalidInput(f"gradients of {slot} are judged for a given do, got None")
+        raise InvalidInput(f"gradients of {slot} need do, the gradient of o, got do=None")
     return {name: inputs[name] for name in _INPUTS[slot]}
 
 
-def _refuse_do_elsewhere(do: torch.Tensor, rows: torch.Tensor) -> None:
-    rest = torch.ones(do.shape[-3], dtype=torch.bool, device=do.device)
-    rest[rows.to(do.device)] = False
-    if bool(do[..., rest, :, :].any()):
+def _check_do_outside(do: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise InvalidInput unless ``do`` is 0 outside ``rows``."""
+    outside = torch.ones(do.shape[-3], dtype=torch.bool, device=do.device)
+    outside[rows.to(do.device)] = False
+    if bool(do[..., outside, :, :].any()):
         raise InvalidInput(
-            "do must be 0 outside the sampled rows, or dk and dv would hold the other rows' share"
+            "do must be 0 outside the sampled rows, because every query row adds to dk and dv; set"
+            " its other rows to 0"
         )
 
 
@@ -187,15 +199,13 @@ def _judge_lse(
     verdict = judge_lse(
         actual[..., rows.to(actual.device)], golden[..., rows], top[..., rows], dtype
     )
-    return _renamed(verdict, rows, golden.dim() - 1)
+    return _with_token_index(verdict, rows, golden.dim() - 1)
 
 
-def _tail(
+def _judge_tail(
     name: str, actual: torch.Tensor, cu_seqlens: torch.Tensor | None, geometry: BlockGeometry
 ) -> Verdict | None:
-    """The verdict on gradients of packed compressed rows that no document owns, unless they are
-    exactly zero.
-    """
+    """Return a failed verdict if a packed compressed row without a document has a gradient."""
     if cu_seqlens is None or name not in ("dk_cmp", "dv_cmp"):
         return None
     owned = int(compressed_starts(cu_seqlens.cpu().long(), geometry)[-1])
@@ -204,14 +214,14 @@ def _tail(
         return None
     row, head = (int(i) for i in stray[0])
     return refused(
-        "a gradient that is not exactly 0 in a row no document owns", (head, owned + row)
+        "a gradient that is not exactly 0 in a row that no document owns", (head, owned + row)
     )
 
 
 def _judge(
     name: str, tensors: list[torch.Tensor], dtype: torch.dtype, rows: torch.Tensor | None
 ) -> Verdict:
-    """tensors: actual, golden, rounded, magnitude in the contract's layout."""
+    """Judge ``tensors`` = [actual, golden, rounded, magnitude], given in the contract's layout."""
     if tensors[0].shape != tensors[1].shape:
         return refused(f"shape {tuple(tensors[0].shape)}, expected {tuple(tensors[1].shape)}")
     sampled = rows if name in _PER_TOKEN else None
@@ -224,14 +234,12 @@ def _judge(
     return (
         verdict
         if sampled is None or name == "dgates"
-        else _renamed(verdict, sampled, golden.dim() - 2)
+        else _with_token_index(verdict, sampled, golden.dim() - 2)
     )
 
 
-def _renamed(verdict: Verdict, rows: torch.Tensor, axis: int) -> Verdict:
-    """``verdict`` with its row, index ``axis`` of ``where``, named by the token instead of its
-    place among ``rows``.
-    """
+def _with_token_index(verdict: Verdict, rows: torch.Tensor, axis: int) -> Verdict:
+    """Replace the row index in ``where[axis]``, a position in ``rows``, by the token position."""
     if not verdict.where:
         return verdict
     where = (*verdict.where[:axis], int(rows[verdict.where[axis]]), *verdict.where[axis + 1 :])

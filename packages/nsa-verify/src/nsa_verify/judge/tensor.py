@@ -1,18 +1,16 @@
-"""Is this tensor right? Errors are measured in units of the rounding noise that any correct kernel
-makes.
+"""Judge a tensor by its errors in units of the rounding noise of a correct kernel.
 
-golden      float64, from bit for bit the tensors the slot received
-rounded     the same formula in float32, rounded to the tested dtype only where every tensor-core
-            kernel must round
-            (P, dS, O, results); for float64 golden itself
-magnitude   the golden formula with every term made positive (P @ |V| for outputs): what cancels,
-            and how much
-dtype       the lowest precision on the path (bf16 q with fp32 gates: bf16), never read off the
-            result
+golden     float64, computed from bit for bit the tensors that the slot received
+rounded    the same formula in float32, rounded to the tested dtype only where every tensor-core
+           kernel must round (P, dS, O, results); for float64, golden itself
+magnitude  the golden formula with every term made positive (P @ |V| for outputs): the amount that
+           can cancel
+dtype      the lowest precision on the path (bf16 for bf16 q with fp32 gates), passed by the caller
+           and never taken from the result
 
-Tensors are laid out [.., heads, rows, D]: a row's error is held against that row's noise, a bias
-against its head's. There is no absolute tolerance: what golden says is exactly zero must be exactly
-zero.
+Tensors are laid out [.., heads, rows, D]. The error of a row is compared with the noise of that
+row, and a bias with the noise of its head. There is no absolute tolerance: an element that is
+exactly zero in golden, with a magnitude of zero, must be exactly zero.
 """
 
 from __future__ import annotations
@@ -25,19 +23,22 @@ from typing import NamedTuple
 
 import torch
 
-_CAUSE = "`rounded` is not finite where golden is: the case is wrong, not the kernel"
+_OVERFLOW = (
+    "`rounded` is not finite where `golden` is: the case is wrong, not the kernel; use smaller"
+    " inputs or a dtype with a wider range"
+)
 
 
 class Limits(NamedTuple):
-    """The most a right kernel may show."""
+    """Upper bounds of the errors of a correct kernel."""
 
     row: float  # rms error of a row, in units of its noise
     elem: float  # largest error of an element, in units of its row's noise
-    bias: float  # systematic error of a head: |<a-g, g>| over this many u <g, g>, chance apart
+    bias: float  # systematic error |<a-g, g>| of a head beyond chance, in units of u <g, g>
 
 
-# Calibrated on kernels nobody here wrote, and frozen: a case that fails is a finding, never a
-# reason for a new limit.
+# Calibrated on kernels that this project did not write, and frozen: a failing case is a finding,
+# never a reason for a new limit.
 LIMITS: Mapping[torch.dtype, Limits] = MappingProxyType(
     {
         torch.bfloat16: Limits(2, 10, 0.25),
@@ -51,12 +52,15 @@ LSE_LIMIT = 16
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The judgement of one tensor; true where it is right.
+    """The judgement of one tensor; truthy if the tensor is correct.
 
     Attributes:
-        row, elem, bias: the worst found; ``bias`` is a share of its allowance, so its limit is 1.
-        where: index of the worst row, or of the first element at fault, in the judged layout.
-        why: what is wrong and where; empty where nothing is.
+        ok: Whether every error is within its limit.
+        row: Largest row error, in units of noise.
+        elem: Largest element error, in units of noise.
+        bias: Largest bias of a head, as a fraction of its bound (the limit is 1).
+        where: Index of the worst row, or of the first wrong element, in the judged layout.
+        why: The violated limits and their place; empty if the tensor is correct.
     """
 
     ok: bool
@@ -71,23 +75,23 @@ class Verdict:
 
 
 def refused(why: str, where: tuple[int, ...] = ()) -> Verdict:
-    """A verdict of "wrong" that no number expresses."""
+    """Return a failed verdict without finite errors, such as a wrong shape or a misplaced NaN."""
     return Verdict(
         False, math.inf, math.inf, math.inf, where, f"{why} at {where}" if where else why
     )
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, D] to [B, H, S, D], or packed [T, H, D] to [H, T, D]; its own inverse."""
+    """Transpose [B, S, H, D] to [B, H, S, D], or packed [T, H, D] to [H, T, D], and back."""
     return x.transpose(-3, -2)
 
 
 def gate_rows(x: torch.Tensor) -> torch.Tensor:
-    """Gate gradients [.., S, Hq, 3] as [.., 3, rows, elements]: a row is a token, its elements the
-    heads.
+    """Reshape gate gradients [.., S, Hq, 3] to [.., 3, rows, elements].
 
-    Few heads make a row's rms a matter of luck, so neighbouring tokens are joined until a row has
-    12 elements; the last row reaches back to fill up.
+    A row holds the heads of one token. The rms of a few elements is unreliable, so neighbouring
+    tokens are joined until a row has at least 12 elements. The last row overlaps the one before it
+    if tokens are left over.
     """
     *lead, tokens, heads, three = x.shape
     joined = min(max(tokens, 1), -(-12 // heads))
@@ -104,12 +108,12 @@ def _first(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def _same_nonfinite(a: torch.Tensor, g: torch.Tensor) -> Verdict | None:
-    """NaN and Inf sit exactly where golden's sit, or the verdict that says where not."""
+    """Return None if NaN and Inf of ``a`` are those of golden ``g``, else a failed verdict."""
     wrong = (torch.isnan(a) != torch.isnan(g)) | (
         (torch.isinf(a) | torch.isinf(g)) & ~torch.isnan(g) & (a != g)
     )
     return (
-        refused("NaN or Inf in other places than the golden result", _first(wrong))
+        refused("NaN or Inf that differs from the golden result", _first(wrong))
         if bool(wrong.any())
         else None
     )
@@ -120,9 +124,7 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """x / unit; where the unit is 0 nothing may differ, and anything that does counts as
-    infinite.
-    """
+    """Divide ``x`` by ``unit``. Where the unit is 0, the result is inf for x > 0, else 0."""
     return torch.where(unit > 0, x / unit, torch.where(x > 0, torch.inf, 0.0))
 
 
@@ -139,11 +141,28 @@ def judge(
     *,
     grad: bool = False,
 ) -> Verdict:
-    """Judge ``actual`` by row, element and bias.
+    """Judge ``actual`` by its row, element and bias errors.
 
-    noise of a row: n = max(rms(r - g), u rms(g) + (kappa u + 4 * 2^-24) rms(m)), u = eps / 2 of
-    ``dtype``, kappa 1/8 for gradients and 0 for outputs. row = max rms(a - g) / n, elem = max |a -
-    g| / n, bias = |<a - g, g>| per head over lim * u <g, g> + 4 sqrt(sum over rows n^2 |g_row|^2).
+    With a, g, r, m for actual, golden, rounded, magnitude, and u = eps / 2 of ``dtype``::
+
+        n    = max(rms(r - g), u rms(g) + (kappa u + 4 * 2^-24) rms(m))    noise of a row
+        row  = max over rows of rms(a - g) / n
+        elem = max over elements of |a - g| / n
+        bias = |<a - g, g>| / (lim u <g, g> + 4 sqrt(sum over rows of n^2 |g_row|^2))    per head
+
+    kappa is 1/8 for gradients and 0 for outputs; 2^-24 becomes 2^-53 in float64. NaN and Inf must
+    be in the same places as in ``golden``, and an error in a row of zero noise is infinite.
+
+    Args:
+        actual: Result of the kernel, [.., heads, rows, D].
+        golden: Truth in float64, same shape.
+        rounded: The formula in float32 with the unavoidable roundings, same shape.
+        magnitude: The golden formula with positive terms, same shape.
+        dtype: Lowest precision on the path; selects u and the limits in :data:`LIMITS`.
+        grad: Whether ``actual`` is a gradient.
+
+    Returns:
+        The verdict. A wrong shape is a failed verdict.
 
     Raises:
         ValueError: ``rounded`` is not finite where ``golden`` is: the case cannot be judged in this
@@ -155,20 +174,20 @@ def judge(
     if not actual.numel():
         return Verdict(True)
     a, g, r, m = (x.detach().to("cpu", torch.float64) for x in (actual, golden, rounded, magnitude))
-    odd = ~torch.isfinite(g)
-    if not bool(torch.isfinite(r[~odd]).all()):
-        raise ValueError(_CAUSE)
+    nonfinite = ~torch.isfinite(g)
+    if not bool(torch.isfinite(r[~nonfinite]).all()):
+        raise ValueError(_OVERFLOW)
     misplaced = _same_nonfinite(a, g)
     if misplaced is not None:
         return misplaced
-    a, g, r, m = (x.masked_fill(odd, 0.0) for x in (a, g, r, m))
+    a, g, r, m = (x.masked_fill(nonfinite, 0.0) for x in (a, g, r, m))
     u, kappa = torch.finfo(dtype).eps / 2, 1 / 8 if grad else 0.0
     noise = torch.maximum(_rms(r - g), u * _rms(g) + (kappa * u + 4 * fine) * _rms(m))
     row = _over(_rms(a - g), noise)
     elem = _over((a - g).abs(), noise[..., None].expand_as(g))
-    slant = ((a - g) * g).sum((-1, -2)).abs()
+    projection = ((a - g) * g).sum((-1, -2)).abs()
     chance = 4 * (noise.square() * g.square().sum(-1)).sum(-1).sqrt()
-    bias = _over(slant, limits.bias * u * g.square().sum((-1, -2)) + chance)
+    bias = _over(projection, limits.bias * u * g.square().sum((-1, -2)) + chance)
     worst = torch.maximum(row / limits.row, elem.amax(-1) / limits.elem)
     where = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     return _verdict(
@@ -179,9 +198,12 @@ def judge(
 def _verdict(
     row: float, elem: float, bias: float, where: tuple[int, ...], limits: Limits
 ) -> Verdict:
-    found = zip(Limits._fields, (row, elem, bias), limits)
-    bad = [f"{name} {value:.3g} > {limit:g}" for name, value, limit in found if not value <= limit]
-    return Verdict(not bad, row, elem, bias, where, ", ".join(bad) + f" at {where}" if bad else "")
+    errors = zip(Limits._fields, (row, elem, bias), limits)
+    broken = [
+        f"{name} {value:.3g} > {limit:g}" for name, value, limit in errors if not value <= limit
+    ]
+    why = ", ".join(broken) + f" at {where}" if broken else ""
+    return Verdict(not broken, row, elem, bias, where, why)
 
 
 def judge_lse(
@@ -190,10 +212,18 @@ def judge_lse(
     top: torch.Tensor,  # the row's largest |score|, 0 where no key is visible
     dtype: torch.dtype,
 ) -> Verdict:
-    """Judge a log-sum-exp: |lse - g| <= 16 * 2^-24 * (1 + max |score|), 2^-53 in float64; -inf
-    where golden is.
+    """Judge a log-sum-exp: |lse - g| <= 16 * 2^-24 * (1 + max |score|), with 2^-53 in float64.
 
-    ``elem`` of the verdict is the worst error in units of 2^-24 * (1 + max |score|).
+    The result must be -inf where ``golden`` is.
+
+    Args:
+        actual: Result of the kernel, [.., heads, rows].
+        golden: Truth in float64, same shape.
+        top: Largest |score| of each row, 0 where no key is visible, same shape.
+        dtype: Lowest precision on the path.
+
+    Returns:
+        The verdict. Its ``elem`` is the largest error in units of 2^-24 * (1 + max |score|).
     """
     if actual.shape != golden.shape:
         return refused(f"shape {tuple(actual.shape)}, expected {tuple(golden.shape)}")
@@ -203,8 +233,10 @@ def judge_lse(
     misplaced = _same_nonfinite(a, g)
     if misplaced is not None:
         return misplaced
-    odd = ~torch.isfinite(g)
-    units = (a - g).masked_fill(odd, 0.0).abs() / (_fine(dtype) * (1 + t.masked_fill(odd, 0.0)))
+    nonfinite = ~torch.isfinite(g)
+    units = (a - g).masked_fill(nonfinite, 0.0).abs() / (
+        _fine(dtype) * (1 + t.masked_fill(nonfinite, 0.0))
+    )
     worst, where = (
         units.max().item(),
         tuple(int(i) for i in torch.unravel_index(units.argmax(), units.shape)),

@@ -1,8 +1,8 @@
-"""Judgements remembered while many combinations of backends are judged on the same tensors.
+"""Cache of truths and verdicts for judging several combinations on the same tensors.
 
-A combination differs from the next in one slot; the truth for the others, and often what they
-returned, is bit for bit what it was. Results are found again by the bits of everything that went
-in.
+Consecutive combinations differ in one slot. The inputs of the other slots, and often their outputs,
+are bit for bit the same, so their truths and verdicts are too. The key is a hash of the bits of all
+inputs.
 """
 
 from __future__ import annotations
@@ -17,79 +17,80 @@ from typing import Any, TypeVar
 
 import torch
 
-MOST_BYTES = 1 << 30  # of tensors inside what is remembered; the least recently used goes first
+MAX_BYTES = 1 << 30  # of tensors in cached results; the least recently used result is evicted
 
 _Result = TypeVar("_Result")
-_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+_active: ContextVar[_Cache | None] = ContextVar("truth_cache", default=None)
 
 
-class _Kept:
-    """Results by key, with their sizes."""
+class _Cache:
+    """Results by key, with their sizes in bytes, in the order of their last use."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._results: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
         self._size = 0
 
     def get(self, key: bytes) -> tuple[Any] | None:
-        if key not in self._found:
+        if key not in self._results:
             return None
-        self._found.move_to_end(key)
-        return (self._found[key][0],)
+        self._results.move_to_end(key)
+        return (self._results[key][0],)
 
     def put(self, key: bytes, result: Any) -> None:
         size = sum(x.nbytes for x in _tensors(result))
-        self._found[key] = (result, size)
+        self._results[key] = (result, size)
         self._size += size
-        while self._size > MOST_BYTES:
-            _, (_, freed) = self._found.popitem(last=False)
+        while self._size > MAX_BYTES:
+            _, (_, freed) = self._results.popitem(last=False)
             self._size -= freed
 
 
 @contextlib.contextmanager
-def remembering() -> Iterator[None]:
-    """Remember inside the block, in this thread; forget at its end."""
-    token = _kept.set(_Kept())
+def caching() -> Iterator[None]:
+    """Cache results inside the block, in this context; drop them when it ends."""
+    token = _active.set(_Cache())
     try:
         yield
     finally:
-        _kept.reset(token)
+        _active.reset(token)
 
 
-def recall(what: Sequence[Any], given: Sequence[Any], compute: Callable[[], _Result]) -> _Result:
-    """``compute()``, or what it gave before for the same bits.
+def cached(name: Sequence[Any], inputs: Sequence[Any], compute: Callable[[], _Result]) -> _Result:
+    """Return ``compute()``, or the cached result of the same computation on the same bits.
 
     Args:
-        what: names the computation and its constants; told apart by their repr.
-        given: everything else that it reads: tensors, told apart by dtype, shape and bits, or
-            constants.
+        name: Name and constants of the computation, compared by their repr.
+        inputs: All other inputs. Tensors are compared by dtype, shape and bits, other values by
+            their repr.
+        compute: Computes the result.
     """
-    kept = _kept.get()
-    if kept is None:
+    cache = _active.get()
+    if cache is None:
         return compute()
-    key = _key([*what, *given])
-    if (found := kept.get(key)) is not None:
-        result: _Result = found[0]
+    key = _key([*name, *inputs])
+    if (hit := cache.get(key)) is not None:
+        result: _Result = hit[0]
         return result
     result = compute()
-    kept.put(key, result)
+    cache.put(key, result)
     return result
 
 
-def _key(given: Sequence[Any]) -> bytes:
+def _key(values: Sequence[Any]) -> bytes:
     digest = hashlib.blake2b()
-    for x in given:
+    for x in values:
         if not isinstance(x, torch.Tensor):
             digest.update(f"{x!r};".encode())
             continue
-        here = x.detach().cpu().contiguous()
-        digest.update(f"{here.dtype} {tuple(here.shape)};".encode())
-        if here.numel():
-            digest.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+        host = x.detach().cpu().contiguous()
+        digest.update(f"{host.dtype} {tuple(host.shape)};".encode())
+        if host.numel():
+            digest.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
     return digest.digest()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Tensors inside tuples, mappings and objects with attributes."""
+    """List the tensors inside tuples, mappings and objects with attributes."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -98,4 +99,4 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         tree = vars(tree).values()
     elif not isinstance(tree, (tuple, list)):
         return []
-    return [x for part in tree for x in _tensors(part)]
+    return [x for child in tree for x in _tensors(child)]

@@ -1,6 +1,4 @@
-"""The slots cmp, sel, win and combine (docs/semantics.md, "The three branches"), forward and
-gradients.
-"""
+"""Oracle of cmp, sel, win and combine (docs/semantics.md, "The three branches")."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import torch
 from nsa_core.layout import BlockGeometry
 from nsa_verify.oracle.rows import (
     Keys,
-    See,
     Truth,
+    Visibility,
     attend,
     compressed_bounds,
     documents,
@@ -34,20 +32,35 @@ def cmp(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the compressed tokens; i is visible to t iff i*d + l - 1 <= t. grads: dq,
-    dk_cmp, dv_cmp.
+    """Attend to the compressed tokens; token i is visible to t if i*d + l - 1 <= t.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
+        v_cmp: Compressed values [B, n_c, G, Dv], packed [T // d, G, Dv].
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk_cmp and dv_cmp.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
 
-    def see(t: int, g: int) -> Keys:
-        return slice(0, len(range(size - 1, t + 1, stride)))  # the blocks' last tokens up to t
+    def visible(t: int, g: int) -> Keys:
+        return slice(0, len(range(size - 1, t + 1, stride)))  # blocks whose last token is <= t
 
     bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
         q,
         k_cmp,
         v_cmp,
-        lambda _: see,
+        lambda _: visible,
         scale,
         bounds=bounds,
         key_bounds=compressed_bounds(bounds, geometry),
@@ -68,14 +81,31 @@ def win(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the keys t-w+1 .. t. grads: dq, dk, dv."""
+    """Attend to the keys t-w+1 .. t.
 
-    def see(t: int, g: int) -> Keys:
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k: Keys [B, S, G, Dk], packed [T, G, Dk].
+        v: Values [B, S, G, Dv], packed [T, G, Dv].
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk and dv.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
+    """
+
+    def visible(t: int, g: int) -> Keys:
         return slice(max(0, t - geometry.window_size + 1), t + 1)
 
     bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
-        q, k, v, lambda _: see, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q, k, v, lambda _: visible, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
@@ -92,26 +122,43 @@ def sel(
     do: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Truth:
-    """Attention over the union of the chosen blocks, keys <= t. grads: dq, dk, dv.
+    """Attend to the keys <= t in the union of the selected blocks.
 
-    ``blocks`` may come in any order; a duplicate counts once, and -1, a block out of range or in
-    the future not at all.
+    ``blocks`` may have any order. Duplicates count once. Entries of -1 and blocks that are out of
+    range or in the future are ignored.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k: Keys [B, S, G, Dk], packed [T, G, Dk].
+        v: Values [B, S, G, Dv], packed [T, G, Dv].
+        blocks: Selected blocks, int [B, S, G, n], packed [T, G, n], local to the document.
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
+        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+
+    Returns:
+        o, lse, and with ``do`` the gradients dq, dk and dv.
+
+    Raises:
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     size, bounds = geometry.select_block_size, token_bounds(cu_seqlens)
     per_document = documents(blocks.detach().cpu(), bounds)
 
-    def see_in(document: int) -> See:
-        chosen = per_document[document].tolist()
+    def visible_in(document: int) -> Visibility:
+        block_lists = per_document[document].tolist()
 
-        def see(t: int, g: int) -> Keys:
-            mine = sorted({int(j) for j in chosen[t][g] if j >= 0 and j * size <= t})
-            spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in mine]
+        def visible(t: int, g: int) -> Keys:
+            distinct = sorted({int(j) for j in block_lists[t][g] if j >= 0 and j * size <= t})
+            spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in distinct]
             return torch.cat(spans) if spans else slice(0, 0)
 
-        return see
+        return visible
 
     o, lse, grads = attend(
-        q, k, v, see_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q, k, v, visible_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
@@ -123,7 +170,18 @@ def combine(
     o_win: torch.Tensor,
     do: torch.Tensor | None = None,
 ) -> Truth:
-    """o = g_cmp o_cmp + g_sel o_sel + g_win o_win. grads: dgates, do_cmp, do_sel, do_win."""
+    """Compute the gated sum o = g_cmp o_cmp + g_sel o_sel + g_win o_win (Eq. 5).
+
+    Args:
+        gates: Gates of cmp, sel and win, [B, S, Hq, 3].
+        o_cmp: Output of cmp [B, S, Hq, Dv].
+        o_sel: Output of sel, same shape.
+        o_win: Output of win, same shape.
+        do: Gradient of o, same shape. With it, the result has the gradients of all inputs.
+
+    Returns:
+        o, and with ``do`` the gradients dgates, do_cmp, do_sel and do_win. ``lse`` is None.
+    """
     g, branches = f64(gates), [f64(x) for x in (o_cmp, o_sel, o_win)]
     o = sum((g[..., c, None] * x for c, x in enumerate(branches)), torch.zeros_like(branches[0]))
     if do is None:

@@ -1,4 +1,4 @@
-"""The whole: the functional form and the layer with its projections, differentiable in float64."""
+"""Oracle of nsa_attention and of the layer with its projections, differentiable in float64."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from nsa_verify.oracle.phi import compress, compressed_positions, rope, token_po
 from nsa_verify.oracle.rows import Truth
 from nsa_verify.oracle.selection import select
 
-Three = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | list[torch.Tensor]
+PerBranch = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | list[torch.Tensor]
 _RMS_EPS = 1e-6
 
 
 class Projected(NamedTuple):
-    """What a layer feeds its slots, float64: rotated, normalised, compressed."""
+    """The inputs of the slots in float64: projected, normalised, rotated, compressed."""
 
     q: torch.Tensor  # [B, S, Hq, Dk]
-    # of cmp (raw, into phi), sel, win: [B, S, G, Dk]
+    # [B, S, G, Dk] of cmp (uncompressed input of phi), sel, win
     k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [B, S, G, Dv]
     k_cmp: torch.Tensor  # [B, n_c, G, Dk]
@@ -32,7 +32,7 @@ class Projected(NamedTuple):
 
 
 class _Slot(torch.autograd.Function):
-    """A slot of the oracle inside autograd: backward asks the slot again, with ``do``."""
+    """Autograd node of an oracle slot; its backward calls the slot again with ``do``."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Truth], *tensors: torch.Tensor) -> torch.Tensor:
@@ -52,10 +52,12 @@ def _slot(run: Callable[..., Truth], *tensors: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _three(x: Three) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _per_branch(x: PerBranch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     parts = (x, x, x) if isinstance(x, torch.Tensor) else tuple(x)
     if len(parts) != 3:
-        raise InvalidInput(f"k and v are one tensor or three (cmp, sel, win), got {len(parts)}")
+        raise InvalidInput(
+            f"k and v must be one tensor or three (cmp, sel, win), got {len(parts)} tensors"
+        )
     cmp_, sel_, win_ = (part.to("cpu", torch.float64) for part in parts)
     return cmp_, sel_, win_
 
@@ -75,24 +77,42 @@ def _cmp_lse(
 
 def attention(
     q: torch.Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
-    k: Three,  # one tensor [B, S, G, Dk], or three: cmp, sel, win
-    v: Three,  # likewise [B, S, G, Dv]
+    k: PerBranch,  # [B, S, G, Dk]
+    v: PerBranch,  # [B, S, G, Dv]
     gates: torch.Tensor,  # [B, S, Hq, 3]
     config: NSAConfig,
     *,
-    k_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dk]; None: mean compression of k's first
+    k_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dk]
     v_cmp: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-    blocks: torch.Tensor | None = None,  # int [B, S, G, n]; None: chosen here
+    blocks: torch.Tensor | None = None,  # int [B, S, G, n]
 ) -> torch.Tensor:
-    """The functional form: o [B, S, Hq, Dv] in float64, differentiable in every float tensor.
+    """Compute nsa_attention in float64, differentiable in every float tensor.
 
-    No rotary: q, k and k_cmp are used as given. No gradient flows through the choice of blocks.
+    Rotary embedding is not applied: q, k and k_cmp are used as passed. No gradient flows through
+    the selection of blocks.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k: Keys [B, S, G, Dk]: one tensor for all branches, or three for cmp, sel and win.
+        v: Values [B, S, G, Dv], in the same form.
+        gates: Gates of cmp, sel and win, [B, S, Hq, 3].
+        config: Configuration of the layer.
+        k_cmp: Compressed keys [B, n_c, G, Dk]; None compresses the keys of cmp by their mean.
+        v_cmp: Compressed values [B, n_c, G, Dv]; None compresses the values of cmp by their mean.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        blocks: Selected blocks, int32 [B, S, G, n]; None selects them by Eq. 8 to 12.
+
+    Returns:
+        o [B, S, Hq, Dv], packed [T, Hq, Dv] (Eq. 5).
+
+    Raises:
+        InvalidInput: ``k`` or ``v`` is a sequence of other than three tensors.
     """
     geometry, scale = config.geometry, config.softmax_scale
     q, gates = q.to("cpu", torch.float64), gates.to("cpu", torch.float64)
-    k_c, k_s, k_w = _three(k)
-    v_c, v_s, v_w = _three(v)
+    k_c, k_s, k_w = _per_branch(k)
+    v_c, v_s, v_w = _per_branch(v)
     k_c = (
         compress("mean", {}, k_c, geometry, cu_seqlens=cu_seqlens)
         if k_cmp is None
@@ -106,7 +126,7 @@ def attention(
     if blocks is None:
         lse = _cmp_lse(q, k_c, v_c, geometry, scale, cu_seqlens)
         blocks = select(q, k_c, lse, geometry, scale, cu_seqlens=cu_seqlens)
-    chosen = blocks
+    selected = blocks
 
     def cmp_(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
@@ -116,7 +136,7 @@ def attention(
     def sel_(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
     ) -> Truth:
-        return branches.sel(q, k, v, chosen, geometry, scale, cu_seqlens=cu_seqlens, do=do)
+        return branches.sel(q, k, v, selected, geometry, scale, cu_seqlens=cu_seqlens, do=do)
 
     def win_(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor | None = None
@@ -157,8 +177,13 @@ def project(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Projected:
-    """The tensors a layer with parameters ``state`` (its state_dict) feeds its slots;
-    differentiable.
+    """Compute the inputs of the slots of a layer in float64, differentiable.
+
+    Args:
+        state: The layer's state_dict.
+        x: Input [B, S, dim], packed [T, dim].
+        config: Configuration of the layer.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
     """
     params = {name: value.to("cpu", torch.float64) for name, value in state.items()}
     x, geometry, total = x.to("cpu", torch.float64), config.geometry, x.shape[-2]
@@ -173,34 +198,37 @@ def project(
             _norm(q, params["q_norm.weight"]),
             [_norm(k, params["k_norm.weight"]) for k in k_raw],
         )
-    at, at_compressed = (
+    positions, positions_cmp = (
         token_positions(total, cu_seqlens),
         compressed_positions(total, geometry, cu_seqlens),
     )
 
-    def turn(y: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return rope(y, positions, config.rope_base) if config.rope else y
+    def rotate(y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return rope(y, at, config.rope_base) if config.rope else y
 
-    into_phi = turn(k_raw[0], at) if config.rope_before_compress else k_raw[0]
+    k_phi = rotate(k_raw[0], positions) if config.rope_before_compress else k_raw[0]
     k_cmp = compress(
-        config.compress, _below("phi_k.", params), into_phi, geometry, cu_seqlens=cu_seqlens
+        config.compress, _with_prefix("phi_k.", params), k_phi, geometry, cu_seqlens=cu_seqlens
     )
     v_cmp = compress(
-        config.compress, _below("phi_v.", params), v[0], geometry, cu_seqlens=cu_seqlens
+        config.compress, _with_prefix("phi_v.", params), v[0], geometry, cu_seqlens=cu_seqlens
     )
     if not config.rope_before_compress:
-        k_cmp = turn(k_cmp, at_compressed)
-    k = (into_phi, turn(k_raw[1], at), turn(k_raw[2], at))
-    return Projected(turn(q, at), k, (v[0], v[1], v[2]), k_cmp, v_cmp, _gates(params, x, config))
+        k_cmp = rotate(k_cmp, positions_cmp)
+    k = (k_phi, rotate(k_raw[1], positions), rotate(k_raw[2], positions))
+    q, gates = rotate(q, positions), _gates(params, x, config)
+    return Projected(q, k, (v[0], v[1], v[2]), k_cmp, v_cmp, gates)
 
 
 def _sizes(config: NSAConfig) -> tuple[int, int, int, int]:
-    assert config.head_dim is not None  # NSAConfig fills both in
+    """Return (Hq, G, Dk, Dv)."""
+    assert config.head_dim is not None  # NSAConfig sets both
     assert config.v_head_dim is not None
     return config.n_heads, config.n_kv_heads, config.head_dim, config.v_head_dim
 
 
-def _below(prefix: str, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_prefix(prefix: str, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parameters whose names start with ``prefix``, without the prefix."""
     return {
         name.removeprefix(prefix): value
         for name, value in params.items()
@@ -216,8 +244,17 @@ def layer(
     cu_seqlens: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The whole layer from its state_dict: y [B, S, dim] in float64, differentiable in ``x`` and
-    every parameter.
+    """Compute a layer in float64, differentiable in ``x`` and every parameter.
+
+    Args:
+        state: The layer's state_dict.
+        x: Input [B, S, dim], packed [T, dim].
+        config: Configuration of the layer.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        blocks: Selected blocks, int32 [B, S, G, n]; None selects them by Eq. 8 to 12.
+
+    Returns:
+        y, in the shape of ``x``.
     """
     p = project(state, x, config, cu_seqlens=cu_seqlens)
     o = attention(

@@ -1,6 +1,4 @@
-"""The compression phi of every kind, and rotary embeddings; torch operations, so autograd
-differentiates them.
-"""
+"""Oracle of phi (Eq. 7) and of the rotary embedding, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -15,8 +13,14 @@ from nsa_verify.oracle.rows import compressed_bounds, compressed_count, document
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotate the pairs (x[m], x[m + D/2]) of [.., S, H, D] by positions[s] * base^(-2m/D);
-    positions [S].
+    """Apply the half-split rotary embedding.
+
+    The pair (x[m], x[m + D/2]) is rotated by the angle positions[s] * base^(-2m/D).
+
+    Args:
+        x: [.., S, H, D].
+        positions: Token positions [S].
+        base: Base of the frequencies.
     """
     half = x.shape[-1] // 2
     frequency = torch.tensor([base ** (-m / half) for m in range(half)], dtype=torch.float64)
@@ -26,23 +30,23 @@ def rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x Phi(x), exact."""
+    """Compute the exact GELU, x Phi(x)."""
     return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
 def _phi(kind: str, params: Mapping[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
-    """One compression block [l, G, D] as one token [G, D]."""
+    """Compress one block [l, G, D] to one token [G, D]."""
     if kind == "mean":
         return block.sum(0) / len(block)
     if kind == "conv":
         return torch.einsum("lgd,dl->gd", block, params["weight"][:, 0]) + params["bias"]
-    placed = block + params["position"][:, None]
+    encoded = block + params["position"][:, None]
     if kind == "attn_pool":
-        logits = torch.einsum("d,lgd->lg", params["query"], placed) / math.sqrt(block.shape[-1])
+        logits = torch.einsum("d,lgd->lg", params["query"], encoded) / math.sqrt(block.shape[-1])
         weights = (logits - logits.amax(0)).exp()
-        return torch.einsum("lg,lgd->gd", weights / weights.sum(0), placed)
-    # [G, l*D], token outermost
-    flat = torch.stack([placed[:, g].reshape(-1) for g in range(placed.shape[1])])
+        return torch.einsum("lg,lgd->gd", weights / weights.sum(0), encoded)
+    # [G, l*D], with the token as the outer index
+    flat = torch.stack([encoded[:, g].reshape(-1) for g in range(encoded.shape[1])])
     if kind == "linear":
         return torch.einsum("gi,oi->go", flat, params["proj.weight"]) + params["proj.bias"]
     if kind == "mlp":
@@ -59,12 +63,21 @@ def compress(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compressed token i of a document is phi(x[i*d : i*d + l]), before any rotary.
+    """Compress keys or values: token i of a document is phi(x[i*d : i*d + l]) (Eq. 7).
+
+    Args:
+        kind: mlp, linear, conv, mean or attn_pool.
+        params: Parameters by their names in ``phi_k`` or ``phi_v`` (position, up.weight, ...).
+        x: Keys or values [B, S, G, D], packed [T, G, D].
+        geometry: Block sizes.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
 
     Returns:
-        float64 [B, n_c, G, D], packed [T // d, G, D] with zeros past the documents' rows.
-        Differentiable in ``x`` and
-        ``params`` (the names below a module's ``phi_k.``: position, up.weight, ...).
+        float64 [B, n_c, G, D], packed [T // d, G, D] with zeros after the rows of the documents,
+        before rotary embedding. Differentiable in ``x`` and ``params``.
+
+    Raises:
+        ValueError: ``kind`` is unknown.
     """
     size, stride, bounds = (
         geometry.compress_block_size,
@@ -74,20 +87,20 @@ def compress(
     x = x.to("cpu", torch.float64)
     params = {name: value.to("cpu", torch.float64) for name, value in params.items()}
     spans = documents(x, bounds)
-    pieces = []
+    compressed = []
     for span in spans:
         starts = range(0, compressed_count(len(span), geometry) * stride, stride)
         tokens = [_phi(kind, params, span[a : a + size]) for a in starts]
-        pieces.append(torch.stack(tokens) if tokens else span[:0])
+        compressed.append(torch.stack(tokens) if tokens else span[:0])
     if bounds is None:
         count = compressed_count(x.shape[1], geometry)
-        return torch.stack(pieces) if pieces else x.new_zeros((0, count, *x.shape[2:]))
-    tail = x.shape[0] // stride - sum(len(p) for p in pieces)
-    return torch.cat([*pieces, x.new_zeros((tail, *x.shape[1:]))])
+        return torch.stack(compressed) if compressed else x.new_zeros((0, count, *x.shape[2:]))
+    tail = x.shape[0] // stride - sum(len(part) for part in compressed)
+    return torch.cat([*compressed, x.new_zeros((tail, *x.shape[1:]))])
 
 
 def token_positions(total: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """int64 [total]: each token's position in its document."""
+    """Return the position of each token in its document, int64 [total]."""
     bounds = token_bounds(cu_seqlens) or [0, total]
     return torch.tensor(
         [t for a, b in itertools.pairwise(bounds) for t in range(b - a)], dtype=torch.long
@@ -97,16 +110,17 @@ def token_positions(total: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor
 def compressed_positions(
     total: int, geometry: BlockGeometry, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
-    """int64 [n_c], packed [T // d]: i*d of each compressed token, counted in its document; 0 in the
-    packed tail.
+    """Return the position i*d of each compressed token in its document.
+
+    The result is int64 [n_c], packed [T // d] with 0 after the rows of the documents.
     """
     bounds = token_bounds(cu_seqlens)
     if bounds is None:
         return torch.arange(compressed_count(total, geometry)) * geometry.compress_stride
     starts = compressed_bounds(bounds, geometry) or [0]
-    places = [
+    positions = [
         i * geometry.compress_stride for a, b in itertools.pairwise(starts) for i in range(b - a)
     ]
     return torch.tensor(
-        places + [0] * (total // geometry.compress_stride - len(places)), dtype=torch.long
+        positions + [0] * (total // geometry.compress_stride - len(positions)), dtype=torch.long
     )

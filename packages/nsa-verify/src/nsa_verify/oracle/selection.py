@@ -1,5 +1,6 @@
-"""Block scores (Eq. 8 to 10) and the choice of blocks (docs/semantics.md, "Scores" and
-"Selection").
+"""Oracle of block scores (Eq. 8 to 10) and of block selection (Eq. 11 and 12).
+
+docs/semantics.md describes both under "Scores" and "Selection".
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 
 from nsa_core.layout import BlockGeometry
 from nsa_verify.oracle.rows import (
+    check_size,
     compressed_bounds,
     document_rows,
     documents,
     f64,
-    refuse_absurd,
     token_bounds,
 )
 
@@ -25,15 +26,17 @@ Rows = Sequence[int] | torch.Tensor | None
 
 
 class RowScores(NamedTuple):
-    """The blocks' scores for one token and kv head.
+    """Block scores of one token and kv head, in float64.
 
     Attributes:
-        document: batch entry, or packed document. token: counted from the document's start.
-        terms: float64 [h, taps, NB]: weight(i, j) * p[h, i] of the tap-th compressed block that
-            overlaps block j, in ascending i; 0 where i < 0 or i is not visible. NB is the
-            document's number of selection blocks.
-        logits: float64 [h, visible], scale * q.k_cmp. spread: [h], |scale| * the largest sum_d |q_d
-            k_d| over them.
+        document: Batch entry, or index of the packed document.
+        token: Token position in the document.
+        kv_head: Index of the kv head.
+        terms: [h, taps, NB]: weight(i, j) * p[h, i] for the compressed blocks i that overlap
+            selection block j, in ascending i; 0 where i < 0 or i is not visible. NB is the number
+            of selection blocks of the document.
+        logits: [h, visible]: scale * q.k_cmp.
+        spread: [h]: |scale| * max over visible i of sum_d |q_d k_id|.
     """
 
     document: int
@@ -44,36 +47,37 @@ class RowScores(NamedTuple):
     spread: torch.Tensor
 
     def per_head(self) -> torch.Tensor:
-        """[h, NB]: Eq. 9, the taps added in ascending i."""
+        """Return the scores per head [h, NB] (Eq. 9), with terms added in ascending i."""
         total = torch.zeros_like(self.terms[:, 0])
         for tap in range(self.terms.shape[1]):
             total = total + self.terms[:, tap]
         return total
 
     def per_group(self) -> torch.Tensor:
-        """[NB]: Eq. 10, the heads added in ascending order."""
-        each = self.per_head()
-        total = torch.zeros_like(each[0])
-        for head in each:
+        """Return the scores per group [NB] (Eq. 10), with heads added in ascending order."""
+        heads = self.per_head()
+        total = torch.zeros_like(heads[0])
+        for head in heads:
             total = total + head
         return total
 
 
 def _weights(geometry: BlockGeometry) -> list[tuple[int, int]]:
-    """(i, |[i*d, i*d + l) cut [0, l')| / d) of the compressed blocks i that overlap selection block
-    0, ascending i.
+    """List (i, overlap / d) of the compression blocks i that overlap selection block 0.
+
+    The overlap is the number of tokens in the intersection of [i*d, i*d + l) and [0, l').
     """
     size, stride, select = (
         geometry.compress_block_size,
         geometry.compress_stride,
         geometry.select_block_size,
     )
-    found = []
+    weights = []
     for i in range(-size, select):
-        shared = len(range(max(i * stride, 0), min(i * stride + size, select)))
-        if shared:
-            found.append((i, shared // stride))
-    return found
+        overlap = len(range(max(i * stride, 0), min(i * stride + size, select)))
+        if overlap:
+            weights.append((i, overlap // stride))
+    return weights
 
 
 def row_scores(
@@ -86,34 +90,44 @@ def row_scores(
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> Iterator[RowScores]:
-    """The scores of every evaluated token and kv head, with p = exp(scale q.k_cmp - lse) over the
-    visible tokens.
+    """Yield the scores of every evaluated token and kv head (Eq. 8 and the terms of Eq. 9).
+
+    The probabilities are p = exp(scale q.k_cmp - lse) over the visible compressed tokens.
+
+    Args:
+        q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
+        k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
+        lse: Log-sum-exp of the cmp branch [B, Hq, S], packed [Hq, T].
+        geometry: Block sizes.
+        scale: Softmax scale.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        rows: Token positions to evaluate; None evaluates all.
 
     Raises:
-        InvalidInput: more work than would end; ``rows=`` asks for less.
+        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     bounds = token_bounds(cu_seqlens)
     key_bounds = compressed_bounds(bounds, geometry)
     evaluated = document_rows(rows, [len(x) for x in documents(q, bounds)], bounds)
-    refuse_absurd(evaluated, [len(x) for x in documents(k_cmp, key_bounds)], q.shape[-2])
+    check_size(evaluated, [len(x) for x in documents(k_cmp, key_bounds)], q.shape[-2])
     per_q, per_k = documents(f64(q), bounds), documents(f64(k_cmp), key_bounds)
     per_lse = documents(f64(lse).transpose(-1, -2), bounds)
     groups, h = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
-    for document, rows_here in enumerate(evaluated):
+    for document, rows_ in enumerate(evaluated):
         length = len(per_q[document])
-        for t, g in itertools.product(rows_here, range(groups)):
+        for t, g in itertools.product(rows_, range(groups)):
             group = slice(g * h, (g + 1) * h)
             visible = len(range(geometry.compress_block_size - 1, t + 1, geometry.compress_stride))
-            mine, keys = per_q[document][t, group], per_k[document][:visible, g]
-            logits = scale * (mine @ keys.T)
+            queries, keys = per_q[document][t, group], per_k[document][:visible, g]
+            logits = scale * (queries @ keys.T)
             p = (logits - per_lse[document][t, group, None]).exp()
-            spread = abs(scale) * (mine.abs() @ keys.abs().T)
-            widest = spread.amax(-1) if visible else spread.new_zeros(h)
-            yield RowScores(document, t, g, _terms(p, length, geometry), logits, widest)
+            sums = abs(scale) * (queries.abs() @ keys.abs().T)
+            spread = sums.amax(-1) if visible else sums.new_zeros(h)
+            yield RowScores(document, t, g, _terms(p, length, geometry), logits, spread)
 
 
 def _terms(p: torch.Tensor, length: int, geometry: BlockGeometry) -> torch.Tensor:
-    """[h, visible] probabilities as the weighted taps [h, taps, NB] of each selection block."""
+    """Turn probabilities [h, visible] into the weighted terms [h, taps, NB] of Eq. 9."""
     size, ratio = geometry.select_block_size, geometry.select_block_size // geometry.compress_stride
     taps, blocks = _weights(geometry), len(range(0, length, size))
     terms = p.new_zeros((p.shape[0], len(taps), blocks))
@@ -135,25 +149,31 @@ def scores(
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> torch.Tensor:
-    """Group scores, float64 [B, S, G, NB] (packed [T, G, NB], NB of the longest document);
-    arguments of row_scores.
+    """Compute the group scores (Eq. 10); arguments as in :func:`row_scores`.
 
-    0 for rows not evaluated, blocks in the future, and tokens that see no compressed token.
+    Returns:
+        float64 [B, S, G, NB], packed [T, G, NB] with NB of the longest document. Scores are 0 in
+        rows that are not evaluated, for future blocks, and without a visible compressed token.
     """
     bounds, size = token_bounds(cu_seqlens), geometry.select_block_size
     lengths = [q.shape[-3]] if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     blocks = max((len(range(0, n, size)) for n in lengths), default=0)
     out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
-    places = documents(out, bounds)
+    per_document = documents(out, bounds)
     for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
         group = row.per_group()
-        places[row.document][row.token, row.kv_head, : len(group)] = group
+        per_document[row.document][row.token, row.kv_head, : len(group)] = group
     return out
 
 
 def choose(score: Sequence[float], t: int, geometry: BlockGeometry) -> list[int]:
-    """The blocks of token ``t``, ascending: the forced candidates, then the best scores, equal ones
-    by lower index.
+    """Select the blocks of token ``t`` from its scores [NB] (Eq. 11).
+
+    Forced blocks come first, then the highest scores. Equal scores go to the lower index, and NaN
+    ranks last.
+
+    Returns:
+        min(n, candidates) blocks in ascending order.
     """
     candidates = [j for j in range(len(score)) if j * geometry.select_block_size <= t]
     forced = set(candidates[: geometry.init_blocks])
@@ -176,16 +196,18 @@ def select(
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
 ) -> torch.Tensor:
-    """The chosen blocks, int32 [B, S, G, n], ascending, -1 at the end; arguments of row_scores.
+    """Select blocks (Eq. 8 to 12); arguments as in :func:`row_scores`.
 
-    Rows not evaluated are all -1.
+    Returns:
+        int32 [B, S, G, n], packed [T, G, n]: blocks in ascending order, then -1. Rows that are not
+        evaluated hold -1.
     """
     shape = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     out = torch.full(shape, -1, dtype=torch.int32)
-    places = documents(out, token_bounds(cu_seqlens))
+    per_document = documents(out, token_bounds(cu_seqlens))
     for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
-        mine = choose(row.per_group().tolist(), row.token, geometry)
-        places[row.document][row.token, row.kv_head, : len(mine)] = torch.tensor(
-            mine, dtype=torch.int32
+        blocks = choose(row.per_group().tolist(), row.token, geometry)
+        per_document[row.document][row.token, row.kv_head, : len(blocks)] = torch.tensor(
+            blocks, dtype=torch.int32
         )
     return out

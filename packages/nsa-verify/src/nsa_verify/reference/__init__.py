@@ -1,1 +1,1 @@
-"""A second truth, computed with dense masks; it shares no code with the oracle."""
+"""A second implementation of the truth, with dense masks; it shares no code with the oracle."""

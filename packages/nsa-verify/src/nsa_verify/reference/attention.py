@@ -1,14 +1,20 @@
-"""The second implementation: boolean masks [rows, keys] and matrix products, in one of three
-arithmetics.
+"""Reference attention with boolean masks [rows, keys] and matrix products, in three arithmetics.
 
-exact      float64: a second oracle, built differently from nsa_verify.oracle
-rounded    float32, rounded to the tested dtype only where every tensor-core kernel must: P, dS, O
-           and the results
-magnitude  float64 with every term made positive: how much cancels (P @ |V|, P^T |dO|, |dS|^T |Q|,
-           ...)
+exact      float64: a second oracle, implemented differently from nsa_verify.oracle
+rounded    float32, rounded to the tested dtype only where every tensor-core kernel must round:
+           P, dS, O and the results
+magnitude  float64 with every term made positive (P @ |V|, P^T |dO|, |dS|^T |Q|, ...): the amount
+           that can cancel
 
-Rows are taken in chunks, and a chunk's mask is cut to the columns it needs, so that memory stays
-small.
+Rows are processed in chunks, with masks limited to the columns that a chunk needs, to save memory.
+
+Arguments that the branches share:
+
+- ``geometry``: Block sizes. ``scale``: Softmax scale.
+- ``cu_seqlens``: Document bounds, int32 [documents + 1]; None if dense.
+- ``do``: Gradient of o, [B, S, Hq, Dv]. With it, the result holds the gradients of all inputs.
+- ``rows``: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+- ``arithmetic``: exact, rounded or magnitude. ``dtype``: The tested dtype, used by rounded.
 """
 
 from __future__ import annotations
@@ -29,11 +35,13 @@ _CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A slot's results in one arithmetic, on the CPU.
+    """The results of a slot in one arithmetic, on the CPU.
 
     Attributes:
-        o, lse, grads: as nsa_verify.oracle.Truth; in float32 where ``rounded``.
-        top: the largest |score| a row sees, laid out as ``lse``, 0 where it sees nothing; None for
+        o: Output, as in :class:`nsa_verify.oracle.Truth`; float32 if ``rounded``.
+        lse: Log-sum-exp, likewise.
+        grads: Gradients, likewise.
+        top: Largest |score| of each row, laid out as ``lse``; 0 without a visible key. None for
             combine.
     """
 
@@ -45,14 +53,16 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class _Maths:
+    """The operations in which the three arithmetics differ."""
+
     arithmetic: Arithmetic
     dtype: torch.dtype
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """An input, as this arithmetic sees it."""
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        """Convert an input."""
         x = x.detach().to("cpu", torch.float32 if self.arithmetic == "rounded" else torch.float64)
-        # Golden alone says where NaN and Inf belong; 0 * NaN in a matrix product would spread them
-        # to other rows.
+        # Only golden needs NaN and Inf; here 0 * NaN in a matrix product would spread them to other
+        # rows.
         return (
             x
             if self.arithmetic == "exact"
@@ -60,14 +70,15 @@ class _Maths:
         )
 
     def term(self, x: torch.Tensor) -> torch.Tensor:
-        """A factor of a sum."""
+        """Make a factor of a sum positive if the arithmetic is magnitude."""
         return x.abs() if self.arithmetic == "magnitude" else x
 
     def minus(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Subtract, or add magnitudes."""
         return a + b if self.arithmetic == "magnitude" else a - b
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that every kernel holds in the tested dtype."""
+        """Round a tensor that every kernel stores in the tested dtype."""
         return x.to(self.dtype).to(x.dtype) if self.arithmetic == "rounded" else x
 
 
@@ -80,20 +91,21 @@ def _chunk(
     scale: float,
     do: torch.Tensor | None,  # [R, Dv]
 ) -> tuple[torch.Tensor, ...]:
-    """o [R, Dv], lse [R], top [R] and, with ``do``, dq [R, Dk], dk [L, Dk], dv [L, Dv] (not yet
-    stored) of one head.
+    """Compute o [R, Dv], lse [R] and top [R] of one head for a chunk of rows.
+
+    With ``do``, the result also has dq [R, Dk], dk [L, Dk] and dv [L, Dv], which the caller rounds.
     """
     s = (q @ k.T * scale).masked_fill(~mask, -torch.inf)
     peak = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     e = (s - peak).exp()
     total = e.sum(-1, keepdim=True)
-    alive = torch.where(total > 0, total, 1.0)
-    o = maths.store((maths.store(e) @ maths.term(v)) / alive)
+    divisor = torch.where(total > 0, total, 1.0)
+    o = maths.store((maths.store(e) @ maths.term(v)) / divisor)
     lse = (peak + total.log()).squeeze(-1)
     top = s.masked_fill(~mask, 0.0).abs().amax(-1)
     if do is None:
         return o, lse, top
-    p, d = e / alive, maths.term(do)
+    p, d = e / divisor, maths.term(do)
     dp = d @ maths.term(v).T
     ds = maths.store((p * maths.minus(dp, (d * o).sum(-1, keepdim=True))).masked_fill(~mask, 0.0))
     factor = abs(scale) if maths.arithmetic == "magnitude" else scale
@@ -110,11 +122,12 @@ def _chunk(
 def _chunks(
     rows: torch.Tensor, mask: Mask, g: int
 ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
-    for part in rows.split(_CHUNK):
-        full = mask(part, g)
+    """Yield (rows, columns, mask) of each chunk of rows; the mask covers only ``columns``."""
+    for chunk in rows.split(_CHUNK):
+        full = mask(chunk, g)
         used = full.any(0).nonzero().flatten()
         columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
-        yield part, columns, full[:, columns]
+        yield chunk, columns, full[:, columns]
 
 
 def _document(
@@ -128,30 +141,31 @@ def _document(
     scale: float,
     rows: torch.Tensor,
 ) -> None:
+    """Evaluate ``rows`` of one document and write the results."""
     (q, k, v), (o, lse, top, *grads) = tensors, results
     heads, groups = q.shape[1], k.shape[1]
     for g in range(groups):
-        for part, columns, seen in _chunks(rows, mask, g):
-            lse[part, g * (heads // groups) : (g + 1) * (heads // groups)] = -torch.inf
-            if not seen.numel():
+        for chunk, columns, visible in _chunks(rows, mask, g):
+            lse[chunk, g * (heads // groups) : (g + 1) * (heads // groups)] = -torch.inf
+            if not visible.numel():
                 continue
             for head in range(g * (heads // groups), (g + 1) * (heads // groups)):
-                d = do[part, head] if do is not None else None
-                out = _chunk(maths, q[part, head], k[columns, g], v[columns, g], seen, scale, d)
-                o[part, head], lse[part, head], top[part, head] = out[:3]
+                d = do[chunk, head] if do is not None else None
+                out = _chunk(maths, q[chunk, head], k[columns, g], v[columns, g], visible, scale, d)
+                o[chunk, head], lse[chunk, head], top[chunk, head] = out[:3]
                 if grads:
-                    grads[0][part, head] = out[3]
+                    grads[0][chunk, head] = out[3]
                     grads[1][columns, g] += out[4]
                     grads[2][columns, g] += out[5]
 
 
 def host_bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
-    """``cu_seqlens`` as int64 on the CPU."""
+    """Return ``cu_seqlens`` as int64 on the CPU; None if dense."""
     return None if cu_seqlens is None else cu_seqlens.detach().cpu().long()
 
 
 def compressed_starts(bounds: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """First compressed row of each packed document, and the end of the last one's."""
+    """Return the first compressed row of each packed document, and the end of the last one."""
     counts = ((bounds.diff() - geometry.compress_block_size) // geometry.compress_stride + 1).clamp(
         min=0
     )
@@ -159,19 +173,21 @@ def compressed_starts(bounds: torch.Tensor, geometry: BlockGeometry) -> torch.Te
 
 
 def spans(x: torch.Tensor, bounds: torch.Tensor | None) -> list[torch.Tensor]:
-    """A view per batch entry, or per packed document."""
+    """Return one view per batch entry, or per packed document."""
     if bounds is None:
         return [x.select(0, b) for b in range(len(x))]
     return list(x.narrow(0, 0, int(bounds[-1])).split(bounds.diff().tolist()))
 
 
-def _pick(rows: Rows, bounds: torch.Tensor | None, batch: int, length: int) -> list[torch.Tensor]:
-    """The rows to evaluate of each batch entry or document, counted from its start."""
+def _document_rows(
+    rows: Rows, bounds: torch.Tensor | None, batch: int, length: int
+) -> list[torch.Tensor]:
+    """Return the rows to evaluate in each batch entry or document, as positions in it."""
     total = length if bounds is None else int(bounds[-1])
-    wanted = torch.zeros(total, dtype=torch.bool)
-    wanted[slice(None) if rows is None else torch.as_tensor(rows, dtype=torch.long)] = True
-    parts = [wanted] * batch if bounds is None else spans(wanted, bounds)
-    return [part.nonzero().flatten() for part in parts]
+    evaluated = torch.zeros(total, dtype=torch.bool)
+    evaluated[slice(None) if rows is None else torch.as_tensor(rows, dtype=torch.long)] = True
+    per_document = [evaluated] * batch if bounds is None else spans(evaluated, bounds)
+    return [mask.nonzero().flatten() for mask in per_document]
 
 
 def _attend(
@@ -184,20 +200,22 @@ def _attend(
     rows: Rows,
     maths: _Maths,
 ) -> Dense:
-    q, k, v = (maths.take(x) for x in tensors)
-    of_tokens, of_keys = bounds
+    """Compute attention of the evaluated rows under ``mask``, and its gradients by ``names``."""
+    q, k, v = (maths.load(x) for x in tensors)
+    token_bounds, key_bounds = bounds
     o, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1])
     top, grads = (
         torch.zeros_like(lse),
         [torch.zeros_like(x) for x in (q, k, v)] if do is not None else [],
     )
-    picked = _pick(rows, of_tokens, len(q), q.shape[-3])
-    token_spans = [spans(x, of_tokens) for x in (q, o, lse, top, *grads[:1])]
-    key_spans = [spans(x, of_keys) for x in (k, v, *grads[1:])]
-    do_spans = spans(maths.take(do), of_tokens) if do is not None else [None] * len(picked)
-    for i, part in enumerate(picked):
+    evaluated = _document_rows(rows, token_bounds, len(q), q.shape[-3])
+    token_spans = [spans(x, token_bounds) for x in (q, o, lse, top, *grads[:1])]
+    key_spans = [spans(x, key_bounds) for x in (k, v, *grads[1:])]
+    do_spans = spans(maths.load(do), token_bounds) if do is not None else [None] * len(evaluated)
+    for i, rows_ in enumerate(evaluated):
         (q_, *results), (k_, v_, *dkv) = [x[i] for x in token_spans], [x[i] for x in key_spans]
-        _document(maths, (q_, k_, v_), (*results, *dkv), do_spans[i], mask(i, len(k_)), scale, part)
+        tensors_, results_ = (q_, k_, v_), (*results, *dkv)
+        _document(maths, tensors_, results_, do_spans[i], mask(i, len(k_)), scale, rows_)
     stored = {name: maths.store(x) for name, x in zip(names, grads)}
     return Dense(o, lse.transpose(-1, -2), stored, top.transpose(-1, -2))
 
@@ -215,18 +233,19 @@ def cmp(
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
-    """The compressed branch: key i of a document is seen by t where i*d + l - 1 <= t."""
+    """Compute the cmp branch: compressed token i is visible to t if i*d + l - 1 <= t."""
 
     def mask(document: int, keys: int) -> Mask:
         last = torch.arange(keys) * geometry.compress_stride + geometry.compress_block_size - 1
         return lambda rows, g: last <= rows[:, None]
 
     bounds = host_bounds(cu_seqlens)
-    names, both = (
+    names, all_bounds = (
         ("dq", "dk_cmp", "dv_cmp"),
         (bounds, None if bounds is None else compressed_starts(bounds, geometry)),
     )
-    return _attend((q, k_cmp, v_cmp), mask, scale, both, names, do, rows, _Maths(arithmetic, dtype))
+    maths = _Maths(arithmetic, dtype)
+    return _attend((q, k_cmp, v_cmp), mask, scale, all_bounds, names, do, rows, maths)
 
 
 def win(
@@ -242,14 +261,14 @@ def win(
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
-    """The window branch: key j is seen by t where 0 <= t - j < w."""
+    """Compute the win branch: key j is visible to t if 0 <= t - j < w."""
 
     def mask(document: int, keys: int) -> Mask:
-        def seen(rows: torch.Tensor, g: int) -> torch.Tensor:
-            behind = rows[:, None] - torch.arange(keys)
-            return (behind >= 0) & (behind < geometry.window_size)
+        def visible(rows: torch.Tensor, g: int) -> torch.Tensor:
+            distance = rows[:, None] - torch.arange(keys)
+            return (distance >= 0) & (distance < geometry.window_size)
 
-        return seen
+        return visible
 
     bounds = host_bounds(cu_seqlens)
     return _attend(
@@ -278,22 +297,23 @@ def sel(
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
-    """The selected branch: key j is seen by t where j <= t and j // l' is among t's blocks."""
+    """Compute the sel branch: key j is visible to t if j <= t and j // l' is a block of t."""
     bounds = host_bounds(cu_seqlens)
-    chosen = spans(blocks.detach().cpu().long(), bounds)
+    per_document = spans(blocks.detach().cpu().long(), bounds)
 
     def mask(document: int, keys: int) -> Mask:
         key = torch.arange(keys)
         count = -(-keys // geometry.select_block_size)
 
-        def seen(rows: torch.Tensor, g: int) -> torch.Tensor:
-            picks = chosen[document][rows, g]
-            # one spare column takes what is no block
-            picks = torch.where((picks < 0) | (picks >= count), count, picks)
-            hit = torch.zeros(len(rows), count + 1, dtype=torch.bool).scatter_(1, picks, True)
-            return hit[:, key // geometry.select_block_size] & (key <= rows[:, None])
+        def visible(rows: torch.Tensor, g: int) -> torch.Tensor:
+            selected = per_document[document][rows, g]
+            # Entries that are not blocks go to one extra column.
+            selected = torch.where((selected < 0) | (selected >= count), count, selected)
+            member = torch.zeros(len(rows), count + 1, dtype=torch.bool)
+            member.scatter_(1, selected, True)
+            return member[:, key // geometry.select_block_size] & (key <= rows[:, None])
 
-        return seen
+        return visible
 
     return _attend(
         (q, k, v),
@@ -317,16 +337,14 @@ def combine(
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
-    """The gated sum of the branches. Gates and their gradients are kept in fp32 and never stored in
-    ``dtype``.
-    """
+    """Compute the gated sum (Eq. 5). Gates and their gradients are not rounded to ``dtype``."""
     maths = _Maths(arithmetic, dtype)
-    g = maths.term(maths.take(gates)).unsqueeze(-1)
-    stack = torch.stack([maths.term(maths.take(x)) for x in (o_cmp, o_sel, o_win)], -2)
+    g = maths.term(maths.load(gates)).unsqueeze(-1)
+    stack = torch.stack([maths.term(maths.load(x)) for x in (o_cmp, o_sel, o_win)], -2)
     o = maths.store((g * stack).sum(-2))
     if do is None:
         return Dense(o, None, {}, None)
-    d = maths.term(maths.take(do)).unsqueeze(-2)
+    d = maths.term(maths.load(do)).unsqueeze(-2)
     d_branches = maths.store(g * d).unbind(-2)
     grads = {"dgates": (d * stack).sum(-1)} | dict(zip(("do_cmp", "do_sel", "do_win"), d_branches))
     return Dense(o, None, grads, None)

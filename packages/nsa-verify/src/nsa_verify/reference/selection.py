@@ -1,4 +1,4 @@
-"""Scores and selection a second time: an overlap matrix and stable sorts, nothing row by row."""
+"""Reference scores and selection with an overlap matrix and stable sorts instead of row loops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from nsa_verify.reference.attention import compressed_starts, host_bounds, spans
 
 
 def _overlap(n_c: int, blocks: int, geometry: BlockGeometry) -> torch.Tensor:
-    """Eq. 9 as a matrix [n_c, blocks]: tokens that compression block i shares with selection block
-    j, over d.
+    """Return Eq. 9 as a matrix [n_c, blocks] of token overlaps divided by d.
+
+    Entry (i, j) is the number of tokens that compression block i and selection block j share.
     """
-    first = torch.arange(n_c)[:, None] * geometry.compress_stride
-    start = torch.arange(blocks)[None] * geometry.select_block_size
-    ends = torch.minimum(first + geometry.compress_block_size, start + geometry.select_block_size)
-    return (ends - torch.maximum(first, start)).clamp(min=0).double() / geometry.compress_stride
+    cmp_start = torch.arange(n_c)[:, None] * geometry.compress_stride
+    sel_start = torch.arange(blocks)[None] * geometry.select_block_size
+    ends = torch.minimum(
+        cmp_start + geometry.compress_block_size, sel_start + geometry.select_block_size
+    )
+    overlap = (ends - torch.maximum(cmp_start, sel_start)).clamp(min=0).double()
+    return overlap / geometry.compress_stride
 
 
 def _document_scores(
@@ -25,15 +29,15 @@ def _document_scores(
     geometry: BlockGeometry,
     scale: float,
 ) -> torch.Tensor:
-    """[S, G, NB]."""
+    """Return the group scores [S, G, NB] of one document (Eq. 8 to 10)."""
     length, groups = len(q), k_cmp.shape[1]
     blocks = -(-length // geometry.select_block_size)
     last = torch.arange(len(k_cmp)) * geometry.compress_stride + geometry.compress_block_size - 1
-    seen = last[None] <= torch.arange(length)[:, None]
+    visible = last[None] <= torch.arange(length)[:, None]
     logits = torch.einsum("sghd,igd->sghi", q.unflatten(1, (groups, -1)), k_cmp) * scale
     p = (
         (logits - lse.unflatten(1, (groups, -1))[..., None])
-        .masked_fill(~seen[:, None, None], -torch.inf)
+        .masked_fill(~visible[:, None, None], -torch.inf)
         .exp()
     )
     return torch.einsum("sghi,ij->sgj", p, _overlap(len(k_cmp), blocks, geometry))
@@ -48,7 +52,7 @@ def scores(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Group scores [S, G, NB] in float64, one tensor per batch entry or document."""
+    """Compute group scores [S, G, NB] in float64, one tensor per batch entry or document."""
     bounds = host_bounds(cu_seqlens)
     q, k_cmp, lse = (x.detach().cpu().double() for x in (q, k_cmp, lse.transpose(-1, -2)))
     per_key = spans(k_cmp, None if bounds is None else compressed_starts(bounds, geometry))
@@ -57,7 +61,7 @@ def scores(
 
 
 def choose(score: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """The blocks int32 [S, G, n] of a document for its group scores [S, G, NB]."""
+    """Select the blocks int32 [S, G, n] of a document from its group scores [S, G, NB] (Eq. 11)."""
     blocks = score.shape[-1]
     t, j = torch.arange(len(score))[:, None, None], torch.arange(blocks)
     newest = t // geometry.select_block_size
@@ -70,8 +74,8 @@ def choose(score: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     order = key.argsort(dim=-1, descending=True, stable=True)[..., : geometry.num_selected_blocks]
     order = order.masked_fill(order > newest, blocks).sort(dim=-1).values
     missing = geometry.num_selected_blocks - order.shape[-1]
-    picks = torch.nn.functional.pad(order, (0, missing), value=blocks)
-    return picks.masked_fill(picks == blocks, -1).to(torch.int32)
+    selected = torch.nn.functional.pad(order, (0, missing), value=blocks)
+    return selected.masked_fill(selected == blocks, -1).to(torch.int32)
 
 
 def select(
@@ -83,15 +87,17 @@ def select(
     *,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The chosen blocks, int32 [B, S, G, n], ascending, -1 at the end; arguments of
-    :func:`scores`.
+    """Select blocks (Eq. 8 to 12); arguments as in :func:`scores`.
+
+    Returns:
+        int32 [B, S, G, n], packed [T, G, n]: blocks in ascending order, then -1.
     """
-    parts = [
+    blocks = [
         choose(s, geometry) for s in scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens)
     ]
     if cu_seqlens is not None:
-        return torch.cat(parts)
+        return torch.cat(blocks)
     empty = q.new_zeros(
         (0, q.shape[1], k_cmp.shape[2], geometry.num_selected_blocks), dtype=torch.int32
     )
-    return torch.stack(parts) if parts else empty
+    return torch.stack(blocks) if blocks else empty

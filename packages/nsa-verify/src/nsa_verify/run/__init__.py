@@ -1,1 +1,1 @@
-"""Which checks run on which cases, in which order, in how many processes."""
+"""The jobs of `nsa verify`: checks on cases, their order, and the processes that run them."""

@@ -1,6 +1,4 @@
-"""The contexts in which backends are judged: an emulator may need one
-(``BackendSpec.judge_context``).
-"""
+"""Contexts in which backends are judged; emulators need one (``BackendSpec.judge_context``)."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from nsa_verify.combination import Combination
 def context_of(
     entry: BackendEntry, device: str
 ) -> contextlib.AbstractContextManager[object] | None:
-    """The context in which ``entry``'s backend is judged on ``device``; None: it needs none.
+    """Return the context that the backend of ``entry`` needs on ``device``, or None.
 
     Raises:
-        NSAError: the plugin's function raised; the message names the backend.
+        NSAError: The judge_context function of the plugin raised; the message names the backend.
     """
     if entry.spec is None or entry.spec.judge_context is None:
         return None
@@ -37,25 +35,25 @@ def context_of(
 
 
 def emulated(combination: Combination) -> bool:
-    """Whether a backend that ``combination`` uses, or may use, needs a context."""
-    return any(context_of(entry, combination.device) is not None for entry in _used(combination))
+    """Return whether a backend that ``combination`` may use needs a context."""
+    return any(
+        context_of(entry, combination.device) is not None for entry in _backends(combination)
+    )
 
 
 @contextlib.contextmanager
 def judging(combination: Combination) -> Iterator[None]:
-    """Inside the block, the contexts of the backends that ``combination`` uses, or may use, are
-    entered.
-    """
+    """Enter the contexts of all backends that ``combination`` may use."""
     with contextlib.ExitStack() as stack:
-        for entry in _used(combination):
+        for entry in _backends(combination):
             context = context_of(entry, combination.device)
             if context is not None:
                 stack.enter_context(context)
         yield
 
 
-def _used(combination: Combination) -> list[BackendEntry]:
-    """The ready backends that some slot names; all of them where a slot is left to auto."""
+def _backends(combination: Combination) -> list[BackendEntry]:
+    """Return the ready backends that the slots name, or all of them if a slot is auto."""
     ready = (combination.registry or default_registry()).ready()
     if not combination.backends.keys() >= set(SLOTS):
         return list(ready)

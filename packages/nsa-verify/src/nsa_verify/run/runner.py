@@ -1,4 +1,4 @@
-"""Jobs judged in this process or spread over several, with the same findings in the same order."""
+"""Run jobs in this process or in several, with the same findings in the same order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from nsa_verify.run.workers import spread
 
 
 @dataclasses.dataclass
-class Judgement:
-    """What many jobs found, of each combination."""
+class RunResult:
+    """The results of all jobs.
 
-    findings: list[list[list[Finding]]]  # of every job that ended, in the order of the jobs
-    seconds: list[float]  # its share of the time that passed
-    peak_bytes: int  # of GPU memory, in the process that took most
+    Attributes:
+        findings: For each combination, the findings of each completed job, in the order of jobs.
+        seconds: For each combination, its share of the elapsed time.
+        peak_bytes: Largest GPU memory use of one process, in bytes.
+    """
+
+    findings: list[list[list[Finding]]]
+    seconds: list[float]
+    peak_bytes: int
 
 
 def run_jobs(
@@ -31,37 +37,41 @@ def run_jobs(
     processes: int = 1,
     stop: Interruption = NEVER,
     advance: Callable[[str], None] = lambda label: None,
-) -> Judgement:
-    """Run every job on every combination; once ``stop`` has come, end behind what is under way.
+) -> RunResult:
+    """Run every job on every combination.
 
     Args:
-        processes: how many judge. Above one, jobs and combinations are pickled, a process that dies
-            is a red finding of the job it had, and another takes its place.
-        advance: told of each job that ended on a combination.
+        combinations: Combinations to judge.
+        todo: Jobs to run.
+        processes: Number of worker processes. With more than one, jobs and combinations are
+            pickled. A worker that dies becomes a failed finding of its job, and a new worker
+            replaces it.
+        stop: After it is set, running jobs are completed and no new job starts.
+        advance: Called with a label after each job on each combination.
 
     Raises:
-        InvalidInput, BackendUnavailable: as a job raises them.
-        BackendUnavailable: no other process can start here.
+        InvalidInput: A job raised it.
+        BackendUnavailable: A job raised it, or no worker process can start on this machine.
     """
-    found: list[dict[int, list[Finding]]] = [{} for _ in combinations]
+    findings: list[dict[int, list[Finding]]] = [{} for _ in combinations]
     busy, peak, started = [0.0] * len(combinations), 0, time.perf_counter()
     processes = min(processes, len(todo))
-    each = (
+    results = (
         spread(combinations, todo, processes, stop)
         if processes > 1
         else run_each(combinations, todo, stop=stop)
     )
-    with stop.cuts_short(), contextlib.closing(each):
-        for judged in each:
-            # A signal to a group of processes ends the compilers that run for a kernel, too: no
-            # fault of the kernel's.
-            if stop.came and any(f.quantity == "run" and f.ok is False for f in judged.findings):
+    with stop.cuts_short(), contextlib.closing(results):
+        for result in results:
+            # A signal to the process group also ends the compiler of a kernel. The failure is not
+            # the kernel's.
+            if stop.came and any(f.quantity == "run" and f.ok is False for f in result.findings):
                 continue
-            found[judged.combination][judged.job] = judged.findings
-            busy[judged.combination] += judged.seconds
-            peak = max(peak, judged.peak_bytes)
-            job = todo[judged.job]
+            findings[result.combination][result.job] = result.findings
+            busy[result.combination] += result.seconds
+            peak = max(peak, result.peak_bytes)
+            job = todo[result.job]
             advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
-    share = (time.perf_counter() - started) / (sum(busy) or 1.0)
-    in_order = [[done[index] for index in sorted(done)] for done in found]
-    return Judgement(in_order, [seconds * share for seconds in busy], peak)
+    scale = (time.perf_counter() - started) / (sum(busy) or 1.0)
+    in_order = [[by_job[index] for index in sorted(by_job)] for by_job in findings]
+    return RunResult(in_order, [seconds * scale for seconds in busy], peak)

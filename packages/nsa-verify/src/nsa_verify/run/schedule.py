@@ -1,4 +1,4 @@
-"""Jobs grouped by the kernels that they launch, so that one worker compiles them."""
+"""Group jobs by the kernels that they launch, so that one worker compiles each kernel."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from nsa_verify.run.suite import Job, OnStep
 
 
 class Schedule:
-    """Which job each worker takes next.
+    """The assignment of jobs to workers.
 
-    A worker takes the jobs of its own group first, then the largest group that nobody has begun,
-    then the last job of another worker's group.
+    A worker takes the jobs of its own group first, then the largest group without a worker, then
+    the last job of another worker's group.
     """
 
     def __init__(self, todo: Sequence[Job]) -> None:
         groups: dict[Hashable, deque[int]] = {}
         for index, job in enumerate(todo):
-            groups.setdefault(_kernels(job), deque()).append(index)
-        # The largest first: what begins last ends last, alone.
-        self._fresh = deque(
+            groups.setdefault(_kernel_key(job), deque()).append(index)
+        # Largest first: a large group that starts last would keep one worker busy alone.
+        self._unassigned = deque(
             sorted(groups.values(), key=lambda group: -sum(_work(todo[i]) for i in group))
         )
-        self._taken: dict[int, deque[int]] = {}
+        self._assigned: dict[int, deque[int]] = {}
 
     def take(self, worker: int) -> int | None:
-        """The index of the next job of ``worker``; None: none is left."""
-        own = self._taken.get(worker)
-        if not own and self._fresh:
-            own = self._taken[worker] = self._fresh.popleft()
+        """Return the index of the next job of ``worker``, or None if no job is left."""
+        own = self._assigned.get(worker)
+        if not own and self._unassigned:
+            own = self._assigned[worker] = self._unassigned.popleft()
         if own:
             return own.popleft()
-        # The first jobs of a group compile; its last ones find most kernels on disk by now.
-        most = max(self._taken.values(), key=len, default=None)
-        return most.pop() if most else None
+        # The first jobs of a group compile its kernels, so its last jobs find them on disk.
+        longest = max(self._assigned.values(), key=len, default=None)
+        return longest.pop() if longest else None
 
 
-def _kernels(job: Job) -> Hashable:
-    """Equal for jobs whose kernels have, all but a few, the same constants."""
+def _kernel_key(job: Job) -> Hashable:
+    """Return a key that is equal for jobs with (almost) the same kernel constants."""
     config = dataclasses.replace(
         job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1
     )
@@ -47,7 +47,7 @@ def _kernels(job: Job) -> Hashable:
 
 
 def _work(job: Job) -> int:
-    """Elements of q and o: more of them judge longer, and wider heads compile longer."""
+    """Estimate the work as the elements of q and o; wide heads also compile longer."""
     config, case = job.case.config, job.case
     tokens = (
         sum(job.check.step.lengths) if isinstance(job.check, OnStep) else case.batch * case.tokens

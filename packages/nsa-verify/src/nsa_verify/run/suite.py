@@ -1,6 +1,4 @@
-"""Which checks run on which cases, in which order; everything `nsa verify` and the mutation suite
-run.
-"""
+"""The jobs of `nsa verify` and of the mutation tests: checks on cases, and their order."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
-from nsa_verify.judge.truth_cache import remembering
+from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
 
 Check = Callable[[Combination, Case, torch.dtype], Iterator[Finding]]
@@ -29,7 +27,14 @@ Check = Callable[[Combination, Case, torch.dtype], Iterator[Finding]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One check on one case in one dtype."""
+    """One check on one case in one dtype.
+
+    Attributes:
+        name: Name of the check in reports.
+        check: The check.
+        case: The case.
+        dtype: Dtype of q, k and v.
+    """
 
     name: str
     check: Check
@@ -37,8 +42,14 @@ class Job:
     dtype: torch.dtype
 
     def run(self, combination: Combination) -> list[Finding]:
-        """The job's findings; a request the combination does not take is one finding with ok
-        None.
+        """Run the check on ``combination``.
+
+        A request that no backend of the combination accepts gives one finding with ok None. A
+        kernel that raises gives one failed finding.
+
+        Raises:
+            InvalidInput: The request is wrong for every backend.
+            BackendUnavailable: A backend cannot run on this machine.
         """
         try:
             return list(self.check(combination, self.case, self.dtype))
@@ -56,9 +67,7 @@ class Job:
             ]
         except (BackendUnavailable, InvalidInput):
             raise
-        except (
-            NSAError
-        ) as fault:  # a kernel raised or returned what it must not: a red finding, and the next job
+        except NSAError as fault:  # a kernel raised, or returned an invalid result
             return [
                 Finding(
                     self.name,
@@ -73,9 +82,10 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Worth:
-    """The largest case on which a check is worth its time, in tokens (of a step: cached) x query
-    heads, per preset.
+class _CheckSize:
+    """A check, and the largest case on which it runs in each preset.
+
+    Sizes are (tokens x query heads); the tokens of a decode step are those in the cache.
     """
 
     name: str
@@ -86,29 +96,30 @@ class _Worth:
 
 
 _CHECKS = (
-    _Worth("parity", checks.parity, 1 << 20, 1 << 20, 1 << 20),
-    _Worth("ties", checks.ties, 1 << 10, 1 << 13),
-    _Worth("packed", checks.packed_equals_separate, 1 << 12, 1 << 13, 0),
-    _Worth("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
-    _Worth("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
-    _Worth("composition", invariants.composition, 1 << 14, 1 << 15),
-    _Worth("causality", invariants.causality, 1 << 11, 1 << 14),
-    _Worth("coverage", checks.coverage, 1 << 9, 1 << 13),
-    _Worth("poison", invariants.finite_poison, 1 << 11, 1 << 14),
-    _Worth("nan storage", invariants.nan_storage, 1 << 9, 1 << 13),
-    _Worth("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10),
-    _Worth("run to run", invariants.run_to_run, 1 << 11, 1 << 14),
-    _Worth("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
+    _CheckSize("parity", checks.parity, 1 << 20, 1 << 20, 1 << 20),
+    _CheckSize("ties", checks.ties, 1 << 10, 1 << 13),
+    _CheckSize("packed", checks.packed_equals_separate, 1 << 12, 1 << 13, 0),
+    _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
+    _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
+    _CheckSize("composition", invariants.composition, 1 << 14, 1 << 15),
+    _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14),
+    _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13),
+    _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
+    _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13),
+    _CheckSize("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10),
+    _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14),
+    _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
-_FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")  # what most faults show in
+# Most faults fail one of these checks, so they run first.
+_FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")
 
 StepCheck = Callable[[Combination, Step, torch.dtype], Iterator[Finding]]
 
 
 @dataclasses.dataclass(frozen=True)
 class OnStep:
-    """A check of a step of decode, in the place of a check of a case."""
+    """Adapter that runs a check of a decode step as a check of a case."""
 
     check: StepCheck
     step: Step
@@ -116,22 +127,24 @@ class OnStep:
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype
     ) -> Iterator[Finding]:
-        """The check's findings on the step; ``case`` is the step's own."""
+        """Run the check on the step; ``case`` is the case of the step."""
         return self.check(combination, self.step, dtype)
 
 
 _STEP_CHECKS = (
-    _Worth("decode", decode_parity, 1 << 20, 1 << 20, 1 << 9),
-    _Worth("decode ties", decode_invariants.ties, 1 << 10, 1 << 13, 1 << 9),
-    _Worth("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20, 1 << 9),
-    _Worth("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13, 1 << 9),
-    _Worth("decode fused gates", decode_fused.fused_gates, 1 << 10, 1 << 13, 1 << 9),
-    _Worth("decode run to run", decode_invariants.run_to_run, 1 << 11, 1 << 16, 0),
-    _Worth("decode page order", decode_invariants.page_order, 1 << 11, 1 << 16, 1 << 8),
-    _Worth("decode replay", decode_invariants.replayed, 1 << 11, 1 << 16, 1 << 8),
-    _Worth("decode inputs untouched", decode_invariants.inputs_untouched, 1 << 10, 1 << 12, 1 << 8),
-    _Worth("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
-    _Worth("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8),
+    _CheckSize("decode", decode_parity, 1 << 20, 1 << 20, 1 << 9),
+    _CheckSize("decode ties", decode_invariants.ties, 1 << 10, 1 << 13, 1 << 9),
+    _CheckSize("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20, 1 << 9),
+    _CheckSize("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13, 1 << 9),
+    _CheckSize("decode fused gates", decode_fused.fused_gates, 1 << 10, 1 << 13, 1 << 9),
+    _CheckSize("decode run to run", decode_invariants.run_to_run, 1 << 11, 1 << 16, 0),
+    _CheckSize("decode page order", decode_invariants.page_order, 1 << 11, 1 << 16, 1 << 8),
+    _CheckSize("decode replay", decode_invariants.replayed, 1 << 11, 1 << 16, 1 << 8),
+    _CheckSize(
+        "decode inputs untouched", decode_invariants.inputs_untouched, 1 << 10, 1 << 12, 1 << 8
+    ),
+    _CheckSize("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
+    _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8),
 )
 PHASES = ("prefill", "decode", "both")
 
@@ -144,60 +157,64 @@ def jobs(
     seed: int = 0,
     phase: str = "both",
 ) -> list[Job]:
-    """The jobs of a preset, smallest cases first, so that a fault shows early; those of prefill
-    before decode's.
+    """List the jobs of a preset: prefill before decode, and small cases before large ones.
 
     Args:
-        preset: "quick", "full", or "interpreter" (for kernels that run in triton's interpreter; no
+        preset: "quick", "full", or "interpreter" (for kernels in triton's interpreter, without the
             layer check).
-        dtypes: what the kernels run in; the layer check is fp64 where the combination takes it.
-        text: bytes for the real case; None leaves it out.
-        phase: prefill, decode or both.
+        dtypes: Dtypes of the slot checks. The layer check runs in float64.
+        text: Bytes of the case on text; None omits that case.
+        seed: Seed of every case.
+        phase: "prefill", "decode" or "both".
 
     Raises:
-        InvalidInput: the text is empty.
+        InvalidInput: ``text`` is empty.
     """
-    made: list[Job] = []
+    listed: list[Job] = []
     if phase != "decode":
         cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
         if text is not None:
             cases.append(dataclasses.replace(text_case(text), seed=seed))
-        made += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
-        made += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
+        listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
+        listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
     if phase != "prefill":
         steps = [
             dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed))
             for s in STEPS[preset]()
         ]
-        made += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
-    return made
+        listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
+    return listed
 
 
 def _jobs(
     preset: str,
     dtypes: Sequence[torch.dtype],
-    checks: Sequence[_Worth],
-    problems: Sequence[tuple[int, Case, Step | None]],  # tokens, the case, and its step
+    checks: Sequence[_CheckSize],
+    problems: Sequence[tuple[int, Case, Step | None]],  # tokens, case, decode step
 ) -> list[Job]:
     sized = [(tokens * case.config.n_heads, case, step) for tokens, case, step in problems]
     return [
-        Job(worth.name, worth.check if step is None else OnStep(worth.check, step), case, dtype)
-        for against_oracle in (True, False)
+        Job(entry.name, entry.check if step is None else OnStep(entry.check, step), case, dtype)
+        for first in (True, False)
         for size, case, step in sorted(sized, key=lambda problem: problem[0])
         for dtype in dtypes
-        for worth in checks
-        if size <= getattr(worth, preset)
-        and (worth.name in _FIRST) == against_oracle
-        # Where time is short, bits that must be equal are compared in the first dtype only.
-        and (preset != "interpreter" or against_oracle or dtype == dtypes[0])
+        for entry in checks
+        if size <= getattr(entry, preset)
+        and (entry.name in _FIRST) == first
+        # The slow interpreter compares bits in the first dtype only.
+        and (preset != "interpreter" or first or dtype == dtypes[0])
     ]
 
 
 def run(
     combination: Combination, todo: Sequence[Job], *, stop_at_first: bool = False
 ) -> Iterator[tuple[Job, list[Finding]]]:
-    """Run ``todo`` in order, yielding each job with its findings; ``stop_at_first`` ends after the
-    first red one.
+    """Run jobs in order and yield each with its findings.
+
+    Args:
+        combination: Combination to judge.
+        todo: Jobs to run.
+        stop_at_first: Stop after the first job with a failed finding.
     """
     for job in todo:
         findings = job.run(combination)
@@ -207,41 +224,47 @@ def run(
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
-    """What one job found on one combination, both by their index."""
+class JobResult:
+    """The result of one job on one combination.
+
+    Attributes:
+        job: Index of the job.
+        combination: Index of the combination.
+        findings: Findings of the job.
+        seconds: Elapsed time.
+        peak_bytes: Peak GPU memory of the process so far.
+    """
 
     job: int
     combination: int
     findings: list[Finding]
     seconds: float
-    peak_bytes: int = 0  # of GPU memory, in the process so far
+    peak_bytes: int = 0
 
 
 def judge_one(
     combinations: Sequence[Combination], todo: Sequence[Job], task: tuple[int, int]
-) -> Judged:
-    """Run the job on the combination that ``task`` names, both by their index."""
+) -> JobResult:
+    """Run the job on the combination of ``task`` = (job index, combination index)."""
     started = time.perf_counter()
-    with judging(
-        combinations[task[1]]
-    ):  # anew for each job, so that no job depends on the one before
+    # The context is entered again for each job, so that jobs are independent.
+    with judging(combinations[task[1]]):
         findings = todo[task[0]].run(combinations[task[1]])
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-    return Judged(*task, findings, time.perf_counter() - started, peak)
+    return JobResult(*task, findings, time.perf_counter() - started, peak)
 
 
 def shared_truths(combinations: Sequence[Combination]) -> contextlib.AbstractContextManager[None]:
-    """Truths are remembered where several combinations ask for them; hashing costs more than it
-    saves one alone.
-    """
-    return remembering() if len(combinations) > 1 else contextlib.nullcontext()
+    """Cache truths if several combinations use them; for one, hashing costs more than it saves."""
+    return caching() if len(combinations) > 1 else contextlib.nullcontext()
 
 
 def run_each(
     combinations: Sequence[Combination], todo: Sequence[Job], *, stop: Interruption = NEVER
-) -> Generator[Judged]:
-    """Run each job on every combination before the next one, so that truths are computed once; end
-    once ``stop`` came.
+) -> Generator[JobResult]:
+    """Run each job on every combination before the next job, so that truths are computed once.
+
+    The run ends after the current task once ``stop`` is set.
     """
     with shared_truths(combinations):
         for task in itertools.product(range(len(todo)), range(len(combinations))):

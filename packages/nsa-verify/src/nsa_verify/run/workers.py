@@ -1,8 +1,8 @@
-"""Jobs judged by several processes at once.
+"""Run jobs in several worker processes.
 
-On a GPU most of a run is compilers, one after the other, and on the CPU most of it is the float64
-truth: a process makes use of one core. A crash, and what it leaves of CUDA, stays with the process
-that had it; jobs are handed out one by one, so that there is no doubt which that was.
+One process uses one core: on a GPU most of the time goes into compilation, on the CPU into the
+float64 truth. A crash, and the CUDA context that it corrupts, affects only its own worker. Jobs are
+assigned one at a time, so the job of a crashed worker is known.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from nsa_core.util.interruption import Interruption, kept_from_children
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run.schedule import Schedule
-from nsa_verify.run.suite import Job, Judged, judge_one, shared_truths
+from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 
-_Task = tuple[int, int]  # a job and a combination
-_spawning = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+_Task = tuple[int, int]  # (job index, combination index)
+_spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
 
 
 @dataclasses.dataclass
 class _Worker:
-    number: int  # its successor's, too: jobs are handed out by number
+    number: int  # key in the schedule; a replacement keeps it
     process: SpawnProcess
     task: _Task
     started: bool = False
@@ -40,17 +40,16 @@ class _Worker:
 
 def spread(
     combinations: Sequence[Combination], todo: Sequence[Job], processes: int, stop: Interruption
-) -> Generator[Judged]:
+) -> Generator[JobResult]:
     """Run every job on every combination, in any order.
 
-    One process runs a job on all combinations in a row, because it remembers their truths.
-
-    Once ``stop`` has come nothing new begins. A process that dies is a red finding, and has a
-    successor unless it died before it began.
+    A worker runs a job on all combinations in turn, because it caches their truths. Once ``stop``
+    is set, no new task starts. A worker that dies becomes a failed finding. It is replaced unless
+    it died before it started.
 
     Raises:
-        InvalidInput, BackendUnavailable: as a job raises them.
-        BackendUnavailable: no process is left, and jobs are.
+        InvalidInput: A job raised it.
+        BackendUnavailable: A job raised it, or every worker died before the last job.
     """
     pool = _Pool(combinations, todo)
     why = ""
@@ -62,91 +61,91 @@ def spread(
                 assert isinstance(connection, Connection)
                 worker = pool.workers[connection]
                 try:
-                    said: Judged | NSAError | None = connection.recv()
+                    message: JobResult | NSAError | None = connection.recv()
                 except (EOFError, OSError):
                     del pool.workers[connection]
-                    why = _end_of(worker)
-                    # Without a successor nobody runs the job on the combinations behind this one,
-                    # either.
+                    why = _exit_reason(worker)
+                    # Without a replacement, the job also fails on the remaining combinations.
                     for combination in range(
                         worker.task[1], worker.task[1] + 1 if worker.started else len(combinations)
                     ):
-                        yield _lost(worker, combination, todo, why)
+                        yield _lost_result(worker, combination, todo, why)
                     if worker.started and not stop.came:
                         pool.start(worker.number, worker.task)
                     continue
                 worker.started = True
-                if isinstance(said, NSAError):
-                    raise said
-                if said is not None:
-                    yield said
-                    pool.go_on(connection, stop)
-        if not stop.came and pool.following(processes):
+                if isinstance(message, NSAError):
+                    raise message
+                if message is not None:
+                    yield message
+                    pool.assign_next(connection, stop)
+        if not stop.came and pool.next_task(processes):
             raise BackendUnavailable(
-                f"no process is left to judge in: the last one {why}; judge in this one alone"
+                f"no process is left to judge in: the last one {why}; set processes=1 (--jobs 1)"
             )
     finally:
         pool.end()
 
 
 class _Pool:
-    """The processes that judge, each behind its pipe."""
+    """The worker processes, by their pipes."""
 
     def __init__(self, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
-        self._given = (combinations, todo)
+        self._arguments = (combinations, todo)
         self._schedule = Schedule(todo)
         self._processes: list[SpawnProcess] = []
         self.workers: dict[Connection, _Worker] = {}
 
-    def following(self, number: int, task: _Task | None = None) -> _Task | None:
-        """What worker ``number`` does after ``task``; None: nothing is left."""
-        if task and task[1] + 1 < len(self._given[0]):
+    def next_task(self, number: int, task: _Task | None = None) -> _Task | None:
+        """Return the task of worker ``number`` after ``task``, or None if no task is left."""
+        if task and task[1] + 1 < len(self._arguments[0]):
             return task[0], task[1] + 1
         job = self._schedule.take(number)
         return None if job is None else (job, 0)
 
     def start(self, number: int, after: _Task | None = None) -> None:
-        """Start a process for what follows ``after``, if anything does."""
-        task = self.following(number, after)
+        """Start a worker for the task after ``after``, if a task is left."""
+        task = self.next_task(number, after)
         if task is None:
             return
-        ours, theirs = _spawning.Pipe()
-        process = _spawning.Process(target=_work, args=(theirs, *self._given), daemon=True)
-        # starting the first process would, and unblock the signals
+        parent_end, worker_end = _spawn.Pipe()
+        process = _spawn.Process(target=_work, args=(worker_end, *self._arguments), daemon=True)
+        # Starting the first process would start the resource tracker and unblock the signals.
         resource_tracker.ensure_running()
         with kept_from_children():
             process.start()
-        theirs.close()
+        worker_end.close()
         self._processes.append(process)
-        self.workers[ours] = _Worker(number, process, task)
-        _hand(ours, task)
+        self.workers[parent_end] = _Worker(number, process, task)
+        _send(parent_end, task)
 
-    def go_on(self, connection: Connection, stop: Interruption) -> None:
-        """Hand the worker its next job, or let it leave."""
+    def assign_next(self, connection: Connection, stop: Interruption) -> None:
+        """Send the worker its next task, or let it exit."""
         worker = self.workers[connection]
-        task = None if stop.came else self.following(worker.number, worker.task)
+        task = None if stop.came else self.next_task(worker.number, worker.task)
         if task is None:
             del self.workers[connection]
             connection.close()
         else:
             worker.task = task
-            _hand(connection, task)
+            _send(connection, task)
 
     def end(self) -> None:
-        """End every process, whatever it does."""
+        """Kill every worker."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
 
 
-def _hand(connection: Connection, task: _Task) -> None:
-    with contextlib.suppress(OSError):  # it died meanwhile, which its end of the pipe tells next
+def _send(connection: Connection, task: _Task) -> None:
+    with contextlib.suppress(OSError):  # a worker that died is detected by the next receive
         connection.send(task)
 
 
-def _end_of(worker: _Worker) -> str:
-    worker.process.join(10)  # its pipe closes first
+def _exit_reason(worker: _Worker) -> str:
+    """Describe how a worker ended."""
+    worker.process.join(10)  # its pipe closes before it exits
     if worker.process.exitcode is None:
         worker.process.kill()
         worker.process.join()
@@ -154,23 +153,22 @@ def _end_of(worker: _Worker) -> str:
     return fate(status, "in this check" if worker.started else "while it started")
 
 
-def _lost(worker: _Worker, combination: int, todo: Sequence[Job], why: str) -> Judged:
-    job = worker.task[0]
-    detail = why if why.startswith("killed") else f"{why}; what it said is on stderr"
-    lost = todo[job]
+def _lost_result(worker: _Worker, combination: int, todo: Sequence[Job], why: str) -> JobResult:
+    """Return the failed result of a task whose worker died."""
+    index = worker.task[0]
+    detail = why if why.startswith("killed") else f"{why}; its messages are on stderr"
+    job = todo[index]
     finding = Finding(
-        lost.name, "", lost.case.name, dtype_name(lost.dtype), "run", False, detail=detail
+        job.name, "", job.case.name, dtype_name(job.dtype), "run", False, detail=detail
     )
-    return Judged(job, combination, [finding], 0.0)
+    return JobResult(index, combination, [finding], 0.0)
 
 
 def _work(connection: Connection, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
-    """Body of a process: judge what comes until nobody sends; errors that no job expects end it,
-    with a traceback.
-    """
+    """Run tasks from the pipe until it closes; an unexpected error ends the process."""
     torch.set_num_threads(1)
     for combination in combinations[:1]:
-        torch.zeros(1, device=combination.device)  # a GPU that takes no more processes refuses here
+        torch.zeros(1, device=combination.device)  # fails on a GPU that accepts no more processes
     with (
         shared_truths(combinations),
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
