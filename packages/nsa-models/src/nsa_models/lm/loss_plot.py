@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.render.style import drawn
+from nsa_bench.render.style import draw
 
 
 def save(out: Path, path: Path, kind: str, force: bool) -> None:
@@ -16,7 +16,7 @@ def save(out: Path, path: Path, kind: str, force: bool) -> None:
     from nsa_models.lm import log
 
     header, records = log.read_log(out / log.FILE)
-    write_bytes_atomic(path, drawn(lambda: _figure(header, records), kind), force)
+    write_bytes_atomic(path, draw(lambda: _figure(header, records), kind), force)
 
 
 def _figure(header: dict[str, Any], records: list[dict[str, Any]]) -> Any:
