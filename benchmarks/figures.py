@@ -43,7 +43,7 @@ from typing import Any
 from figure_pieces import PIECES, Piece
 from figure_tables import TABLES, Results
 
-from nsa_bench.provenance import printed, tree_id
+from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "benchmarks/README.md", "docs/*.md")
@@ -94,9 +94,11 @@ class Figures:
     def source(self) -> Source:
         """Return the current source."""
         git = ("git", "-C", str(self.root))
-        commit = printed(*git, "rev-parse", "HEAD")
+        commit = command_output(*git, "rev-parse", "HEAD")
         excluded = (":(exclude)benchmarks/results", ":(exclude)*.md")
-        changes = printed(*git, "status", "--porcelain", "--", "packages", "benchmarks", *excluded)
+        changes = command_output(
+            *git, "status", "--porcelain", "--", "packages", "benchmarks", *excluded
+        )
         folders = sorted(self.root.glob("packages/*/src/nsa_*"))
         trees = {folder.name: tree_id(folder) for folder in folders if folder.is_dir()}
         trees = {name: tree for name, tree in trees.items() if not name.endswith(".egg-info")}
@@ -179,7 +181,7 @@ class Figures:
                 print(f"{piece.name}: done before", flush=True)
         failed: list[str] = []
         while pending:
-            piece = self.first_of(pending[0])
+            piece = self.prerequisite(pending[0])
             remaining = (deadline - time.monotonic()) / 60
             if piece.minutes > remaining:
                 print(
@@ -203,7 +205,7 @@ class Figures:
         print(f"all {len(selected)} pieces are done; next: python benchmarks/figures.py collect")
         return 0
 
-    def first_of(self, piece: Piece) -> Piece:
+    def prerequisite(self, piece: Piece) -> Piece:
         """Return ``piece``, or the piece that makes its input files if they are missing."""
         maker = next((other for other in self.pieces if other.name == piece.needs), None)
         if maker is not None and not all((self.root / path).exists() for path in maker.makes):

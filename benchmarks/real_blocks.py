@@ -125,7 +125,7 @@ def autocast(device: str) -> torch.autocast:
 @torch.no_grad()
 def loss(model: ByteModel, text: bytes, device: str) -> float:
     """Return the loss over the first 8k bytes, in nats per byte."""
-    tokens = bytemodel.tokens_of(text[:8193], 1, min(8193, len(text)), device)
+    tokens = bytemodel.byte_tokens(text[:8193], 1, min(8193, len(text)), device)
     with autocast(device):
         logits = model(tokens[:, :-1])
     return round(float(F.cross_entropy(logits.float().flatten(0, 1), tokens[0, 1:])), 4)
@@ -139,7 +139,7 @@ def inputs_of(
 
     The sdpa backend computes the blocks.
     """
-    activations = model.to(device).activations(bytemodel.tokens_of(text, 1, seq_len, device))
+    activations = model.to(device).activations(bytemodel.byte_tokens(text, 1, seq_len, device))
     q, k, v = (
         activations.q.to(dtype),
         tuple(t.to(dtype) for t in activations.k),

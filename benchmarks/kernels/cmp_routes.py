@@ -101,9 +101,7 @@ def main() -> None:
     document["machine"] = machine("cuda")
     for shape in options.shapes:
         heads, groups, dk, *dv = map(int, shape.split("/"))
-        config = NSAConfig(
-            heads * dk, heads, groups, head_dim=dk, v_head_dim=dv[0] if dv else None
-        )
+        config = NSAConfig(heads * dk, heads, groups, head_dim=dk, v_head_dim=dv[0] if dv else None)
         for batch, length in LENGTHS:
             document["rows"].append(route_row(config, shape, batch, length))
             print(line(document["rows"][-1]), flush=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_bench.baselines import Baseline
-from nsa_bench.cells import TOTAL, works_of
+from nsa_bench.cells import TOTAL, cell_workloads
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core import resolve
@@ -25,7 +25,9 @@ def total(phase: str):  # type: ignore[no-untyped-def]
     """Return the inputs, the call that is timed as the total, and its plan."""
     x = make_inputs("random", CONFIG, batch=2, length=90, dtype=torch.float64, device="cpu", seed=0)
     plan = resolve(CONFIG, dtype=torch.float64, needs_grad=True)
-    (work,) = [w for w in works_of(x, CONFIG, phase, {"sdpa": plan}, []) if w.key == TOTAL + "sdpa"]
+    (work,) = [
+        w for w in cell_workloads(x, CONFIG, phase, {"sdpa": plan}, []) if w.key == TOTAL + "sdpa"
+    ]
     return x, work.make(), plan
 
 
@@ -78,7 +80,7 @@ def test_each_setup_creates_new_leaves_over_the_same_memory(phase: str, kind: st
         seen.append(inputs)
         return inputs.q * 2 + (inputs.gates.sum() + inputs.k.sum() + inputs.v.sum())
 
-    (work,) = works_of(x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
+    (work,) = cell_workloads(x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
     for call in (work.make(), work.make()):
         assert torch.equal(call()[0], 2 * x.do)
     first, second = seen

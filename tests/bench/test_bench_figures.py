@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nsa_bench.entries import beside_dense, measurement, note_combo, part
+from nsa_bench.entries import add_dense_ratios, measurement, part, record_backends
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.timing import Outcome, Performance
 
@@ -65,7 +65,7 @@ def test_ratios_are_to_the_fastest_dense_kernel(dense, ratio):
         entry("layer", 2.0),
         *(entry("dense", ms) for ms in dense),
     ]
-    assert [m.ratio_to_dense for m in beside_dense(entries)[:3]] == [ratio, None, None]
+    assert [m.ratio_to_dense for m in add_dense_ratios(entries)[:3]] == [ratio, None, None]
 
 
 def test_backends_of_a_plan_are_recorded_again_only_if_they_differ():
@@ -76,9 +76,9 @@ def test_backends_of_a_plan_are_recorded_again_only_if_they_differ():
         )
 
     combos: dict[str, dict[str, str]] = {}
-    note_combo(combos, "auto", plan("sdpa"), "here")
-    note_combo(combos, "auto", plan("sdpa"), "there")
-    note_combo(combos, "auto", plan("triton", step="triton"), "there")
+    record_backends(combos, "auto", plan("sdpa"), "here")
+    record_backends(combos, "auto", plan("sdpa"), "there")
+    record_backends(combos, "auto", plan("triton", step="triton"), "there")
     assert combos == {
         "auto": {"win": "sdpa 1"},
         "auto, there": {"win": "triton 1", "step": "triton, fused"},

@@ -55,7 +55,7 @@ def test_a_saved_checkpoint_makes_the_real_inputs(checkpoint, run, monkeypatch):
         "text": TEXT,
     }
     trained, untrained = (make_inputs("real", CONFIG, model=m, **options) for m in (model, None))
-    tokens = bytemodel.tokens_of(TEXT, 1, 64)
+    tokens = bytemodel.byte_tokens(TEXT, 1, 64)
     expected = model.activations(tokens)
     for name, tensor in (
         ("q", expected.q),
@@ -129,7 +129,7 @@ def test_without_safetensors_the_error_has_the_install_command(monkeypatch, tmp_
 
 def test_activations_depend_on_preceding_bytes_only():
     model = bytemodel.untrained(CONFIG, 0)
-    tokens = bytemodel.tokens_of(TEXT, 1, 90)
+    tokens = bytemodel.byte_tokens(TEXT, 1, 90)
     changed = tokens.clone()
     changed[0, 80] += 1
     before, after = (model.activations(t).q[0] for t in (tokens, changed))

@@ -93,7 +93,7 @@ def untrained(config: NSAConfig, seed: int, backends: str | None = None) -> Byte
         return ByteModel(config, backends)
 
 
-def tokens_of(
+def byte_tokens(
     text: bytes, batch: int, length: int, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
     """Return the first batch * length bytes of ``text`` as int64 [batch, length].

@@ -44,7 +44,7 @@ def part_key(slot: str, plan: Plan) -> str:
     return f"{slot} {plan.choices[slot].backend}"
 
 
-def works_of(
+def cell_workloads(
     x: Inputs,
     config: NSAConfig,
     phase: str,
@@ -58,9 +58,9 @@ def works_of(
     A time limit drops workloads from the end. The key of a baseline is its name; the key of a
     kernel alone is "<slot> <backend>", or "compress".
     """
-    works: list[Workload] = []
+    workloads: list[Workload] = []
     for baseline in (b for b in baselines if b.kind == "dense"):
-        works.append(
+        workloads.append(
             Workload(
                 baseline.name,
                 _phased(_baseline_call(baseline, x), _leaves(x)[:3], x.do, phase),
@@ -68,14 +68,14 @@ def works_of(
             )
         )
     for name, plan in plans.items():
-        works.append(
+        workloads.append(
             Workload(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
         )
     for baseline in (b for b in baselines if b.kind != "dense"):
         make = _phased(_baseline_call(baseline, x), _leaves(x), x.do, phase)
-        works.append(Workload(baseline.name, guarded(make), True))
+        workloads.append(Workload(baseline.name, guarded(make), True))
     if not parts:
-        return works
+        return workloads
     seen: set[str] = set()
     for plan in plans.values():
         for slot in SLOTS:
@@ -83,10 +83,10 @@ def works_of(
             has_phase = slot != "select" or phase != "backward"  # select has no backward
             if key not in seen and has_phase:
                 seen.add(key)
-                works.append(part_work(x, config, plan, slot, phase))
+                workloads.append(kernel_workload(x, config, plan, slot, phase))
     if plans:
-        works.append(Workload("compress", _compress(x, config, phase)))
-    return works
+        workloads.append(Workload("compress", _compress(x, config, phase)))
+    return workloads
 
 
 Call = Callable[[], Any]
@@ -139,7 +139,7 @@ def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
     return _phased(forward, [x.k, x.v], do, phase)
 
 
-def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
+def kernel_workload(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
     """Return the workload of one kernel alone, on the tensors that it receives in ``plan``."""
 
     def make() -> Call:

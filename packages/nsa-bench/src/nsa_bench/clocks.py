@@ -38,7 +38,7 @@ HIGHEST_THRESHOLD = 32 << 20  # highest value of glibc's dynamic mmap threshold,
 Run = Callable[[Callable[[str], None]], Any]
 
 
-def host_may_bind(event_ms: float, host_ms: float) -> bool:
+def may_be_launch_bound(event_ms: float, host_ms: float) -> bool:
     """Return whether a call may be launch-bound: host time above HOST_SHARE of its event time.
 
     ``event_ms`` is at most the kernels' time plus ``host_ms``, the time of the launches. So the
@@ -162,14 +162,14 @@ class CudaClock:
         prepared = Prepared(call, "events", 1, event_ms, peak, host_ms=host_ms)
         if event_ms > SLOW_MS:
             prepared.samples = [event_ms]
-            if host_may_bind(event_ms, host_ms):
+            if may_be_launch_bound(event_ms, host_ms):
                 prepared.not_captured = f"a call takes over {SLOW_MS:g} ms"
             return prepared
         second = self._timed(call)
         prepared.estimate_ms, prepared.host_ms = (
             min(pair) for pair in zip((event_ms, host_ms), second)
         )
-        if not host_may_bind(prepared.estimate_ms, prepared.host_ms):
+        if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
         eager = [event_ms, second[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
         replay, prepared.not_captured = self._captured(work.make)

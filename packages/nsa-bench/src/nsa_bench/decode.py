@@ -18,7 +18,7 @@ from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
     DecodeCell,
     default_cells,
-    dense_works,
+    dense_workloads,
     fused_step,
     layer_config,
     layer_step,
@@ -208,7 +208,7 @@ class DecodeBench:
                 batch=cell.batch,
                 seq_len=cell.length,
             )
-            entries.note_combo(
+            entries.record_backends(
                 self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
             )
             self._judge(combo, config, cell, dtype)
@@ -243,21 +243,21 @@ class DecodeBench:
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
         try:
             x = make_state(cell, config, dtype, s.device, s.seed)
-            rivals, skipped = dense_works(x, config)
+            rivals, skipped = dense_workloads(x, config)
             self._skipped |= {
                 f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
             }
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
-            works = [*rivals]
+            workloads = [*rivals]
             for name, plan in timed.items():
-                works += self._steps(name, plan, x, cell, dtype)
+                workloads += self._steps(name, plan, x, cell, dtype)
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
             limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
-            outcomes |= measure(works, self._clock, **limits, min_rounds=REPEATS)
+            outcomes |= measure(workloads, self._clock, **limits, min_rounds=REPEATS)
             if cuda:
                 eager = [
                     dataclasses.replace(w, key=w.key + EAGER)
-                    for w in works
+                    for w in workloads
                     if w.key not in subjects or w.key in plans
                 ]
                 outcomes |= measure(eager, EagerClock(), **limits)
@@ -281,13 +281,16 @@ class DecodeBench:
         """Return workloads: the step, its slots one by one if it is fused, and a layer's step."""
         device = self.settings.device
         slots = Workload(name, lambda: lambda: one_by_one(plan, x), True)
-        works = [slots]
+        workloads = [slots]
         if "step" in plan.fused:
-            works = [
+            workloads = [
                 Workload(name, lambda: lambda: fused_step(plan, x), True),
                 dataclasses.replace(slots, key=name + UNFUSED),
             ]
-        return [*works, Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
+        return [
+            *workloads,
+            Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True),
+        ]
 
     def _record(
         self,
@@ -333,7 +336,7 @@ class DecodeBench:
                     parts=parts,
                 )
             )
-        self._measurements += entries.beside_dense(measurements)
+        self._measurements += entries.add_dense_ratios(measurements)
 
 
 def decode_gate(

@@ -185,7 +185,7 @@ def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSACon
     return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
 
 
-def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:
+def dense_workloads(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:
     """Return the dense decode baselines, and the reason for each that cannot run here.
 
     They are SDPA and flash-attn, over the whole cache.
@@ -198,9 +198,9 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, 
         # One query sees all keys, so no mask is needed.
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)
 
-    works, skipped = [Workload("dense SDPA", lambda: sdpa, True)], dict[str, str]()
+    workloads, skipped = [Workload("dense SDPA", lambda: sdpa, True)], dict[str, str]()
     if not x.q.is_cuda:
-        return works, skipped
+        return workloads, skipped
     name = "dense flash-attn with kvcache"
     if importlib.util.find_spec("flash_attn") is None:
         skipped[name] = "the package flash-attn is not installed"
@@ -210,7 +210,7 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, 
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found, unused-ignore]
 
         lengths = x.call.lengths
-        works.append(
+        workloads.append(
             Workload(
                 name,
                 lambda: (
@@ -220,7 +220,7 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, 
                 ),
             )
         )
-    return works, skipped
+    return workloads, skipped
 
 
 def step_costs(config: NSAConfig, batch: int, length: int, element_bytes: int) -> dict[str, Cost]:

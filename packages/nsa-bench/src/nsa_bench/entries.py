@@ -41,7 +41,7 @@ def measurement(
     )
 
 
-def beside_dense(measurements: Sequence[Measurement]) -> list[Measurement]:
+def add_dense_ratios(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Fill in the ratio to the cell's fastest dense kernel, if one was timed."""
     dense = [m.performance.median_ms for m in measurements if m.kind == "dense" and m.performance]
     return [
@@ -54,7 +54,7 @@ def beside_dense(measurements: Sequence[Measurement]) -> list[Measurement]:
     ]
 
 
-def note_combo(combos: dict[str, dict[str, str]], name: str, plan: Plan, where: str) -> None:
+def record_backends(combos: dict[str, dict[str, str]], name: str, plan: Plan, where: str) -> None:
     """Record the backends of a plan under ``name``.
 
     If other backends are already recorded under that name, use "name, where" as the key.

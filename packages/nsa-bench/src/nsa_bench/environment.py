@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.provenance import printed, source
+from nsa_bench.provenance import command_output, source
 from nsa_core.dispatch import tuned
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
@@ -34,6 +34,6 @@ def machine(device: str) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "driver": printed("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv") or None,
+            "driver": command_output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv") or None,
         }
     return facts

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_bench.bytemodel import ByteModel, load, tokens_of, untrained
+from nsa_bench.bytemodel import ByteModel, byte_tokens, load, untrained
 from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
@@ -73,7 +73,7 @@ def make_inputs(
     if kind == "real":
         model = model or untrained(dataclasses.replace(config, dim=REAL_DIM), seed)
         with torch.no_grad():
-            real = model.to(device).activations(tokens_of(text, batch, length, device))
+            real = model.to(device).activations(byte_tokens(text, batch, length, device))
         q, k, v, gates = real.q, real.k[1], real.v[1], real.gates
     elif kind == "random":
         q, k, v = (

@@ -146,16 +146,16 @@ def _commit(root: Path) -> str | None:
 
 
 def _git_output(root: Path, *words: str) -> str | None:
-    """Run git in a checkout and return its output, as :func:`printed`.
+    """Run git in a checkout and return its output, as :func:`command_output`.
 
     The checkout is passed explicitly, because a GIT_DIR in the environment may name another one.
     """
-    return printed(
+    return command_output(
         *_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words
     )
 
 
-def printed(*command: str) -> str | None:
+def command_output(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or takes longer than 10 s."""
     try:
         completed = subprocess.run(

@@ -227,7 +227,7 @@ class Bench:
             )
             self._plans.setdefault((shape.name, dtype_name, long), {})[combo.name] = plan
             where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
-            entries.note_combo(self._combos, combo.name, plan, where)
+            entries.record_backends(self._combos, combo.name, plan, where)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
@@ -309,9 +309,11 @@ class Bench:
         )
         # The kernels of "both" are timed alone only if forward and backward are not measured.
         parts = cell.phase != "both" or not {"forward", "backward"} <= {*s.phases}
-        works = cells.works_of(x, cell.config, cell.phase, timed_plans, timed_baselines, parts)
+        workloads = cells.cell_workloads(
+            x, cell.config, cell.phase, timed_plans, timed_baselines, parts
+        )
         return measure(
-            works,
+            workloads,
             self._clock,
             budget_s=s.budget_s,
             deadline=self._deadline,
@@ -394,7 +396,7 @@ class Bench:
                     parts=parts,
                 )
             )
-        self._measurements += entries.beside_dense(measurements)
+        self._measurements += entries.add_dense_ratios(measurements)
 
     def _parts(
         self,

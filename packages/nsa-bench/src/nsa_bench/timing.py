@@ -120,7 +120,7 @@ class Clock(Protocol):
 
 
 def measure(
-    works: Sequence[Workload],
+    workloads: Sequence[Workload],
     clock: Clock,
     *,
     budget_s: float,
@@ -132,7 +132,7 @@ def measure(
     """Time all workloads, interleaved in rounds.
 
     Args:
-        works: The workloads, the most important first.
+        workloads: The workloads, the most important first.
         clock: Takes the samples.
         budget_s: Seconds of samples per workload; it sets the number of rounds between
             ``min_rounds`` and 20.
@@ -157,7 +157,7 @@ def measure(
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
-    for work in works:
+    for work in workloads:
         if reason := late():
             outcomes[work.key] = Outcome(reason=reason)
             continue

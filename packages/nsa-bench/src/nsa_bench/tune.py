@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_bench.cells import part_work
+from nsa_bench.cells import kernel_workload
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
@@ -108,12 +108,12 @@ def tune(
         x = make_inputs(
             "random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed
         )
-        works = [
-            part_work(x, config, plan, slot, "forward" if slot == "select" else phase)
+        workloads = [
+            kernel_workload(x, config, plan, slot, "forward" if slot == "select" else phase)
             for (slot, backend), plan in plans.items()
             if (slot, backend) not in wrong
         ]
-        outcomes = measure(works, clock_for(device), budget_s=budget_s)
+        outcomes = measure(workloads, clock_for(device), budget_s=budget_s)
         for (slot, backend), plan in plans.items():
             outcome = outcomes.get(f"{slot} {backend}")
             reason = wrong.get((slot, backend)) or (outcome.reason if outcome else "")
