@@ -46,7 +46,7 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     # is not the captured one.
     namespace, short = kernel.op._schema.name.split("::")
     backward = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-    rest = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
+    call_arguments = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
     keys = config.geometry.num_compressed(length)
     heads, groups = config.n_heads, config.n_kv_heads
     q, do = (normal(length, heads, width) for width in (config.qk_dim, config.v_dim))
@@ -54,7 +54,7 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     o, lse = kernel(q, k, v)
     return (
         graph_ms(lambda: kernel(q, k, v), repeats=5),
-        graph_ms(lambda: backward(do, q, k, v, o, lse, *rest), repeats=5),
+        graph_ms(lambda: backward(do, q, k, v, o, lse, *call_arguments), repeats=5),
     )
 
 

@@ -59,17 +59,17 @@ def serve(device: str, backend: str) -> None:
     except ImportError as error:
         return reply(error=f"nsa_core cannot be imported: {error}")
     reply(answer=str(nsa_core.__file__))
-    works: dict[str, Callable[[], float]] = {}
+    clocks: dict[str, Callable[[], float]] = {}
     for text in sys.stdin:
         message = json.loads(text)
         try:
             if "case" in message:
-                works.clear()
+                clocks.clear()
                 gc.collect()
-                works, reasons = prepare(Case(**message["case"]), device, backend)
+                clocks, reasons = prepare(Case(**message["case"]), device, backend)
                 reply(answer=reasons)
             else:
-                reply(answer=works[message["name"]]())
+                reply(answer=clocks[message["name"]]())
         except Exception as error:  # noqa: BLE001  the parent reports it
             reply(error=f"{type(error).__name__}: {str(error)[:300]}")
     return None
@@ -151,35 +151,35 @@ def core_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[],
     }
     clock = functools.partial(clock_of, device=device)
     makers: dict[str, Callable[[], Any]] = {}
-    for slot, (kernel, inputs, rest) in calls.items():
-        makers[f"{slot} forward"] = functools.partial(clock, forward_of(kernel, inputs, rest))
+    for slot, (kernel, inputs, extra) in calls.items():
+        makers[f"{slot} forward"] = functools.partial(clock, forward_of(kernel, inputs, extra))
         if slot != "select":
             makers[f"{slot} backward"] = functools.partial(
-                clock, backward_of(kernel, inputs, rest, do)
+                clock, backward_of(kernel, inputs, extra, do)
             )
     return makers
 
 
-def forward_of(kernel: Any, inputs: list[Any], rest: list[Any]) -> Callable[[], Callable[[], Any]]:
+def forward_of(kernel: Any, inputs: list[Any], extra: list[Any]) -> Callable[[], Callable[[], Any]]:
     """Return a function that creates the call of a slot's forward."""
     import torch
 
     @torch.no_grad()
     def call() -> Any:
-        return kernel(*inputs, *rest)
+        return kernel(*inputs, *extra)
 
     return lambda: call
 
 
 def backward_of(
-    kernel: Any, inputs: list[Any], rest: list[Any], do: Any
+    kernel: Any, inputs: list[Any], extra: list[Any], do: Any
 ) -> Callable[[], Callable[[], Any]]:
     """Return a function that runs a slot's forward and creates the call of its backward."""
     import torch
 
     def make() -> Callable[[], Any]:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = kernel(*leaves, *rest)
+        out = kernel(*leaves, *extra)
         o = out[0] if isinstance(out, tuple) else out
         return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 

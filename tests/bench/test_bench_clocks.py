@@ -62,7 +62,7 @@ def device(monkeypatch):
 
 
 def timed(clock, *times):
-    """Time a call that takes ``times`` in turn, and the last of them from then on."""
+    """Time a call that takes each of ``times`` once, and then the last one repeatedly."""
     remaining = list(times)
     work = Workload("x", lambda: lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0])
     return measure([work], clock, budget_s=0.001)["x"].performance

@@ -266,9 +266,9 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
     """1 ms per 40 tokens is 4 ms at 160 tokens; S^2 from 80 would expect 8 and skip it at 5."""
     from nsa_bench import run as module
 
-    def measured(self, problem, timed, wanted):
+    def measured(self, cell, plans, baselines):
         times = {
-            name: summarise([problem.length / 40.0], "perf_counter", 1)
+            name: summarise([cell.length / 40.0], "perf_counter", 1)
             for name in ("total auto", "dense flash")
         }
         return {name: Outcome(time) for name, time in times.items()}

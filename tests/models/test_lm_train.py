@@ -41,14 +41,18 @@ def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trainer(config, rows):
-    """Return ``trainer(recipe, kept)``, which trains on the documents deterministically."""
+    """Return ``trainer(recipe, resume_from)``, which trains deterministically on the documents."""
 
-    def make(recipe: Recipe = RECIPE, kept: checkpoint.Checkpoint | None = None) -> Trainer:
+    def make(recipe: Recipe = RECIPE, resume_from: checkpoint.Checkpoint | None = None) -> Trainer:
         torch.manual_seed(1)
         held_out = list(rows(24, held_out=True, share=0.2, epochs=1))
         data = Data(DataSpec("words", 24), rows(24, share=0.2), held_out, 256, ByteTokenizer())
         return Trainer(
-            LanguageModel(config) if kept is None else kept.model(), data, recipe, HERE, kept
+            LanguageModel(config) if resume_from is None else resume_from.model(),
+            data,
+            recipe,
+            HERE,
+            resume_from,
         )
 
     return make
@@ -65,7 +69,7 @@ def test_three_steps_resumed_for_three_equal_six_steps(trainer, tmp_path):
     resumed_losses = losses(first, 3)
     first.save(tmp_path / checkpoint.FILE)
     torch.manual_seed(99)
-    second = trainer(kept=checkpoint.read(tmp_path))
+    second = trainer(resume_from=checkpoint.read(tmp_path))
     assert torch.equal(torch.get_rng_state(), saved_random_state(tmp_path))
     assert (second.step_number, second.tokens) == (3, 3 * 4 * 24)
     resumed_losses += losses(second, 3)
@@ -87,9 +91,9 @@ def saved_random_state(folder: pathlib.Path) -> torch.Tensor:
 def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     trainer, tmp_path, number, ends
 ):
-    whole, resumed = tmp_path / "whole", tmp_path / "parted"
-    whole.mkdir(), resumed.mkdir()
-    expected = train(trainer(), whole)
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    uninterrupted.mkdir(), resumed.mkdir()
+    expected = train(trainer(), uninterrupted)
     stopped = trainer()
     with pytest.raises(ends) as end:
         train(stopped, resumed, lambda p: p.step == 3 and signal.raise_signal(number))
@@ -98,15 +102,15 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     # A step that was logged before its process was killed.
     with open(resumed / log.FILE, "a") as file:
         file.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
-    train(trainer(kept=checkpoint.read(resumed)), resumed)
-    (_, one), (_, other) = log.read_log(whole / log.FILE), log.read_log(resumed / log.FILE)
+    train(trainer(resume_from=checkpoint.read(resumed)), resumed)
+    (_, one), (_, other) = log.read_log(uninterrupted / log.FILE), log.read_log(resumed / log.FILE)
     numbers = [
         [(r["step"], r.get("loss"), r.get("held_out_loss")) for r in records]
         for records in (one, other)
     ]
     assert numbers[0] == numbers[1]
     assert [p.step for p in expected] == [0, 1, 2, 3, 4, 5, 6]
-    one, other = (checkpoint.read(folder) for folder in (whole, resumed))
+    one, other = (checkpoint.read(folder) for folder in (uninterrupted, resumed))
     assert one.facts == other.facts
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
@@ -183,7 +187,7 @@ def test_steps_before_an_unreadable_document_are_saved(trainer, tmp_path):
         train(failing, tmp_path)
     saved = checkpoint.read(tmp_path)
     assert saved.facts["step"] == 2
-    assert losses(trainer(kept=saved), 4) == expected[2:]
+    assert losses(trainer(resume_from=saved), 4) == expected[2:]
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

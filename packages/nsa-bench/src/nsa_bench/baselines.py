@@ -53,7 +53,7 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Base
     def grouped(x: Inputs) -> torch.Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
         assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left: only for as many queries as keys"
+            "is_causal aligns top-left, so it needs as many queries as keys"
         )
         with sdpa_kernel([backend]):
             o = F.scaled_dot_product_attention(
@@ -67,7 +67,7 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Base
             *(t.transpose(1, 2).repeat_interleave(groups, 1) for t in (x.k, x.v)),
         )
         assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left: only for as many queries as keys"
+            "is_causal aligns top-left, so it needs as many queries as keys"
         )
         with sdpa_kernel([backend]):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

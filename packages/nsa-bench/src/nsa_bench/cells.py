@@ -1,6 +1,6 @@
 """The workloads of one cell, on the same tensors.
 
-They are each combination's whole core, each of its kernels alone, and the baselines.
+They are the whole core of each combination, each of its kernels alone, and the baselines.
 """
 
 from __future__ import annotations

@@ -100,12 +100,12 @@ class CpuClock:
         sample()
         return sample, "within"
 
-    def prepare(self, work: Workload) -> Prepared:
+    def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up; memory that the setup allocates and keeps is not counted."""
-        call = work.make()
+        call = workload.make()
         first = self.sample(call, 1)
         estimate = self.sample(call, 1) if first < 200 else first
-        peak = self._peak_bytes(call) if work.measure_memory else 0
+        peak = self._peak_bytes(call) if workload.measure_memory else 0
         calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
         return Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
 
@@ -147,12 +147,12 @@ class CudaClock:
         end.synchronize()
         return float(start.elapsed_time(end)), host_ms
 
-    def prepare(self, work: Workload) -> Prepared:
+    def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up; capture a launch-bound call as a CUDA graph.
 
         The first call compiles kernels, so only later calls are timed.
         """
-        call = work.make()
+        call = workload.make()
         self.sample(call, 1)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -172,7 +172,7 @@ class CudaClock:
         if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
         eager = [event_ms, second[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
-        replay, prepared.not_captured = self._captured(work.make)
+        replay, prepared.not_captured = self._captured(workload.make)
         if replay is None:
             return prepared
         return dataclasses.replace(
@@ -284,9 +284,9 @@ class EagerClock:
         torch.cuda.synchronize()
         return (time.perf_counter_ns() - start) / 1e6 / calls
 
-    def prepare(self, work: Workload) -> Prepared:
+    def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up."""
-        call = work.make()
+        call = workload.make()
         self.sample(call, 3)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -232,13 +232,13 @@ class DecodeBench:
         self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
     ) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)
-        wrong = {
+        failed_combos = {
             g.combo
             for g in self._gates
             if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)
         }
-        timed = {name: plan for name, plan in plans.items() if name not in wrong}
-        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
+        timed = {name: plan for name, plan in plans.items() if name not in failed_combos}
+        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
         try:

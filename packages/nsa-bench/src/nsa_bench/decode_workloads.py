@@ -1,6 +1,6 @@
 """The workloads of one decode cell, on the same cache.
 
-They are whole steps, the slots within a step, one step of a layer, and dense baselines.
+They are whole steps, the slots within a step, the step of a layer, and dense baselines.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Prepared:
 class Clock(Protocol):
     """Prepares workloads and takes their samples."""
 
-    def prepare(self, work: Workload) -> Prepared:
+    def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up a workload."""
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
@@ -157,14 +157,14 @@ def measure(
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
-    for work in workloads:
+    for workload in workloads:
         if reason := late():
-            outcomes[work.key] = Outcome(reason=reason)
+            outcomes[workload.key] = Outcome(reason=reason)
             continue
-        outcomes[work.key] = outcome = Outcome()
+        outcomes[workload.key] = outcome = Outcome()
         with _reasons(outcome, stop):
-            ready[work.key] = clock.prepare(work)
-            outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
+            ready[workload.key] = clock.prepare(workload)
+            outcome.peak_bytes = ready[workload.key].peak_bytes if workload.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
             rounds = min(

@@ -86,7 +86,7 @@ def tune(
         training = use == "training"
         plans = _plans(config, registry, device, dtype, training)
         case = gate_case(config, device, seed)
-        wrong: dict[tuple[str, str], str] = {}
+        gate_failures: dict[tuple[str, str], str] = {}
         for slot, backend in plans:
             gate_plan = resolve(
                 case.config,
@@ -103,7 +103,7 @@ def tune(
             # How a failed verdict and an exception name the backend.
             mentions = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
             if any(mention in line for line in gate.failures for mention in mentions):
-                wrong[slot, backend] = NOT_CORRECT
+                gate_failures[slot, backend] = NOT_CORRECT
             advance(f"gate {slot}={backend}, {use}")
         x = make_inputs(
             "random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed
@@ -111,12 +111,12 @@ def tune(
         workloads = [
             kernel_workload(x, config, plan, slot, "forward" if slot == "select" else phase)
             for (slot, backend), plan in plans.items()
-            if (slot, backend) not in wrong
+            if (slot, backend) not in gate_failures
         ]
         outcomes = measure(workloads, clock_for(device), budget_s=budget_s)
         for (slot, backend), plan in plans.items():
             outcome = outcomes.get(f"{slot} {backend}")
-            reason = wrong.get((slot, backend)) or (outcome.reason if outcome else "")
+            reason = gate_failures.get((slot, backend)) or (outcome.reason if outcome else "")
             median = outcome.performance.median_ms if outcome and outcome.performance else None
             times.append(SlotTime(slot, backend, plan.choices[slot].version, use, median, reason))
         records += _records([t for t in times if t.use == use], plans, name, length)
@@ -134,7 +134,7 @@ def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype
         for needs_grad in (False, True)
     ]
     candidates_by_slot = [
-        find_candidates(config, one, registry=registry).by_slot for one in options
+        find_candidates(config, option, registry=registry).by_slot for option in options
     ]
     all_candidates = [
         c for by_slot in candidates_by_slot for of_slot in by_slot.values() for c in of_slot

@@ -164,7 +164,7 @@ def _stacked(axes: Any, measurements: list[Measurement]) -> None:
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlim(0, widest * 1.3)
     axes.set(
-        xlabel="each kernel alone, over the whole call",
+        xlabel="time of each kernel alone / time of the whole call",
         title=f"time per branch at {_tokens(longest)} tokens",
     )
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)

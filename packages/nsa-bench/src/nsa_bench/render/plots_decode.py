@@ -27,7 +27,7 @@ def decode_figure(result: Result) -> Any:
     colours = colours_of(result)
     for axes, height, (group, measurements) in zip(grid, heights, groups.items()):
         _times(axes[0], [m for m in measurements if m.performance], colours)
-        axes[0].set_title(f"{group[0]} {group[1]}: a step (cache: {group[2]})")
+        axes[0].set_title(f"{group[0]} {group[1]}: one step (cache: {group[2]})")
         if with_shares := [m for m in measurements if m.shares]:
             _shares(axes[1], with_shares, below=0.6 / height)
         else:
@@ -60,9 +60,7 @@ def _times(axes: Any, measurements: list[Measurement], colours: dict[str, str]) 
         position += 0.6
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=8)
     axes.set_ylim(position, -0.8)
-    axes.set(
-        xscale="log", xlabel="ms per step (median; black: the floor of its bytes and operations)"
-    )
+    axes.set(xscale="log", xlabel="ms per step (median; black: floor of its bytes and operations)")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.15)  # room for the numbers
     axes.grid(alpha=0.25, axis="x")
@@ -81,7 +79,7 @@ def _shares(axes: Any, measurements: list[Measurement], below: float) -> None:
             left += share
         # The number goes right of the line at 1.
         axes.text(max(left, 1.0) + 0.02, height, f"{left:.0%}", va="center", fontsize=8)
-    axes.axvline(1.0, color="black", lw=1.2, label="step by its slots")
+    axes.axvline(1.0, color="black", lw=1.2, label="step, slot by slot")
     axes.set_yticks(
         range(len(measurements)),
         [f"{m.subject}  {_cell_label(m)}" for m in measurements],
@@ -89,7 +87,7 @@ def _shares(axes: Any, measurements: list[Measurement], below: float) -> None:
     )
     axes.set_ylim(len(measurements) - 0.3, -0.7)
     axes.set_xlim(0, max([1.0, *(sum(m.shares.values()) for m in measurements)]) * 1.25)
-    axes.set(xlabel="time of each slot over that of the step by its slots", title="shares")
+    axes.set(xlabel="time of each slot / time of the step run slot by slot", title="shares")
     axes.legend(
         fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3
     )
