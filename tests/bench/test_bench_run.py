@@ -273,7 +273,7 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
         }
         return {name: Outcome(time) for name, time in times.items()}
 
-    monkeypatch.setattr(module.Bench, "_measured", measured)
+    monkeypatch.setattr(module.Bench, "_time_workloads", measured)
     measurements = run(
         phases=["forward"], lengths=[40, 80, 160, 320], max_call_s=0.005
     ).measurements

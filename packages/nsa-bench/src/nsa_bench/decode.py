@@ -171,7 +171,7 @@ class DecodeBench:
                 if stop.came:
                     break
                 with torch.inference_mode():
-                    self._cell(cell, dtype, plans[cell, dtype], peaks[dtype])
+                    self._measure_cell(cell, dtype, plans[cell, dtype], peaks[dtype])
                 gc.collect()
                 left -= not stop.came
                 advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
@@ -228,7 +228,7 @@ class DecodeBench:
                 decode_gate(combo.name, combination, config, cell, dtype, self.settings.seed)
             )
 
-    def _cell(
+    def _measure_cell(
         self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
     ) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)

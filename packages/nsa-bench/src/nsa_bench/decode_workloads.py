@@ -86,7 +86,7 @@ class State:
 def make_state(
     cell: DecodeCell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int
 ) -> State:
-    """Create a state of random tensors; pages are in random order, as after a long service time."""
+    """Create a state of random tensors; pages are in random order, as in a long-running server."""
     generator, geometry = torch.Generator(device).manual_seed(seed), config.geometry
     block = geometry.select_block_size
     size = cell.page_size or -(-cell.length // block) * block

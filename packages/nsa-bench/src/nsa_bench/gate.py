@@ -98,7 +98,7 @@ def judge_plan(
     return failures
 
 
-def pass_gate(
+def run_gate(
     combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool, shape: str
 ) -> Gate:
     """Judge a combination, whose ``plan`` is for ``case.config``. A kernel that raises fails."""

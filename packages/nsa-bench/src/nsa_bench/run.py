@@ -23,7 +23,7 @@ from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, run_gate
 from nsa_bench.inputs import load_models, make_inputs
 from nsa_bench.result import Interrupted, Measurement, Part, Result
 from nsa_bench.rivals import check_rivals, rivals
@@ -186,7 +186,7 @@ class Bench:
             for cell in self.cells():
                 if stop.came:
                     break
-                self._cell(cell, peaks[cell.dtype])
+                self._measure_cell(cell, peaks[cell.dtype])
                 left -= not stop.came
                 advance(f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, S={cell.length}")
         return Result(
@@ -231,7 +231,7 @@ class Bench:
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
-                gate = pass_gate(
+                gate = run_gate(
                     combo.name, gate_plan, case, dtype, s.device, self._gradients, shape.name
                 )
                 self._gates.append(gate)
@@ -260,7 +260,7 @@ class Bench:
                     self._skipped[f"{baseline.name}, {key}"] = baseline.reason
         return [baseline for baseline in self._dense[key] if not baseline.reason]
 
-    def _cell(self, cell: Cell, peaks: Peaks) -> None:
+    def _measure_cell(self, cell: Cell, peaks: Peaks) -> None:
         s = self.settings
         gates = [
             gate for gate in self._gates if (gate.shape, gate.dtype) == (cell.shape, cell.dtype)
@@ -279,7 +279,7 @@ class Bench:
         outcomes: dict[str, Outcome] = {}
         if time.monotonic() < self._deadline and (timed_plans or timed_baselines):
             try:
-                outcomes = self._measured(cell, timed_plans, timed_baselines)
+                outcomes = self._time_workloads(cell, timed_plans, timed_baselines)
             except torch.OutOfMemoryError:
                 reasons |= dict.fromkeys([*timed_plans, *baselines], "out of memory")
             except RuntimeError as error:  # a kernel that broke the device fails all later calls
@@ -292,7 +292,7 @@ class Bench:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def _measured(
+    def _time_workloads(
         self, cell: Cell, timed_plans: dict[str, Plan], timed_baselines: list[Baseline]
     ) -> dict[str, Outcome]:
         s = self.settings

@@ -11,7 +11,7 @@ import torch
 from nsa_bench.cells import kernel_workload
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, run_gate
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import measure
@@ -96,7 +96,7 @@ def tune(
                 needs_grad=training,
                 registry=registry,
             )
-            gate = pass_gate(
+            gate = run_gate(
                 f"{slot}={backend}", gate_plan, case, dtype, device, training, Shape.of(config).name
             )
             gates.append(gate)

@@ -100,6 +100,13 @@ def write(
 ) -> None:
     """Write a checkpoint to ``path``, replacing an existing one.
 
+    Args:
+        path: The file.
+        tensors: The tensors of :func:`collect_tensors`.
+        config: Sizes of the model.
+        facts: JSON values for the header: train, data, position, step, tokens.
+        tokenizer: Tokenizer of text; None for a task.
+
     Raises:
         BackendUnavailable: safetensors is not installed.
         OSError: Writing failed; the old file is unchanged.

@@ -17,7 +17,13 @@ from nsa_core.packing import token_places
 
 
 class DenseCache:
-    """A decode cache of keys and values for ``batch`` sequences of equal length."""
+    """A decode cache of keys and values for sequences of equal length.
+
+    Args:
+        attn: The layer; its weights decide device and dtype.
+        batch: Number of sequences.
+        max_len: Maximum number of tokens per sequence.
+    """
 
     def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
         config, weight = attn.config, attn.qkv.weight

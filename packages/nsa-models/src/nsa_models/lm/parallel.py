@@ -25,7 +25,13 @@ KINDS = ("ddp", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The processes of a run; ``rank`` 0 writes files."""
+    """The processes of a training run.
+
+    Attributes:
+        device: Device of this process.
+        rank: Index of this process; rank 0 writes files.
+        size: Number of processes.
+    """
 
     device: torch.device
     rank: int = 0
