@@ -162,7 +162,9 @@ def test_parquet_is_read_in_shuffled_row_groups(tmp_path, write_parquet):
     assert documents != epoch(file, 1)
     for start in (3, 10, 17, 26):
         assert epoch(file, start=start) == documents[start:]
-    with pytest.raises(InvalidInput, match="has no column 'body'; it has text, n"):
+    with pytest.raises(
+        InvalidInput, match=r"has no column 'body' \(--text-field\); it has text, n"
+    ):
         open_corpus(str(file), field="body")
     file.write_bytes(b"PAR1")
     with pytest.raises(InvalidInput, match="cannot be read as parquet"):
