@@ -177,7 +177,7 @@ def test_the_command_prints_and_saves_a_result(nsa, tmp_path):
         "1 CPU thread",
     ):
         assert text in done.out
-    assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # exists
+    assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # the file exists
     assert "dense flash" in nsa("bench", "report", files["json"]).out
     assert nsa("bench", "compare", files["json"], files["json"]).code == 0
 

@@ -114,7 +114,7 @@ class CpuClock:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             call()
-        assert profiled.profiler is not None  # it ran
+        assert profiled.profiler is not None  # the profiler has run
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
         held = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):

@@ -24,7 +24,7 @@ from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.module import NSAttention
 
-LAYER_ROOM = 2048  # room in a layer's cache, in tokens, for the timed steps
+LAYER_ROOM = 2048  # free space in a layer's cache for the timed steps, in tokens
 
 
 @dataclasses.dataclass(frozen=True)

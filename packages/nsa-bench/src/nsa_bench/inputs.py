@@ -30,7 +30,7 @@ class Inputs:
     q: torch.Tensor  # [B, S, Hq, Dk]
     k: torch.Tensor  # [B, S, G, Dk]
     v: torch.Tensor  # [B, S, G, Dv]
-    gates: torch.Tensor  # [B, S, Hq, 3], fp32 (fp64 beside fp64)
+    gates: torch.Tensor  # [B, S, Hq, 3], fp32 (fp64 with float64 inputs)
     do: torch.Tensor  # [B, S, Hq, Dv]
 
 

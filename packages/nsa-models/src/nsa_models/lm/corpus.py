@@ -20,8 +20,8 @@ from nsa_core.util.extras import needed
 from nsa_core.util.text import describe_error
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
-# A document of a text file has at least this many bytes; it ends at the next blank line, line end
-# or space.
+# Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
+# line there, else at a line end, else at a space, else at the limit.
 _CUT = 16384
 
 
@@ -121,8 +121,8 @@ class HubCorpus:
 def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
     """Open a corpus.
 
-    A text file of more than about 16 KiB is split into several documents at blank lines. A folder
-    gives all its text, JSONL and parquet files, except hidden ones.
+    A text file of more than 32 KiB is split into documents of 16 to 32 KiB, at blank lines if
+    possible. A folder gives all its text, JSONL and parquet files, except hidden ones.
 
     Args:
         data: A file, a folder, ``python-docs``, ``fineweb-edu`` or ``hf:NAME[:CONFIG]``.
