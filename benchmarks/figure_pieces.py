@@ -24,13 +24,13 @@ class Piece:
     """One command and the result file that it writes.
 
     Attributes:
-        name: What ``--only`` takes.
-        topic: What the file is about, for the table in benchmarks/README.md.
+        name: The name for ``--only``.
+        topic: The subject of the file, for the table in benchmarks/README.md.
         command: The command, run in the repository's root; ``{file}`` stands for the result file.
         file: Name of the result file in benchmarks/results/<gpu>.
         minutes: Expected duration on an H200, compilation included.
-        needs: Name of the piece that makes files which this one reads; "" for none.
-        makes: Files that other pieces read, relative to the repository's root.
+        needs: Name of the piece that makes input files of this one; "" for none.
+        makes: Input files of other pieces that this one makes, relative to the repository's root.
     """
 
     name: str
@@ -77,7 +77,7 @@ SHAPES = ("12/2/64", "32/8/128", "64/4/128", "64/4/192/128")
 PIECES = (
     Piece(
         "real-blocks",
-        "how many blocks neighbouring tokens share, before and after training on text",
+        "overlap of the blocks that neighbouring tokens select, before and after training on text",
         "python benchmarks/real_blocks.py --device cuda --json {file}"
         f" --checkpoints {CHECKPOINTS}",
         "real_blocks.json",
@@ -90,7 +90,7 @@ PIECES = (
     _core("64/4/192/128", 7),
     Piece(
         "backends",
-        "every backend, dense attention and other NSA libraries over the length",
+        "every backend, dense attention and other NSA libraries, by sequence length",
         f"{_BENCH} --shape 12/2/64,64/4/128,32/8/128 --length 2k..64k"
         " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
         " --cell-limit 12 --time-limit 450 --json {file}",
@@ -99,27 +99,33 @@ PIECES = (
     ),
     Piece(
         "decode",
-        "decode steps over large caches",
+        "decode steps with large caches",
         f"{_BENCH} --phase decode --budget 0.1 --time-limit 150 --json {{file}}",
         "decode.json",
         4,
     ),
     Piece(
         "decode-small",
-        "decode steps of the earlier reports' shape",
+        "decode steps at the shape of the earlier reports",
         f"{_BENCH} --phase decode --shape 8/2/32 --length 512,1k,2k --batch 1 --combo auto"
         " --combo sdpa --budget 0.05 --time-limit 60 --json {file}",
         "decode_small.json",
         2,
     ),
-    _train("train", "training throughput beside dense attention", "throughput", 6, "compile+graph"),
-    _train("train-memory", "training memory beside dense attention", "memory", 4),
-    _train("train-stall", "spread of step times and memory growth", "stall", 3, "compile+graph"),
-    _train("train-layers", "forward and backward over the number of layers", "layers", 2),
+    _train(
+        "train",
+        "training throughput of NSA and of dense attention",
+        "throughput",
+        6,
+        "compile+graph",
+    ),
+    _train("train-memory", "training memory of NSA and of dense attention", "memory", 4),
+    _train("train-stall", "variation of step times, memory growth", "stall", 3, "compile+graph"),
+    _train("train-layers", "forward and backward time by number of layers", "layers", 2),
     _train("train-toy", "training throughput of a one-layer model", "toy", 2),
     Piece(
         "cmp-routes",
-        "the compressed branch by every implementation over the length",
+        "the compressed branch with every implementation, by sequence length",
         "python benchmarks/kernels/cmp_routes.py --json {file}",
         "cmp_routes.json",
         4,

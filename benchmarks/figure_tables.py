@@ -1,6 +1,6 @@
-"""Tables and values that README.md and the docs show, computed from result files.
+"""Compute the tables and values of README.md and the docs from result files.
 
-Each function in ``TABLES`` takes the :class:`Results` of one GPU. It returns a Markdown table, or
+Each function in ``TABLES`` takes the :class:`Results` of one GPU and returns a Markdown table, or
 one line of text for a value inside a sentence.
 """
 
@@ -31,20 +31,20 @@ class Results:
 
     @functools.cache  # noqa: B019  an instance lives as long as the program
     def bench(self, name: str) -> Result:
-        """A result of ``nsa bench``."""
+        """Return a result of ``nsa bench``."""
         return read_result(self.folder / name)
 
     @functools.cache  # noqa: B019
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a result of ``train.py`` or a kernel benchmark."""
+        """Return the rows of a result of ``train.py`` or of a kernel benchmark."""
         rows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["rows"]
         return rows
 
     def core_files(self, shape: str) -> list[Result]:
-        """The results with the core at ``shape``, the one that counts first.
+        """Return the results with the core at ``shape``, the preferred one first.
 
-        It is the shape's own file. One that `figures.py` did not make may lack cells, which
-        core.json, of all shapes, has.
+        The shape's own file is preferred. If `figures.py` did not make it, it may lack cells that
+        core.json, with all shapes, has.
         """
         own = self.folder / f"core_{shape.replace('/', '_')}.json"
         complete = own.exists() and '"figures": ' in own.read_text(encoding="utf-8")[:100]
@@ -52,12 +52,12 @@ class Results:
         return [self.bench(file.name) for file in files if file.exists()]
 
     def core(self, shape: str) -> list[Measurement]:
-        """Measurements of the core at ``shape``, in the order of :meth:`core_files`."""
-        found = self.core_files(shape)
-        return [m for result in found for m in result.measurements if m.shape == shape]
+        """Return the measurements of the core at ``shape``, in the order of :meth:`core_files`."""
+        files = self.core_files(shape)
+        return [m for result in files for m in result.measurements if m.shape == shape]
 
     def core_cell(self, shape: str, inputs: str, phase: str, length: int) -> Measurement | None:
-        """NSA by ``auto`` in one cell, from the first file that timed it."""
+        """Return the measurement of NSA in one cell, from the first file that timed it."""
         return next(
             (
                 m
@@ -69,30 +69,30 @@ class Results:
         )
 
     def train(self, file: str, **facts: Any) -> dict[str, Any]:
-        """The one row of ``file`` whose fields are ``facts``."""
+        """Return the only row of ``file`` whose fields equal ``facts``."""
         (row,) = (r for r in self.rows(file) if all(r.get(k) == v for k, v in facts.items()))
         return row
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def digits(value: float) -> str:
-    """Three significant digits with trailing zeros: 0.0228, 1.20, 12.0, 441."""
+    """Format with three significant digits and trailing zeros: 0.0228, 1.20, 12.0, 441."""
     places = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:.{places}f}"
 
 
 def tokens(count: int) -> str:
-    """2048 as 2k, 512 as 512."""
+    """Format 2048 as 2k, and 512 as 512."""
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
 def core(results: Results) -> str:
-    """Forward and backward of NSA and of the fastest dense kernel, a row per shape and inputs."""
+    """Tabulate forward + backward of NSA and of dense attention, by shape and inputs."""
     lengths = _core_lengths(results)
     columns = ["heads", "inputs", *(f"{tokens(n)} tokens" for n in lengths), "faster from"]
     rows = []
@@ -125,7 +125,7 @@ def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
 
 
 def core_eager(results: Results) -> str:
-    """From which length NSA is faster, as CUDA graphs and called eagerly."""
+    """Tabulate the crossover lengths with CUDA graphs and with eager calls."""
     rows = []
     for shape in SHAPES:
         for inputs in ("random", "real"):
@@ -144,7 +144,7 @@ def core_eager(results: Results) -> str:
 
 
 def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
-    """(length, NSA's eager time over the fastest dense one's), where ``cell`` is of ``result``."""
+    """Return (length, eager time / fastest eager dense time); None if ``result`` lacks the cell."""
     if cell.performance is None or not any(m is cell for m in result.measurements):
         return None
     dense = [
@@ -158,7 +158,7 @@ def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
 
 
 def core_calls(results: Results) -> str:
-    """How many calls the medians of the core table are of."""
+    """Return the range of sample counts behind the medians of the core table."""
     counts = [
         len(m.performance.samples_ms)
         for m in _core_cells(results, "both")
@@ -168,7 +168,7 @@ def core_calls(results: Results) -> str:
 
 
 def core_few_calls(results: Results) -> str:
-    """The cells of the core table with fewer than three calls of NSA."""
+    """List the cells of the core table with fewer than three samples of NSA."""
     few = [
         f"{m.shape} {m.inputs} at {tokens(m.length)}"
         for m in _core_cells(results, "both")
@@ -189,7 +189,7 @@ def _core_cells(results: Results, phase: str) -> list[Measurement]:
 
 
 def core_kernels(results: Results) -> str:
-    """Every kernel of the core alone, forward and backward, at 32k tokens."""
+    """Tabulate each kernel of the core alone, forward / backward, at 32k tokens."""
     rows = []
     for shape in SHAPES:
         for inputs in ("random", "real"):
@@ -205,20 +205,20 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 
 
 def backends(results: Results) -> str:
-    """Forward and backward of each backend and rival over the length."""
-    found = [m for m in results.bench("backends.json").measurements if m.phase == "both"]
-    lengths = sorted({m.length for m in found})
+    """Tabulate forward + backward of each backend and baseline by length."""
+    measurements = [m for m in results.bench("backends.json").measurements if m.phase == "both"]
+    lengths = sorted({m.length for m in measurements})
     rows = []
-    for shape, subject in dict.fromkeys((m.shape, m.subject) for m in found):
-        cells = {m.length: m for m in found if (m.shape, m.subject) == (shape, subject)}
-        took = [cells[n].performance if n in cells else None for n in lengths]
-        rows.append([shape, subject, *(digits(p.median_ms) if p else "-" for p in took)])
+    for shape, subject in dict.fromkeys((m.shape, m.subject) for m in measurements):
+        cells = {m.length: m for m in measurements if (m.shape, m.subject) == (shape, subject)}
+        performances = [cells[n].performance if n in cells else None for n in lengths]
+        rows.append([shape, subject, *(digits(p.median_ms) if p else "-" for p in performances)])
     rows.sort(key=lambda row: row[0])
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
 
 
 def real_blocks(results: Results) -> str:
-    """Different blocks that tiles of eight neighbouring tokens choose, over n, at 64k tokens."""
+    """Tabulate the distinct blocks of eight neighbouring tokens, over n, at 64k tokens."""
     shapes = json.loads((results.folder / "real_blocks.json").read_text())["shapes"]
     kinds = ("trained", "untrained", "random")
     rows = [
@@ -229,26 +229,26 @@ def real_blocks(results: Results) -> str:
 
 
 def decode(results: Results) -> str:
-    """Milliseconds of a decode step and of a layer's step."""
-    found = results.bench("decode.json").measurements
+    """Tabulate the time of an attention step and of a layer's step."""
+    measurements = results.bench("decode.json").measurements
     small = results.bench("decode_small.json").measurements
-    found = [m for m in found if m.shape != "8/2/32"] + small
-    problems = dict.fromkeys((m.shape, m.batch, m.length) for m in found)
+    measurements = [m for m in measurements if m.shape != "8/2/32"] + small
+    problems = dict.fromkeys((m.shape, m.batch, m.length) for m in measurements)
     rows = []
     for shape, batch, length in problems:
         cells = {
             m.subject: m.performance
-            for m in found
+            for m in measurements
             if (m.shape, m.batch, m.length) == (shape, batch, length)
         }
         names = ("auto", "auto, eager", "auto, layer step", "auto, layer step, eager")
         dense = [p.median_ms for name, p in cells.items() if name.startswith("dense") and p]
-        took = [cells.get(name) for name in names]
+        performances = [cells.get(name) for name in names]
         rows.append(
             [
                 shape,
                 f"{batch} x {tokens(length)}",
-                *(digits(p.median_ms) if p else "-" for p in took),
+                *(digits(p.median_ms) if p else "-" for p in performances),
                 digits(min(dense)) if dense else "-",
             ]
         )
@@ -257,7 +257,7 @@ def decode(results: Results) -> str:
 
 
 def train(results: Results) -> str:
-    """Thousands of tokens a second, NSA and dense attention, a column per length and batch."""
+    """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch."""
     rows = [r for r in results.rows("train.json") if "tokens_per_s" in r]
     shapes = sorted({(r["S"], r["B"]) for r in rows})
     speed = {
@@ -283,17 +283,17 @@ def train(results: Results) -> str:
 
 
 def train_crossover(results: Results) -> str:
-    """The length from which NSA trains faster at batch 1."""
+    """Return the length from which NSA trains faster at batch 1."""
     (row,) = (r for r in results.rows("train.json") if "crossover" in r)
     length = row["crossover"]
     return "no measured length" if length is None else f"about {length / 1024:.1f}k tokens"
 
 
 def train_memory(results: Results) -> str:
-    """Peak GiB of a training step at batch 1, over the length."""
-    found = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
-    lengths = sorted({r["S"] for r in found})
-    peak = {(r["attention"], r["S"]): f"{r['peak_gib']:.1f}" for r in found}
+    """Tabulate the peak memory of a training step in GiB at batch 1, by length."""
+    measured = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
+    lengths = sorted({r["S"] for r in measured})
+    peak = {(r["attention"], r["S"]): f"{r['peak_gib']:.1f}" for r in measured}
     rows = [
         [title, *(peak.get((name, n), "-") for n in lengths)]
         for name, title in (("nsa", "NSA"), ("dense", "dense"))
@@ -302,7 +302,7 @@ def train_memory(results: Results) -> str:
 
 
 def topics(results: Results) -> str:
-    """The table of topics in benchmarks/README.md."""
+    """Tabulate the pieces for benchmarks/README.md."""
     rows = []
     for piece in PIECES:
         path = f"results/{results.folder.name}/{piece.file}"
@@ -314,38 +314,38 @@ def topics(results: Results) -> str:
 
 
 def _steps(subject: str, form: Callable[[float], str], *lengths: int) -> Callable[[Results], str]:
-    """Milliseconds of a step of the reports' shape over the length."""
+    """Return a function that lists the ms of a step at the reports' shape, by length."""
 
-    def made(results: Results) -> str:
-        found = results.bench("decode_small.json").measurements
-        took = {m.length: m.performance for m in found if m.subject == subject}
-        return ", ".join(form(p.median_ms) for n in lengths if (p := took[n]))
+    def render(results: Results) -> str:
+        measurements = results.bench("decode_small.json").measurements
+        times = {m.length: m.performance for m in measurements if m.subject == subject}
+        return ", ".join(form(p.median_ms) for n in lengths if (p := times[n]))
 
-    return made
+    return render
 
 
 def _spread(subject: str) -> Callable[[Results], str]:
-    """Deviation of five repeats over their mean, at 512 tokens."""
+    """Return a function for the coefficient of variation of five repeats, at 512 tokens."""
 
-    def made(results: Results) -> str:
-        found = results.bench("decode_small.json").measurements
-        (took,) = (m.performance for m in found if (m.subject, m.length) == (subject, 512))
-        spread = None if took is None else spread_of_repeats(took)
+    def render(results: Results) -> str:
+        measurements = results.bench("decode_small.json").measurements
+        (times,) = (m.performance for m in measurements if (m.subject, m.length) == (subject, 512))
+        spread = None if times is None else spread_of_repeats(times)
         return ABSENT if spread is None else f"{100 * spread:.1f} %"
 
-    return made
+    return render
 
 
 def _shares(subject: str) -> Callable[[Results], str]:
-    """Sums of the slots' shares of a step, over the length."""
+    """Return a function that lists the sums of the slots' shares of a step, by length."""
 
-    def made(results: Results) -> str:
-        found = results.bench("decode_small.json").measurements
+    def render(results: Results) -> str:
+        measurements = results.bench("decode_small.json").measurements
         return ", ".join(
-            f"{100 * sum(m.shares.values()):.1f}" for m in found if m.subject == subject
+            f"{100 * sum(m.shares.values()):.1f}" for m in measurements if m.subject == subject
         )
 
-    return made
+    return render
 
 
 def _train_value(
@@ -371,7 +371,7 @@ def _fixed(places: int) -> Callable[[float], str]:
 
 
 def _largest_batch(results: Results) -> str:
-    """The largest batch of 2048 tokens within 80 GiB, with its peak."""
+    """Return the largest batch of 2048-token rows within 80 GiB, with its peak memory."""
     rows = [r for r in results.rows("train_memory.json") if r.get("attention") == "nsa"]
     (largest,) = (r["largest_B_in_80_GiB"] for r in rows if "largest_B_in_80_GiB" in r)
     peaks = [r["peak_gib"] for r in rows if (r.get("S"), r.get("B")) == (2048, largest)]
@@ -379,27 +379,27 @@ def _largest_batch(results: Results) -> str:
 
 
 def _slope(attention: str) -> Callable[[Results], str]:
-    """Slope of the activations in the length, on log-log axes."""
+    """Return a function for the slope of activation memory over length, on log-log axes."""
 
-    def made(results: Results) -> str:
+    def render(results: Results) -> str:
         rows = results.rows("train_memory.json")
         (slope,) = (
             r["slope_in_S"] for r in rows if r.get("attention") == attention and "slope_in_S" in r
         )
         return f"{slope:.3f}"
 
-    return made
+    return render
 
 
 def _most_growth(results: Results) -> str:
-    """The most bytes by which memory grew over the steps."""
+    """Return the largest memory growth over the steps, in bytes."""
     return str(max(r["grown_bytes"] for r in results.rows("train_stall.json") if "median_ms" in r))
 
 
 def _worst_stall(results: Results) -> str:
-    """The largest p99 over median of a step's time."""
-    found = [r["p99_over_median"] for r in results.rows("train_stall.json") if "median_ms" in r]
-    return f"{max(found):.3f}"
+    """Return the largest ratio of a step time's 99th percentile to its median."""
+    ratios = [r["p99_over_median"] for r in results.rows("train_stall.json") if "median_ms" in r]
+    return f"{max(ratios):.3f}"
 
 
 _ALL = (512, 1024, 2048)

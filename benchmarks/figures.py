@@ -1,23 +1,23 @@
-"""Make the figures of one GPU, and render the tables of README.md and the docs from them.
+"""Measure the figures of one GPU, and render the tables of README.md and the docs from them.
 
     python benchmarks/figures.py list
     python benchmarks/figures.py run [--gpu h200] [--only PIECE ...] [--minutes 10]
     python benchmarks/figures.py collect [--gpu h200]
     python benchmarks/figures.py render [--gpu h200] [--check]
 
-``run`` works on a machine with the GPU. It needs python, torch, triton and the packages of this
-repository, no network and no nox. It runs the pieces of figure_pieces.py in their order and writes
-result files to build/figures/<gpu>, so that the checkout stays clean meanwhile. A piece that has a
-result of the same source and command is skipped. A piece that was interrupted starts again. ``run``
-starts no piece whose expected time is longer than the rest of ``--minutes``, and ends a piece that
-is still running when they are over; repeat the command until it exits with 0.
+``run`` needs a machine with the GPU, with python, torch, triton and the packages of this
+repository, but no network and no nox. It runs the pieces of figure_pieces.py in order and writes
+result files to build/figures/<gpu>, which keeps the checkout clean. A piece with a result of the
+same source and command is skipped. An interrupted piece starts again. ``run`` does not start a
+piece that is expected to exceed ``--minutes``, and terminates a piece that does. Repeat the command
+until it exits with 0.
 
 ``collect`` copies the new results to benchmarks/results/<gpu>. ``render`` writes every table
 between `<!-- figures:NAME -->` and `<!-- /figures -->`.
 
-Exit codes: 0 everything asked for is done; 1 pieces are left, a piece failed, or a page differs
-from the result files; 2 wrong usage, a dirty checkout, or installed packages that are not the
-checkout's; 130 after Ctrl-C.
+Exit codes: 0 all requested pieces are done; 1 pieces are left, a piece failed, or a page differs
+from the result files; 2 wrong usage, a dirty checkout, or installed packages that differ from the
+checkout; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from typing import Any
 from figure_pieces import PIECES, Piece
 from figure_tables import TABLES, Results
 
-from nsa_bench.provenance import printed, tree_id
+from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "benchmarks/README.md", "docs/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
-OURS = ("figures.py", "figure_pieces.py", "figure_tables.py")  # a change of these measures the same
-CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a figure
+OURS = ("figures.py", "figure_pieces.py", "figure_tables.py")  # they do not affect measurements
+CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
 
 class Refused(Exception):
-    """Nothing is done; the message says why."""
+    """The command cannot run; the message states the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The source that figures are made of.
+    """The measured source.
 
     Attributes:
-        commit: The checkout's commit, None outside a checkout.
-        clean: Whether packages/ and benchmarks/ are those of the commit; result files do not count.
-        trees: What git calls the tree of each package's source.
+        commit: The checkout's commit; None outside a checkout.
+        clean: Whether packages/ and benchmarks/ equal the commit; result files do not count.
+        trees: Git's tree id of each package's source.
     """
 
     commit: str | None
@@ -82,21 +82,23 @@ class Figures:
 
     @property
     def results(self) -> Path:
-        """The result files of the repository."""
+        """Return the folder of the repository's result files."""
         return self.root / "benchmarks" / "results" / self.gpu
 
     @property
     def fresh(self) -> Path:
-        """The result files that ``run`` writes."""
+        """Return the folder of the result files that ``run`` writes."""
         return self.root / "build" / "figures" / self.gpu
 
     @functools.cached_property
     def source(self) -> Source:
-        """The source as it is now."""
+        """Return the current source."""
         git = ("git", "-C", str(self.root))
-        commit = printed(*git, "rev-parse", "HEAD")
-        left_out = (":(exclude)benchmarks/results", ":(exclude)*.md")
-        changes = printed(*git, "status", "--porcelain", "--", "packages", "benchmarks", *left_out)
+        commit = command_output(*git, "rev-parse", "HEAD")
+        excluded = (":(exclude)benchmarks/results", ":(exclude)*.md")
+        changes = command_output(
+            *git, "status", "--porcelain", "--", "packages", "benchmarks", *excluded
+        )
         folders = sorted(self.root.glob("packages/*/src/nsa_*"))
         trees = {folder.name: tree_id(folder) for folder in folders if folder.is_dir()}
         trees = {name: tree for name, tree in trees.items() if not name.endswith(".egg-info")}
@@ -106,12 +108,12 @@ class Figures:
         """Refuse a source that no commit describes.
 
         Raises:
-            Refused: the checkout is dirty, or other packages are installed than its own.
+            Refused: The checkout is dirty, or the installed packages differ from it.
         """
         if self.allow_dirty:
             return
         if self.source.commit is None:
-            raise Refused("there is no git checkout around this file; --allow-dirty runs anyway")
+            raise Refused("this file is not in a git checkout; --allow-dirty runs anyway")
         if not self.source.clean:
             raise Refused(
                 "packages/ or benchmarks/ differ from the commit; commit the changes first, or"
@@ -119,15 +121,15 @@ class Figures:
             )
         for name, tree in self.source.trees.items():
             spec = importlib.util.find_spec(name)
-            places = list(spec.submodule_search_locations or ()) if spec else []
-            if not places or tree_id(Path(places[0])) != tree:
+            locations = list(spec.submodule_search_locations or ()) if spec else []
+            if not locations or tree_id(Path(locations[0])) != tree:
                 raise Refused(
                     f"the installed {name} is not that of the checkout; install the packages"
                     " again, or run with --allow-dirty"
                 )
 
     def stamp(self, piece: Piece) -> dict[str, Any]:
-        """The record of ``piece`` in its result file: what a result must share to count as done."""
+        """Return the source and command of a piece, which a result must match to count as done."""
         script = shlex.split(piece.command)[1]
         folder = (self.root / script).parent if script.endswith(".py") else None
         scripts = {
@@ -143,24 +145,24 @@ class Figures:
         }
 
     def state(self, piece: Piece) -> str:
-        """ "done", "other source" or "missing"."""
-        found = "missing"
+        """Return "done", "other source" or "missing"."""
+        state = "missing"
         for folder in (self.fresh, self.results):
             record = read_stamp(folder / piece.file)
             if record is None:
-                found = "other source" if (folder / piece.file).exists() else found
+                state = "other source" if (folder / piece.file).exists() else state
                 continue
-            same = all(record.get(key) == value for key, value in self.stamp(piece).items())
-            if same and (record.get("clean") or self.allow_dirty):
+            matches = all(record.get(key) == value for key, value in self.stamp(piece).items())
+            if matches and (record.get("clean") or self.allow_dirty):
                 return "done"
-            found = "other source"
-        return found
+            state = "other source"
+        return state
 
     def named(self, names: Sequence[str] | None) -> list[Piece]:
-        """The pieces asked for, in their own order.
+        """Return the named pieces, or all if no name is given, in the order of ``pieces``.
 
         Raises:
-            Refused: a name is unknown.
+            Refused: A name is unknown.
         """
         unknown = sorted(set(names or ()) - {piece.name for piece in self.pieces})
         if unknown:
@@ -169,18 +171,18 @@ class Figures:
         return [piece for piece in self.pieces if not names or piece.name in names]
 
     def run(self, names: Sequence[str] | None, minutes: float) -> int:
-        """Run the pieces that have no result of this source."""
-        until = time.monotonic() + 60 * minutes
-        wanted = self.named(names)
+        """Run the pieces that have no result of this source; return the exit code."""
+        deadline = time.monotonic() + 60 * minutes
+        selected = self.named(names)
         self.refuse_unknown_source()
-        left = [piece for piece in wanted if self.state(piece) != "done"]
-        for piece in wanted:
-            if piece not in left:
+        pending = [piece for piece in selected if self.state(piece) != "done"]
+        for piece in selected:
+            if piece not in pending:
                 print(f"{piece.name}: done before", flush=True)
         failed: list[str] = []
-        while left:
-            piece = self.first_of(left[0])
-            remaining = (until - time.monotonic()) / 60
+        while pending:
+            piece = self.prerequisite(pending[0])
+            remaining = (deadline - time.monotonic()) / 60
             if piece.minutes > remaining:
                 print(
                     f"{piece.name}: not started, it takes about {piece.minutes:g} minutes and"
@@ -188,69 +190,69 @@ class Figures:
                 )
                 break
             if self.run_piece(piece, 60 * remaining):
-                left = [other for other in left if other != piece]
+                pending = [other for other in pending if other != piece]
             else:
                 failed.append(piece.name)
-                left = [o for o in left if o != piece and o.needs != piece.name]
-        names_left = [piece.name for piece in wanted if self.state(piece) != "done"]
+                pending = [
+                    other for other in pending if other != piece and other.needs != piece.name
+                ]
+        unfinished = [piece.name for piece in selected if self.state(piece) != "done"]
         if failed:
             print(f"failed: {', '.join(failed)}")
-        if names_left:
-            print(f"{len(names_left)} of {len(wanted)} pieces are left: {', '.join(names_left)}")
+        if unfinished:
+            print(f"{len(unfinished)} of {len(selected)} pieces are left: {', '.join(unfinished)}")
             return 1
-        print(f"all {len(wanted)} pieces are done; next: python benchmarks/figures.py collect")
+        print(f"all {len(selected)} pieces are done; next: python benchmarks/figures.py collect")
         return 0
 
-    def first_of(self, piece: Piece) -> Piece:
-        """The piece that makes the files which ``piece`` needs, if they are not there; else
-        ``piece``.
-        """
+    def prerequisite(self, piece: Piece) -> Piece:
+        """Return ``piece``, or the piece that makes its input files if they are missing."""
         maker = next((other for other in self.pieces if other.name == piece.needs), None)
         if maker is not None and not all((self.root / path).exists() for path in maker.makes):
             return maker
         return piece
 
     def run_piece(self, piece: Piece, seconds: float) -> bool:
-        """Run one piece; whether it has left a complete result file."""
+        """Run one piece; return whether it wrote a complete result file."""
         self.fresh.mkdir(parents=True, exist_ok=True)
-        part = self.fresh / f"part-{piece.file}"
-        part.unlink(missing_ok=True)
+        partial_file = self.fresh / f"part-{piece.file}"
+        partial_file.unlink(missing_ok=True)
         for path in piece.makes:
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        words = shlex.split(piece.command.format(file=part))
+        words = shlex.split(piece.command.format(file=partial_file))
         start = {"nsa": [sys.executable, "-m", "nsa_cli"], "python": [sys.executable]}[words[0]]
         print(f"{piece.name}: {shlex.join(words)}", flush=True)
-        began = time.monotonic()
+        started = time.monotonic()
         child = subprocess.Popen([*start, *words[1:]], cwd=self.root)
         try:
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = _end(child)
-            print(f"{piece.name}: ended, the time is over", flush=True)
+            code = _terminate(child)
+            print(f"{piece.name}: terminated, the time is over", flush=True)
         except KeyboardInterrupt:
-            _end(child)
-            part.unlink(missing_ok=True)
+            _terminate(child)
+            partial_file.unlink(missing_ok=True)
             raise
-        took = (time.monotonic() - began) / 60
-        absent = [path for path in piece.makes if not (self.root / path).exists()]
-        problem = f"exit code {code}" if code else incomplete(part)
-        problem = problem or (f"it did not write {', '.join(absent)}" if absent else "")
+        elapsed = (time.monotonic() - started) / 60
+        missing = [path for path in piece.makes if not (self.root / path).exists()]
+        problem = f"exit code {code}" if code else incomplete(partial_file)
+        problem = problem or (f"it did not write {', '.join(missing)}" if missing else "")
         if problem:
-            print(f"{piece.name}: no result after {took:.1f} minutes: {problem}", flush=True)
-            part.unlink(missing_ok=True)
+            print(f"{piece.name}: no result after {elapsed:.1f} minutes: {problem}", flush=True)
+            partial_file.unlink(missing_ok=True)
             return False
-        text = part.read_text(encoding="utf-8")
+        text = partial_file.read_text(encoding="utf-8")
         stamp = self.stamp(piece)
         stamp |= {"commit": self.source.commit, "clean": self.source.clean}
-        part.write_text(stamped(text, stamp), encoding="utf-8")
-        os.replace(part, self.fresh / piece.file)
+        partial_file.write_text(stamped(text, stamp), encoding="utf-8")
+        os.replace(partial_file, self.fresh / piece.file)
         cut = sum(text.count(reason) for reason in CUT)
-        note = f", {cut} cells left out by the time limit" if cut else ""
-        print(f"{piece.name}: {took:.1f} minutes{note}", flush=True)
+        note = f", {cut} cells skipped by the time limit" if cut else ""
+        print(f"{piece.name}: {elapsed:.1f} minutes{note}", flush=True)
         return True
 
     def show(self) -> int:
-        """Print the pieces."""
+        """Print the pieces and their states; return the exit code."""
         rows = [("piece", "minutes", "state", "file", "topic")]
         rows += [(p.name, f"{p.minutes:g}", self.state(p), p.file, p.topic) for p in self.pieces]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -259,10 +261,10 @@ class Figures:
         return 0
 
     def collect(self) -> int:
-        """Copy new results to the repository's.
+        """Copy new results to the repository; return the exit code.
 
         Raises:
-            Refused: a result is of a dirty checkout.
+            Refused: A result was measured on a dirty checkout.
         """
         new = [piece for piece in self.pieces if (self.fresh / piece.file).exists()]
         records = {piece: read_stamp(self.fresh / piece.file) or {} for piece in new}
@@ -274,37 +276,37 @@ class Figures:
         self.results.mkdir(parents=True, exist_ok=True)
         for piece, record in records.items():
             shutil.copyfile(self.fresh / piece.file, self.results / piece.file)
-            print(f"{piece.file}: of {record.get('commit')}")
-        print(f"{len(new)} files; next: python benchmarks/figures.py render")
+            print(f"{piece.file}: measured at commit {record.get('commit')}")
+        print(f"{len(new)} files copied; next: python benchmarks/figures.py render")
         return 0
 
     def render(self, check: bool) -> int:
-        """Write the tables, or print the pages that differ from the result files.
+        """Write the tables, or only list the pages that differ; return the exit code.
 
         Raises:
-            Refused: a page has an unknown marker.
+            Refused: A page has an unknown marker.
         """
-        results, differ = Results(self.results), []
+        results, different = Results(self.results), []
         for path in sorted(path for pattern in PAGES for path in self.root.glob(pattern)):
             old = path.read_text(encoding="utf-8")
             new, tables = rendered(old, results)
             if new == old:
                 continue
-            differ.append(path)
+            different.append(path)
             name = path.relative_to(self.root).as_posix()
             print(f"{name}: {', '.join(tables)}" + (" differ" if check else " written"))
             if not check:
                 path.write_text(new, encoding="utf-8")
-        if check and differ:
-            print("python benchmarks/figures.py render writes what the result files say")
-        return int(check and bool(differ))
+        if check and different:
+            print("run python benchmarks/figures.py render to update these pages")
+        return int(check and bool(different))
 
 
 def rendered(text: str, results: Results) -> tuple[str, list[str]]:
-    """A page with every table as the result files have it, and the names of those that changed.
+    """Return a page with up-to-date tables, and the names of the tables that changed.
 
     Raises:
-        Refused: a marker names no table.
+        Refused: A marker names an unknown table.
     """
     changed = []
 
@@ -322,12 +324,12 @@ def rendered(text: str, results: Results) -> tuple[str, list[str]]:
 
 
 def stamped(text: str, stamp: dict[str, Any]) -> str:
-    """A result file's text with ``stamp`` as its first field; the rest keeps its layout."""
+    """Insert ``stamp`` as the first field of a result file's text; the layout is unchanged."""
     return text.replace("{", '{\n "figures": ' + json.dumps(stamp) + ",", 1)
 
 
 def read_stamp(path: Path) -> dict[str, Any] | None:
-    """The stamp in a result file; None where there is no file or no stamp."""
+    """Return the stamp of a result file; None without a file or a stamp."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -337,23 +339,23 @@ def read_stamp(path: Path) -> dict[str, Any] | None:
 
 
 def incomplete(path: Path) -> str:
-    """Why a result file is none; "" for a complete one."""
+    """Return why a result file is incomplete; "" if it is complete."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     if not isinstance(document, dict):
-        return "the file holds no object"
+        return "the file does not contain a JSON object"
     return "the run was interrupted" if document.get("interrupted") else ""
 
 
 def tree_id_of_file(path: Path) -> str:
-    """What git calls the file's content."""
+    """Return git's blob id of a file."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _end(child: subprocess.Popen[bytes]) -> int:
+def _terminate(child: subprocess.Popen[bytes]) -> int:
     child.send_signal(signal.SIGTERM)
     try:
         return child.wait(15) or 143
@@ -363,40 +365,40 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Return the parser of the command line."""
+    main_parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = made.add_subparsers(dest="verb", required=True)
-    listing = verbs.add_parser("list", help="the pieces and their state")
-    run = verbs.add_parser("run", help="measure the pieces that have no result of this source")
+    verbs = main_parser.add_subparsers(dest="verb", required=True)
+    listing = verbs.add_parser("list", help="list the pieces and their states")
+    run = verbs.add_parser("run", help="measure the pieces without a result of this source")
     collect = verbs.add_parser("collect", help="copy new results to benchmarks/results")
     render = verbs.add_parser("render", help="write the tables of README.md and the docs")
     for verb in (listing, run, collect, render):
         verb.add_argument("--gpu", default="h200", help="folder of the results (default: h200)")
         verb.add_argument("--allow-dirty", action="store_true", help="accept a dirty checkout")
-    run.add_argument("--only", nargs="+", metavar="PIECE", help="these pieces alone")
+    run.add_argument("--only", nargs="+", metavar="PIECE", help="run only these pieces")
     run.add_argument("--minutes", type=float, default=10.0, help="time for this call (default: 10)")
     render.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 on a difference"
     )
-    return made
+    return main_parser
 
 
 def main(
     arguments: Sequence[str] | None = None, root: Path = ROOT, pieces: Sequence[Piece] = PIECES
 ) -> int:
-    """Run the command line; the exit code."""
-    given = parser().parse_args(arguments)
-    figures = Figures(given.gpu, root, pieces, given.allow_dirty)
+    """Run the command line; return the exit code."""
+    options = parser().parse_args(arguments)
+    figures = Figures(options.gpu, root, pieces, options.allow_dirty)
     try:
-        if given.verb == "list":
+        if options.verb == "list":
             return figures.show()
-        if given.verb == "run":
-            return figures.run(given.only, given.minutes)
-        if given.verb == "collect":
+        if options.verb == "run":
+            return figures.run(options.only, options.minutes)
+        if options.verb == "collect":
             return figures.collect()
-        return figures.render(given.check)
+        return figures.render(options.check)
     except Refused as error:
         print(f"figures.py: {error}", file=sys.stderr)
         return 2

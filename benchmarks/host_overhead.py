@@ -1,15 +1,16 @@
-"""What a call costs before any kernel runs: host time, operators and launches per slot. Needs no
-GPU.
+"""Measure the host overhead of a call: CPU time, operators and launches per slot, without a GPU.
 
     python benchmarks/host_overhead.py [--shape 12/2/64] [--packed] [--only cmp.forward] [--profile]
     [--ops]
 
-The slots run on CPU tensors. Backend ``nothing`` returns empty tensors: what is left is nsa_core.
-Backend ``triton`` runs its own host code for an sm_90; a launch stops where Triton would call the
-driver (specialisation of the arguments, the search for the binary and the TMA descriptors' Python
-are in, the C call is not). Lengths are short, so that the few PyTorch operators in between cost
-what their dispatch costs. us: of CPU time, the first decile of --repeats calls; ``ops``: PyTorch
-operators below autograd, outside of the slots; ``launches``: Triton kernels.
+The slots run on CPU tensors. Backend ``nothing`` returns empty tensors, so only nsa_core remains.
+Backend ``triton`` runs its host code for an sm_90, and each launch stops where Triton would call
+the driver. The time includes the specialisation of arguments, the lookup of the binary and the
+Python part of TMA descriptors, but not the C call. Lengths are short, so that the few PyTorch
+operators in between take only their dispatch time.
+
+Columns: ``us`` is CPU time, the first decile of --repeats calls; ``launches`` counts Triton
+kernels; ``ops`` counts PyTorch operators below autograd, outside of the slots.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
-devices = itertools.count(99)  # not ones that real kernels are kept for
+devices = itertools.count(99)  # device indices without cached kernels
 
 
 @dataclasses.dataclass
 class NoDriver:
-    """A CUDA driver's answers, without one."""
+    """A fake CUDA driver."""
 
     device: int
 
-    class utils:  # noqa: N801  as triton names it
+    class utils:  # noqa: N801  Triton's name
         fill_tma_descriptor = staticmethod(lambda *arguments: 0)
 
     def get_current_device(self) -> int:
@@ -69,7 +70,7 @@ class NoDriver:
 
 
 class NoKernel(CompiledKernel):
-    """A compiled kernel whose launch ends where the C launcher begins."""
+    """A fake compiled kernel whose launch stops before the C launcher."""
 
     def __init__(self, signature: dict[str, str]) -> None:
         self.module = self.function = self.packed_metadata = self.hash = 0
@@ -91,40 +92,42 @@ class NoKernel(CompiledKernel):
         self.arguments = arguments
 
 
-def _answer(answer: Any, _: object) -> Any:
-    return answer
+def _constant(value: Any, _: object) -> Any:
+    return value
 
 
 @contextlib.contextmanager
 def no_gpu() -> Iterator[list[NoKernel]]:
-    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is
-    launched.
+    """Treat CPU tensors as tensors on an sm_90; nothing is compiled or launched.
+
+    Yields:
+        The fake kernels, in order of their first launch.
     """
-    made: list[NoKernel] = []
+    kernels: list[NoKernel] = []
     driver = NoDriver(next(devices))
 
-    def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
-        made.append(NoKernel(signature))
-        kernel.device_caches[driver.device][0][key] = made[-1]
-        return made[-1]
+    def fake_compile(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
+        kernels.append(NoKernel(signature))
+        kernel.device_caches[driver.device][0][key] = kernels[-1]
+        return kernels[-1]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for owner, name, answer in (
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", fake_compile))
+        for owner, name, value in (
             (sequences, "_capability", ARCHITECTURE),
             (launch_cache, "remembers", True),
         ):
-            stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
+            stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        launch_cache.forget()  # what an earlier block's kernels were launched with
-        yield made
+        launch_cache.forget()  # drop the launches of earlier fake kernels
+        yield kernels
 
 
 def nothing(slot: str, backward: bool) -> Callable[..., Any]:
-    """A slot that returns what the contract asks for, uninitialised."""
+    """Return a slot function that returns uninitialised tensors of the contract's shapes."""
 
     def forward(*tensors: torch.Tensor, call: SlotCall) -> Any:
         specs = output_specs(slot, tensors, call.geometry.num_selected_blocks)
@@ -145,7 +148,7 @@ for _slot in SLOTS:
 
 
 def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
-    """Every slot by ``backend``, without asking its probe."""
+    """Build a plan that runs every slot on ``backend``, without its probe."""
     specs = dict(nsa_register_backends().slots)
     if backend == "nothing":
         for slot in SLOTS:
@@ -153,8 +156,8 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
                 f"{__name__}:{slot}_forward",
                 f"{__name__}:{slot}_backward" if slot != "select" else None,
             )
-    asked = {"dtype": "bfloat16", "needs_grad": True, "varlen": varlen}
-    requests = {slot: request_of(config, slot, **asked) for slot in SLOTS}
+    options = {"dtype": "bfloat16", "needs_grad": True, "varlen": varlen}
+    requests = {slot: request_of(config, slot, **options) for slot in SLOTS}
     geometry = tuple(config.geometry.as_ints())
     kernels = {
         slot: Kernel(
@@ -171,33 +174,33 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
 
 
 class CountOperators(TorchDispatchMode):
-    """How often each PyTorch operator runs inside."""
+    """Count the PyTorch operators that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.name().startswith("nsa_"):
-            self.seen[func.name().removeprefix("aten::")] += 1
+            self.counts[func.name().removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one piece costs."""
+    """The host overhead of one call."""
 
     backend: str
-    piece: str
+    call: str
     us: float
     launches: int
     ops: dict[str, int]
 
 
 def measure(
-    backend: str, piece: str, step: Callable[[], Any], kernels: list[NoKernel], repeats: int
+    backend: str, call: str, step: Callable[[], Any], kernels: list[NoKernel], repeats: int
 ) -> Row:
-    """Median time of ``step``, and what it calls."""
+    """Return the first decile of the time of ``step``, its launches and its operators."""
     for _ in range(5):
         step()
     before = sum(k.launches for k in kernels)
@@ -210,17 +213,17 @@ def measure(
         times.append(time.thread_time() - start)
     return Row(
         backend,
-        piece,
+        call,
         sorted(times)[len(times) // 10] * 1e6,
         launches,
-        dict(counted.seen.most_common()),
+        dict(counted.counts.most_common()),
     )
 
 
 def slot_steps(
     config: NSAConfig, plan: Plan, tokens: int, packed: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Forward of each slot without autograd, and its backward operator, as autograd calls it."""
+    """Yield the forward of each slot without autograd, and the backward operator."""
     lead = [tokens] if packed else [1, tokens]
     keys = (
         config.geometry.max_compressed(tokens) if packed else config.geometry.num_compressed(tokens)
@@ -237,7 +240,7 @@ def slot_steps(
         tensor(*lead[:-1], hq, tokens, dtype=torch.float32),
     )
     blocks = torch.zeros(*lead, g, config.geometry.num_selected_blocks, dtype=torch.int32)
-    given = {
+    inputs = {
         "cmp": [q, tensor(*rows, g, dk), tensor(*rows, g, dv)],
         "select": [q, tensor(*rows, g, dk), lse],
         "sel": [q, tensor(*lead, g, dk), tensor(*lead, g, dv), blocks],
@@ -245,7 +248,7 @@ def slot_steps(
         "combine": [tensor(*lead, hq, 3, dtype=torch.float32), do, do, do],
     }
     cu = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32) if packed else None
-    for slot, tensors in given.items():
+    for slot, tensors in inputs.items():
         kernel = getattr(plan, slot)
         op = slot_op(kernel.backend, slot, plan._slots[slot])
         tail = (cu, tokens, kernel.scale, kernel.geometry, kernel.deterministic)
@@ -264,7 +267,7 @@ def slot_steps(
 def whole_steps(
     config: NSAConfig, plan: Plan, tokens: int, packed: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """nsa_attention and NSAttention, forward and with backward."""
+    """Yield nsa_attention and NSAttention: forward, and forward with backward."""
     lead = [tokens] if packed else [1, tokens]
     hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
 
@@ -282,12 +285,12 @@ def whole_steps(
     def core() -> torch.Tensor:
         return nsa_attention(q, k, v, gates, config=config, plan=plan, **packing)
 
-    def whole() -> torch.Tensor:
+    def whole_layer() -> torch.Tensor:
         return layer(x, plan=plan, **packing)
 
     for name, call, leaves, grad in (
         ("nsa_attention", core, [q, *k, *v, gates], do),
-        ("NSAttention", whole, [x, *layer.parameters()], torch.zeros_like(x)),
+        ("NSAttention", whole_layer, [x, *layer.parameters()], torch.zeros_like(x)),
     ):
         yield f"{name}.forward", call
 
@@ -300,9 +303,7 @@ def whole_steps(
 def block_steps(
     config: NSAConfig, plan: Plan, tokens: int, packed: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A block of the language model as it trains: bf16 autocast over fp32 parameters, phi mlp;
-    small matrices.
-    """
+    """Yield a training block of the language model: bf16 autocast, fp32 parameters, phi mlp."""
     small = dataclasses.replace(
         config, compress="mlp", compress_block_size=8, compress_stride=4, select_block_size=16
     )
@@ -310,8 +311,11 @@ def block_steps(
         Block(LMConfig(small, n_layers=1), None, 0),
         torch.zeros(1, tokens, config.dim, requires_grad=True),
     )
-    chosen, grad = make_plan(small, plan.cmp.backend, False), torch.zeros(1, tokens, config.dim)
-    block.attn.plan_of = lambda *_: chosen  # type: ignore[method-assign,union-attr]
+    plan_of_block, grad = (
+        make_plan(small, plan.cmp.backend, False),
+        torch.zeros(1, tokens, config.dim),
+    )
+    block.attn.plan_of = lambda *_: plan_of_block  # type: ignore[method-assign,union-attr]
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -331,30 +335,29 @@ def main() -> None:
     parser.add_argument("--backends", default="nothing,triton")
     parser.add_argument("--only", default="")
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument(
-        "--profile", action="store_true", help="also print where the pieces' time goes"
-    )
-    parser.add_argument("--ops", action="store_true", help="also print which operators run")
-    asked = parser.parse_args()
+    parser.add_argument("--profile", action="store_true", help="also print a profile of each call")
+    parser.add_argument("--ops", action="store_true", help="also print the operators")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    hq, g, d = (int(n) for n in asked.shape.split("/"))
+    hq, g, d = (int(n) for n in options.shape.split("/"))
     config = NSAConfig(dim=hq, n_heads=hq, n_kv_heads=g, head_dim=d, compress="mean")
     with no_gpu() as kernels:
-        for backend in asked.backends.split(","):
-            plan = make_plan(config, backend, asked.packed)
+        for backend in options.backends.split(","):
+            plan = make_plan(config, backend, options.packed)
             for steps in (slot_steps, whole_steps, block_steps):
-                for piece, step in steps(config, plan, asked.tokens, asked.packed):
-                    if asked.only not in piece:
+                for call, step in steps(config, plan, options.tokens, options.packed):
+                    if options.only not in call:
                         continue
-                    row = measure(backend, piece, step, kernels, asked.repeats)
-                    said = f"{sum(row.ops.values()):4} ops" + f"  {row.ops}" * asked.ops
+                    row = measure(backend, call, step, kernels, options.repeats)
+                    operators = f"{sum(row.ops.values()):4} ops" + f"  {row.ops}" * options.ops
                     print(
-                        f"{backend:8} {piece:24} {row.us:8.1f} us {row.launches:3} launches {said}",
+                        f"{backend:8} {call:24} {row.us:8.1f} us {row.launches:3} launches"
+                        f" {operators}",
                         flush=True,
                     )
-                    if asked.profile:
+                    if options.profile:
                         with cProfile.Profile() as profiler:
-                            for _ in range(asked.repeats):
+                            for _ in range(options.repeats):
                                 step()
                         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 

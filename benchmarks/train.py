@@ -1,12 +1,11 @@
-"""Training speed and memory of m7c_125m with NSA beside the same model with dense attention, in one
-run on one GPU.
+"""Compare the training speed and memory of m7c_125m with NSA and with dense attention on one GPU.
 
     python benchmarks/train.py --json train.json
-    # --time-limit (540 s) cuts: what has a target comes first
     python benchmarks/train.py --quick --device cpu     # every section on a tiny model, in seconds
 
-Sections (--only): throughput, stall, memory, layers, toy. Every cell is a row: one that runs out of
-memory or fails says so, and the rest goes on. The file is written after every cell.
+Sections (--only): throughput, stall, memory, layers, toy. Cells with a target figure run first; no
+cell starts after --time-limit (540 s). Every cell is a row, and the file is written after each. If
+a cell fails or runs out of memory, its row has the reason and the run continues.
 """
 
 from __future__ import annotations
@@ -18,28 +17,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from train_cells import Bench, Plan, Row, median, quick
+from train_cells import Bench, Grid, Row, median, quick
 
 from nsa_bench.crossover import crossing
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.data import Batch
 from nsa_models.lm.flops import row_flops
-from nsa_models.lm.graph import Graphed
+from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.model import parameter_count
 
 SECTIONS = ("stall", "layers", "toy", "memory", "throughput")
 
 
 def throughput(bench: Bench) -> None:
-    """Tokens/s of whole steps, and peak memory, at every shape; the length from which NSA is
-    faster.
-    """
+    """Measure tokens/s and peak memory of training steps at every shape, and find the crossover."""
     best: dict[tuple[str, int, int], float] = {}
-    for length, batch in bench.plan.shapes:
-        torch._dynamo.reset()  # one static compilation a shape
+    for length, batch in bench.grid.shapes:
+        torch._dynamo.reset()  # one static compilation per shape
         for attention in ("nsa", "dense"):
-            for mode in bench.plan.modes:
-                config = dataclasses.replace(bench.plan.model, attention=attention)
+            for mode in bench.grid.modes:
+                config = dataclasses.replace(bench.grid.model, attention=attention)
                 facts = {"attention": attention, "S": length, "B": batch, "mode": mode}
                 row = bench.cell(
                     "throughput",
@@ -49,7 +46,7 @@ def throughput(bench: Bench) -> None:
                 key = (attention, length, batch)
                 best[key] = max(best.get(key, 0.0), row.get("tokens_per_s", 0.0))
     lengths = sorted(
-        {n for n, b in bench.plan.shapes if b == 1 and best["nsa", n, 1] and best["dense", n, 1]}
+        {n for n, b in bench.grid.shapes if b == 1 and best["nsa", n, 1] and best["dense", n, 1]}
     )
     pairs = [(n, best["dense", n, 1] / best["nsa", n, 1]) for n in lengths]
     length, sentence = crossing(pairs)
@@ -58,37 +55,37 @@ def throughput(bench: Bench) -> None:
 
 def _speed(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -> Row:
     trainer = bench.trainer(config, length, batch, mode)
-    # before the first step: a replayed graph calls no allocator, so its memory is seen at its
-    # capture
+    # Reset before the first step: a replayed graph does not call the allocator, so its memory shows
+    # only at its capture.
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         trainer.step()
     bench.sync()
-    took = list(bench.times(trainer))
+    step_times = list(bench.times(trainer))
     tokens = length * batch
     return {
-        "tokens_per_s": round(tokens / median(took)),
-        "step_ms": round(median(took) * 1e3, 3),
-        "steps": len(took),
-        "slowest_ms": round(max(took) * 1e3, 3),
+        "tokens_per_s": round(tokens / median(step_times)),
+        "step_ms": round(median(step_times) * 1e3, 3),
+        "steps": len(step_times),
+        "slowest_ms": round(max(step_times) * 1e3, 3),
         "peak_gib": round(trainer.memory() / 2**30, 3),
         "matrix_share": round(
-            row_flops(trainer.model, length) * batch / median(took) / bench.peak, 4
+            row_flops(trainer.model, length) * batch / median(step_times) / bench.peak, 4
         ),
         "parameters": parameter_count(trainer.model),
     }
 
 
 def memory(bench: Bench) -> None:
-    """Activation memory over S, its slope on log-log axes, and the largest batch within 80 GiB."""
+    """Measure activation memory by length, its log-log slope, and the largest batch in 80 GiB."""
     for attention in ("nsa", "dense"):
-        config, points = dataclasses.replace(bench.plan.model, attention=attention), []
-        for length in bench.plan.lengths:
+        config, points = dataclasses.replace(bench.grid.model, attention=attention), []
+        for length in bench.grid.lengths:
             row = bench.cell(
                 "memory",
                 {"attention": attention, "S": length, "B": 1},
-                lambda c=config, n=length: _held(bench, c, n, 1),
+                lambda c=config, n=length: _memory(bench, c, n, 1),
             )
             if row.get("activation_gib"):
                 points.append((length, row["activation_gib"]))
@@ -96,21 +93,21 @@ def memory(bench: Bench) -> None:
             x, y = (torch.tensor(v, dtype=torch.float64).log() for v in zip(*points))
             slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
             bench.cell("memory", {"attention": attention, "slope_in_S": round(slope, 3)}, dict)
-        fits = 0
-        for batch in bench.plan.batches:
-            facts = {"attention": attention, "S": bench.plan.batch_length, "B": batch}
+        largest = 0
+        for batch in bench.grid.batches:
+            facts = {"attention": attention, "S": bench.grid.batch_length, "B": batch}
             row = bench.cell(
                 "memory",
                 facts,
-                lambda c=config, b=batch: _held(bench, c, bench.plan.batch_length, b),
+                lambda c=config, b=batch: _memory(bench, c, bench.grid.batch_length, b),
             )
             if "reason" in row or row["peak_gib"] > 80:
                 break
-            fits = batch
-        bench.cell("memory", {"attention": attention, "largest_B_in_80_GiB": fits}, dict)
+            largest = batch
+        bench.cell("memory", {"attention": attention, "largest_B_in_80_GiB": largest}, dict)
 
 
-def _held(bench: Bench, config: LMConfig, length: int, batch: int) -> Row:
+def _memory(bench: Bench, config: LMConfig, length: int, batch: int) -> Row:
     trainer = bench.trainer(config, length, batch)
     trainer.step()
     bench.sync()
@@ -121,46 +118,46 @@ def _held(bench: Bench, config: LMConfig, length: int, batch: int) -> Row:
     bench.sync()
     peak = torch.cuda.max_memory_allocated()
     trainer.optimizer.zero_grad()
-    tokens = torch.zeros((batch, length), dtype=torch.long, device=bench.plan.device)
+    tokens = torch.zeros((batch, length), dtype=torch.long, device=bench.grid.device)
     before = torch.cuda.memory_allocated()
     with trainer._autocast():
         loss = trainer.model(tokens, targets=tokens)
-    kept = torch.cuda.memory_allocated() - before  # for backward
+    activations = torch.cuda.memory_allocated() - before  # saved for backward
     del loss
-    return {"peak_gib": round(peak / 2**30, 3), "activation_gib": round(kept / 2**30, 4)}
+    return {"peak_gib": round(peak / 2**30, 3), "activation_gib": round(activations / 2**30, 4)}
 
 
 def stall(bench: Bench) -> None:
-    """Step times and memory of 200 steps: p99 over median, and growth after the first 50."""
-    for length, batch in bench.plan.stalls:
+    """Measure 200 steps: p99 over median of the time, and memory growth after the first 50."""
+    for length, batch in bench.grid.stalls:
         torch._dynamo.reset()
-        facts = {"S": length, "B": batch, "mode": bench.plan.modes[0]}
-        bench.cell("stall", facts, lambda n=length, b=batch: _steady(bench, n, b))
+        facts = {"S": length, "B": batch, "mode": bench.grid.modes[0]}
+        bench.cell("stall", facts, lambda n=length, b=batch: _step_stability(bench, n, b))
 
 
-def _steady(bench: Bench, length: int, batch: int) -> Row:
-    trainer = bench.trainer(bench.plan.model, length, batch, bench.plan.modes[0])
+def _step_stability(bench: Bench, length: int, batch: int) -> Row:
+    trainer = bench.trainer(bench.grid.model, length, batch, bench.grid.modes[0])
     for _ in range(5):
         trainer.step()
-    took, held = [], []
-    for seconds in bench.times(trainer, bench.plan.stall_steps, bench.plan.stall_steps):
-        took.append(seconds)
-        held.append(torch.cuda.memory_reserved() if bench.cuda else trainer.memory())
-    p99 = sorted(took)[min(len(took) - 1, round(0.99 * len(took)))]
+    step_times, memory_bytes = [], []
+    for seconds in bench.times(trainer, bench.grid.stall_steps, bench.grid.stall_steps):
+        step_times.append(seconds)
+        memory_bytes.append(torch.cuda.memory_reserved() if bench.cuda else trainer.memory())
+    p99 = sorted(step_times)[min(len(step_times) - 1, round(0.99 * len(step_times)))]
     return {
-        "median_ms": round(median(took) * 1e3, 3),
-        "p99_over_median": round(p99 / median(took), 3),
-        "steps": len(took),
-        "grown_bytes": held[-1] - held[len(held) // 4],
+        "median_ms": round(median(step_times) * 1e3, 3),
+        "p99_over_median": round(p99 / median(step_times), 3),
+        "steps": len(step_times),
+        "grown_bytes": memory_bytes[-1] - memory_bytes[len(memory_bytes) // 4],
     }
 
 
 def layers(bench: Bench) -> None:
-    """Forward and backward over the number of layers, and how straight the line is."""
+    """Time forward and backward by number of layers, and fit a line."""
     for mode in ("eager", "graph") if bench.cuda else ("eager",):
         points = []
-        for count in bench.plan.layers:
-            facts = {"layers": count, "S": bench.plan.layer_length, "B": 1, "mode": mode}
+        for count in bench.grid.layers:
+            facts = {"layers": count, "S": bench.grid.layer_length, "B": 1, "mode": mode}
             row = bench.cell(
                 "layers", facts, lambda n=count, m=mode: _forward_backward(bench, n, m)
             )
@@ -169,8 +166,8 @@ def layers(bench: Bench) -> None:
         if len(points) > 1:
             x, y = (torch.tensor(v, dtype=torch.float64) for v in zip(*points))
             slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-            left = (y - y.mean() - slope * (x - x.mean())).square().sum()
-            r2 = float(1 - left / (y - y.mean()).square().sum())
+            residual = (y - y.mean() - slope * (x - x.mean())).square().sum()
+            r2 = float(1 - residual / (y - y.mean()).square().sum())
             bench.cell(
                 "layers",
                 {"mode": mode, "ms_per_layer": round(float(slope), 3), "R2": round(r2, 5)},
@@ -180,31 +177,31 @@ def layers(bench: Bench) -> None:
 
 def _forward_backward(bench: Bench, count: int, mode: str) -> Row:
     trainer = bench.trainer(
-        dataclasses.replace(bench.plan.model, n_layers=count), bench.plan.layer_length, 1
+        dataclasses.replace(bench.grid.model, n_layers=count), bench.grid.layer_length, 1
     )
-    work: Callable[[Batch], torch.Tensor] = trainer._part
+    work: Callable[[Batch], torch.Tensor] = trainer._forward_backward
     tokens = torch.randint(
-        trainer.model.config.vocab_size, (1, bench.plan.layer_length), device=bench.plan.device
+        trainer.model.config.vocab_size, (1, bench.grid.layer_length), device=bench.grid.device
     )
     batch = Batch(tokens, tokens, None, None, tokens.numel())
     if mode == "graph":
-        work = Graphed(work, list(trainer.model.parameters()))
-    took = []
+        work = GraphedWork(work, list(trainer.model.parameters()))
+    times = []
     for _ in range(30 if bench.cuda else 4):
-        if mode == "eager":  # as a step does; a graph's gradients are its own memory
+        if mode == "eager":  # as a training step does; a graph overwrites its gradients
             trainer.optimizer.zero_grad()
         bench.sync()
         started = time.perf_counter()
         work(batch)
         bench.sync()
-        took.append(time.perf_counter() - started)
-    return {"ms": round(median(took[len(took) // 3 :]) * 1e3, 3)}
+        times.append(time.perf_counter() - started)
+    return {"ms": round(median(times[len(times) // 3 :]) * 1e3, 3)}
 
 
 def toy(bench: Bench) -> None:
-    """The reports' one layer of width 128 at S=128, B=8: tokens/s."""
-    length, batch = bench.plan.toy
-    for mode in bench.plan.modes:
+    """Measure tokens/s of the earlier reports' single layer of width 128, at S=128, B=8."""
+    length, batch = bench.grid.toy
+    for mode in bench.grid.modes:
         bench.cell(
             "toy",
             {"S": length, "B": batch, "mode": mode},
@@ -213,33 +210,33 @@ def toy(bench: Bench) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
-    options = argparse.ArgumentParser(
+    """Run the sections, print and save their rows."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
-    options.add_argument(
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument(
         "--modes",
-        help="comma-separated, of eager, compile, graph, compile+graph (default: the plan's)",
+        help="comma-separated modes: eager, compile, graph, compile+graph",
     )
-    options.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
-    options.add_argument(
-        "--time-limit", type=float, default=540.0, help="seconds after which no cell begins"
+    parser.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
+    parser.add_argument(
+        "--time-limit", type=float, default=540.0, help="seconds after which no cell starts"
     )
-    options.add_argument("--json", type=Path)
-    given = options.parse_args()
-    sections = given.only.split(",")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    sections = options.only.split(",")
     if unknown := sorted(set(sections) - set(SECTIONS)):
-        options.error(f"--only must be of {', '.join(SECTIONS)}; got {', '.join(unknown)}")
-    plan = quick(given.device) if given.quick else Plan(size("m7c_125m"), given.device)
-    if given.modes:
-        plan = dataclasses.replace(plan, modes=tuple(given.modes.split(",")))
-    if unknown := sorted(set(plan.modes) - {"eager", "compile", "graph", "compile+graph"}):
-        options.error(
-            f"--modes must be of eager, compile, graph, compile+graph; got {', '.join(unknown)}"
+        parser.error(f"--only must be among {', '.join(SECTIONS)}; got {', '.join(unknown)}")
+    grid = quick(options.device) if options.quick else Grid(size("m7c_125m"), options.device)
+    if options.modes:
+        grid = dataclasses.replace(grid, modes=tuple(options.modes.split(",")))
+    if unknown := sorted(set(grid.modes) - {"eager", "compile", "graph", "compile+graph"}):
+        parser.error(
+            f"--modes must be among eager, compile, graph, compile+graph; got {', '.join(unknown)}"
         )
-    bench = Bench(plan, given.json, given.time_limit)
+    bench = Bench(grid, options.json, options.time_limit)
     for section in sections:
         globals()[section](bench)
 

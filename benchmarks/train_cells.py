@@ -1,6 +1,4 @@
-"""What benchmarks/train.py measures, and how a cell of it runs: guarded, timed, printed and written
-at once.
-"""
+"""The cells of benchmarks/train.py, and the class that runs, prints and saves them."""
 
 from __future__ import annotations
 
@@ -29,14 +27,15 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured."""
+class Grid:
+    """The cells to measure. Pairs are (length, batch)."""
 
     model: LMConfig
     device: str
     precision: str = "bfloat16"
     modes: tuple[str, ...] = ("compile", "compile+graph", "eager")
-    # Those with a target first: a time limit cuts from the end. The rest locate the crossover.
+    # Shapes with a target figure come first, because a time limit drops shapes from the end. The
+    # others locate the crossover.
     shapes: tuple[tuple[int, int], ...] = (
         (2048, 1),
         (2048, 8),
@@ -48,7 +47,7 @@ class Plan:
         (8192, 1),
         (4096, 1),
     )
-    seconds: float = 2.0  # of steps in a cell
+    seconds: float = 2.0  # duration of the timed steps of a cell
     batches: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256)
     batch_length: int = 2048
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -59,10 +58,10 @@ class Plan:
     toy: tuple[int, int] = (128, 8)
 
 
-def quick(device: str) -> Plan:
-    """Every section, small."""
+def quick(device: str) -> Grid:
+    """Return small cells for every section."""
     tiny = size("tiny", n_layers=1)
-    return Plan(
+    return Grid(
         tiny,
         device,
         "float32",
@@ -81,39 +80,34 @@ def quick(device: str) -> Plan:
 
 
 class Bench:
-    """Runs cells and keeps their rows."""
+    """Runs cells and collects their rows."""
 
-    def __init__(self, plan: Plan, file: Path | None, limit_s: float) -> None:
-        self.plan, self.file, self.until = plan, file, time.monotonic() + limit_s
-        self.cuda = plan.device.startswith("cuda")
-        self.peak = measure_peaks(plan.device, getattr(torch, plan.precision)).flops_per_s
+    def __init__(self, grid: Grid, file: Path | None, limit_s: float) -> None:
+        self.grid, self.file, self.deadline = grid, file, time.monotonic() + limit_s
+        self.cuda = grid.device.startswith("cuda")
+        self.peak = measure_peaks(grid.device, getattr(torch, grid.precision)).flops_per_s
         self.document: Row = {
             "kind": "nsa-train-bench",
             "schema_version": 1,
-            "machine": machine(plan.device),
+            "machine": machine(grid.device),
             "torch": torch.__version__,
-            "model": plan.model.to_dict(),
-            "precision": plan.precision,
+            "model": grid.model.to_dict(),
+            "precision": grid.precision,
             "matrix_flops_per_s": self.peak,
             "rows": [],
         }
 
     def cell(self, section: str, facts: Row, measure: Callable[[], Row]) -> Row:
-        """The row of one measurement, with the reason where there is none; printed and written at
-        once.
-        """
+        """Run one cell; print, save and return its row, which has a reason if it failed."""
         row: Row = {"section": section, **facts}
-        if time.monotonic() > self.until:
+        if time.monotonic() > self.deadline:
             row["reason"] = "not begun: time limit"
         else:
             started = time.monotonic()
             try:
                 row |= measure()
-            except (
-                RuntimeError,
-                ValueError,
-                NotImplementedError,
-            ) as error:  # out of memory is a RuntimeError
+            # Out of memory is a RuntimeError.
+            except (RuntimeError, ValueError, NotImplementedError) as error:
                 row["reason"] = describe_error(error)[:400]
             row["cell_s"] = round(time.monotonic() - started, 1)
         gc.collect()
@@ -128,7 +122,7 @@ class Bench:
         return row
 
     def write(self) -> None:
-        """The file as far as it is."""
+        """Write the file with all rows so far."""
         if self.file is not None:
             write_atomic(self.file, json.dumps(self.document, indent=1) + "\n", force=True)
 
@@ -138,44 +132,44 @@ class Bench:
             torch.cuda.synchronize()
 
     def trainer(self, config: LMConfig, length: int, batch: int, mode: str = "eager") -> Trainer:
-        """A trainer on uniform tokens."""
+        """Return a trainer on uniform tokens."""
         torch.manual_seed(0)
         recipe = Recipe(
             steps=10**6,
             batch=batch,
             warmup=100,
             learning_rate=1e-4,
-            precision=self.plan.precision,
+            precision=self.grid.precision,
             compile=mode.startswith("compile"),
             graph=mode.endswith("graph"),
         )
         data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size, held_out_rows=1))
-        # Rows made beforehand: the bench is of the step, and Python's lists are slow at 64k tokens.
+        # Create the rows in advance: only the step is timed, and Python lists of 64k tokens are
+        # slow.
         data.rows = Repeated(data.rows, 4)  # type: ignore[assignment]
-        return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.plan.device)))
+        return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.grid.device)))
 
     def times(self, trainer: Trainer, at_least: int = 5, at_most: int = 10**6) -> Iterator[float]:
-        """Seconds from the end of each step to that of the next, as the training loop runs them,
-        for plan.seconds.
+        """Yield the seconds between the ends of successive steps, for about ``grid.seconds``.
 
-        A step is given to the device before the one before it is waited for.
+        As in the training loop, each step is queued before the previous one is awaited.
         """
         self.sync()
-        waiting, last = trainer.step(), 0.0
-        until, count = time.monotonic() + self.plan.seconds, 0
-        while count < at_least or (time.monotonic() < until and count < at_most):
+        pending, last = trainer.step(), 0.0
+        deadline, count = time.monotonic() + self.grid.seconds, 0
+        while count < at_least or (time.monotonic() < deadline and count < at_most):
             following = trainer.step()
-            waiting.read()
+            pending.read()
             now = time.perf_counter()
-            if last:  # the first has nothing before it to be measured from
+            if last:  # the first step has no previous end
                 yield now - last
                 count += 1
-            waiting, last = following, now
+            pending, last = following, now
         self.sync()
 
 
 class Repeated:
-    """The same few rows over and over."""
+    """Repeats a few rows without end."""
 
     packed = False
 
@@ -187,10 +181,10 @@ class Repeated:
         return self._rows[self._next % len(self._rows)]
 
     def state_dict(self) -> Row:
-        """Where the next row is; all that a trainer asks of rows that never fail."""
+        """Return the position; a trainer needs nothing else of rows that never fail."""
         return {"next": self._next}
 
 
 def median(values: list[float]) -> float:
-    """The middle one."""
+    """Return the upper median."""
     return sorted(values)[len(values) // 2]

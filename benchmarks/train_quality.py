@@ -1,12 +1,11 @@
-"""Held-out loss of NSA and of dense attention, trained alike, token for token, on the documentation
-inside Python.
+"""Compare the held-out loss of NSA and of dense attention, train on the same tokens.
 
     python benchmarks/train_quality.py --device cuda --json train_quality.json
     python benchmarks/train_quality.py --steps 1000 --data FOLDER
-    # whatever nsa train takes: more text, more steps
 
-Beside the losses: how much of dense attention's probability lies inside the blocks that NSA
-chooses, as training goes.
+The default data is Python's own documentation; ``--data`` accepts all data of `nsa train`. The
+result also has the share of dense attention's probability inside the selected blocks, over the
+training steps.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from nsa_models.lm.trainer import Trainer
 MODELS = {"tiny": size("tiny"), "256": LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 4)}
 
 
-def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dict[str, Any]:
-    """Train one model; its held-out losses, and what its chosen blocks hold, over the steps."""
+def train(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dict[str, Any]:
+    """Train one model; return its held-out losses and selected mass over the steps."""
     torch.manual_seed(recipe.seed)
     data = open_data(spec)
     trainer = Trainer(LanguageModel(model), data, recipe, World(torch.device(device)))
@@ -52,43 +51,43 @@ def trained(model: LMConfig, recipe: Recipe, spec: DataSpec, device: str) -> dic
 
 
 def main() -> None:
-    """Train both, print, write."""
-    options = argparse.ArgumentParser(
+    """Train both models, print and save the results."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--model", choices=list(MODELS), default="256")
-    options.add_argument("--data", default="python-docs")
-    options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--batch", type=int, default=16)
-    options.add_argument("--length", type=int, default=2048)
-    options.add_argument("--rows", type=int, default=16, help="held-out rows")
-    options.add_argument("--json", type=Path)
-    given = options.parse_args()
-    cuda = given.device.startswith("cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", choices=list(MODELS), default="256")
+    parser.add_argument("--data", default="python-docs")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=16, help="held-out rows")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cuda = options.device.startswith("cuda")
     recipe = Recipe(
-        steps=given.steps,
-        batch=given.batch,
+        steps=options.steps,
+        batch=options.batch,
         learning_rate=1e-3 if cuda else 3e-3,
-        warmup=min(100, given.steps // 10),
+        warmup=min(100, options.steps // 10),
         precision="bfloat16" if cuda else "float32",
-        eval_every=max(1, given.steps // 8),
+        eval_every=max(1, options.steps // 8),
     )
-    spec = DataSpec(given.data, given.length, held_out_rows=given.rows)
+    spec = DataSpec(options.data, options.length, held_out_rows=options.rows)
     document: dict[str, Any] = {
         "kind": "nsa-train-quality",
         "schema_version": 1,
-        "machine": machine(given.device),
+        "machine": machine(options.device),
         "torch": torch.__version__,
         "recipe": dataclasses.asdict(recipe),
         "data": dataclasses.asdict(spec),
-        "model": MODELS[given.model].to_dict(),
+        "model": MODELS[options.model].to_dict(),
     }
     for attention in ("dense", "nsa"):
-        model = dataclasses.replace(MODELS[given.model], attention=attention)
-        document[attention] = trained(model, recipe, spec, given.device)
-        if given.json is not None:
-            write_atomic(given.json, json.dumps(document, indent=1) + "\n", force=True)
+        model = dataclasses.replace(MODELS[options.model], attention=attention)
+        document[attention] = train(model, recipe, spec, options.device)
+        if options.json is not None:
+            write_atomic(options.json, json.dumps(document, indent=1) + "\n", force=True)
     last = {a: document[a]["held_out_loss"][-1][1] for a in ("dense", "nsa")}
     print(
         f"held out after {recipe.steps} steps: dense {last['dense']}, NSA {last['nsa']}, "

@@ -1,11 +1,10 @@
-"""The compressed branch by every route there is, forward and backward, over lengths: which one
-`auto` should take.
+"""Time the compressed branch with every implementation, to decide which one `auto` prefers.
 
     python benchmarks/kernels/cmp_routes.py [64/4/192/128 ...] [--json FILE]
 
-triton: kernels of nsa-backend-triton. cudnn: sdpa's residues on cuDNN, a call a sequence. fold:
-sdpa's other route, one folded causal call. fa2: the fold on FlashAttention-2. Milliseconds of
-forward + backward in a CUDA graph, bf16.
+triton: the kernels of nsa-backend-triton. cudnn: sdpa with the residues as a batch axis on cuDNN,
+one call per sequence. fold: sdpa with one folded causal call. fa2: the fold on FlashAttention-2.
+Prints ms of forward + backward in a CUDA graph, in bf16.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nsa_bench.environment import machine
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import NSAError
 
-# heads, kv heads, Dk, and Dv where it is another
+# Hq/G/Dk, or Hq/G/Dk/Dv
 SHAPES = (
     "12/2/64",
     "64/4/128",
@@ -35,7 +34,7 @@ ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
 
 
 def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[float, float]:
-    """Forward and backward of one backend's cmp."""
+    """Return the ms of forward and of backward of one backend's cmp."""
 
     def normal(rows: int, heads: int, width: int) -> torch.Tensor:
         return torch.randn((batch, rows, heads, width), device="cuda", dtype=torch.bfloat16)
@@ -43,11 +42,11 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     kernel = resolve(
         config, device="cuda", dtype=torch.bfloat16, backends={"cmp": backend}, needs_grad=True
     ).cmp
-    # The operator itself: autograd would run it on the stream of the forward, which is not the one
-    # that is captured.
+    # Call the backward operator directly: autograd would run it on the stream of the forward, which
+    # is not the captured one.
     namespace, short = kernel.op._schema.name.split("::")
     backward = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
-    rest = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
+    call_arguments = (None, length, kernel.scale, list(kernel.geometry), kernel.deterministic)
     keys = config.geometry.num_compressed(length)
     heads, groups = config.n_heads, config.n_kv_heads
     q, do = (normal(length, heads, width) for width in (config.qk_dim, config.v_dim))
@@ -55,61 +54,59 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
     o, lse = kernel(q, k, v)
     return (
         graph_ms(lambda: kernel(q, k, v), repeats=5),
-        graph_ms(lambda: backward(do, q, k, v, o, lse, *rest), repeats=5),
+        graph_ms(lambda: backward(do, q, k, v, o, lse, *call_arguments), repeats=5),
     )
 
 
 def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[str, Any]:
-    """Every route's milliseconds at one shape and length, or the reason why it has none."""
+    """Time every route at one shape and length; a route that fails has a reason."""
     row: dict[str, Any] = {"shape": shape, "B": batch, "S": length, "routes": {}}
-    least = cudnn.LEAST_TOKENS
+    least_tokens = cudnn.LEAST_TOKENS
     for name, backend in ROUTES.items():
-        cudnn.LEAST_TOKENS = 1 << 30 if name == "fold" else least
+        cudnn.LEAST_TOKENS = 1 << 30 if name == "fold" else least_tokens
         try:
             forward, backward = route_ms(config, backend, batch, length)
             row["routes"][name] = {
                 "forward_ms": round(forward, 4),
                 "backward_ms": round(backward, 4),
             }
-        except (NSAError, RuntimeError) as error:  # the other routes are still worth timing
+        except (NSAError, RuntimeError) as error:  # go on with the other routes
             row["routes"][name] = {"reason": f"{type(error).__name__}: {str(error)[:200]}"}
         torch.cuda.empty_cache()
-    cudnn.LEAST_TOKENS = least
+    cudnn.LEAST_TOKENS = least_tokens
     return row
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as printed."""
+    """Format a row for printing."""
     cells = [f"{row['shape']} B={row['B']} S={row['S']}:"]
-    for name, took in row["routes"].items():
-        if "reason" in took:
-            cells.append(f"{name} {took['reason'][:80]}")
+    for name, times in row["routes"].items():
+        if "reason" in times:
+            cells.append(f"{name} {times['reason'][:80]}")
         else:
-            total = took["forward_ms"] + took["backward_ms"]
-            cells.append(f"{name} {took['forward_ms']:.3f}+{took['backward_ms']:.3f}={total:.3f}")
+            total = times["forward_ms"] + times["backward_ms"]
+            cells.append(f"{name} {times['forward_ms']:.3f}+{times['backward_ms']:.3f}={total:.3f}")
     return "  ".join(cells)
 
 
 def main() -> None:
-    """A line per shape and length."""
-    options = argparse.ArgumentParser(
+    """Time every shape and length; print one line each."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("shapes", nargs="*", default=SHAPES, metavar="SHAPE")
-    options.add_argument("--json", type=Path)
-    given = options.parse_args()
+    parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="SHAPE")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
     document: dict[str, Any] = {"kind": "cmp-routes", "schema_version": 1, "rows": []}
     document["machine"] = machine("cuda")
-    for shape in given.shapes:
-        heads, groups, dk, *rest = map(int, shape.split("/"))
-        config = NSAConfig(
-            heads * dk, heads, groups, head_dim=dk, v_head_dim=rest[0] if rest else None
-        )
+    for shape in options.shapes:
+        heads, groups, dk, *dv = map(int, shape.split("/"))
+        config = NSAConfig(heads * dk, heads, groups, head_dim=dk, v_head_dim=dv[0] if dv else None)
         for batch, length in LENGTHS:
             document["rows"].append(route_row(config, shape, batch, length))
             print(line(document["rows"][-1]), flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

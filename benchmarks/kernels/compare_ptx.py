@@ -1,4 +1,4 @@
-"""Show whether a change of the kernels' source changes the compiled code.
+"""Compare the compiled code of the kernels before and after a source change.
 
     python benchmarks/kernels/compare_ptx.py write before.json [--only REGEX] [--jobs 2]
     ... change the source ...
@@ -8,8 +8,8 @@
 ``write`` compiles the rows of nsa_backend_triton.tools.compile_table and stores, for each row, the
 PTX without debug information and names, and the registers, spills and shared memory that ptxas
 reports. It needs no GPU. ``--only`` selects rows whose title matches, such as "span_.*sm_90".
-Renamed variables and moved functions leave the PTX equal. Changed signatures do not: compare the
-figures, and equal bits on a GPU.
+Renamed variables and moved functions do not change the PTX. Changed signatures do; in that case
+compare the figures, and the bits of the results on a GPU.
 
 Exit codes of ``compare``: 0 all PTX is equal; 1 a row differs, is missing or is new.
 """
@@ -34,14 +34,14 @@ _DEBUG_LABEL = re.compile(r"\$L__(tmp|func_|info)\w*:?")
 
 
 def without_names(ptx: str, kernel: str) -> str:
-    """``ptx`` without debug information, comments and the kernel's name."""
+    """Return ``ptx`` without debug information, comments and the kernel's name."""
     text = _COMMENT.sub("", _DEBUG_LINE.sub("", _DEBUG_SECTIONS.sub("", ptx)))
     text = _DEBUG_LABEL.sub("", text).replace(kernel, "KERNEL").replace(", debug", "")
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 def measure(index: int, only: str) -> tuple[str, dict[str, Any]]:
-    """The title and figures of row ``index`` of the rows that ``only`` selects."""
+    """Compile one of the rows that ``only`` selects; return its title and figures."""
     row = selected_rows(only)[index]
     ptx = offline.compile_launch(row.launch).asm["ptx"]
     figures = dataclasses.asdict(offline.cost(row.launch))
@@ -49,7 +49,7 @@ def measure(index: int, only: str) -> tuple[str, dict[str, Any]]:
 
 
 def selected_rows(only: str) -> list[compile_table.Row]:
-    """The rows of the compile table whose title matches ``only``."""
+    """Return the rows of the compile table whose title matches ``only``."""
     return [row for row in compile_table.rows() if re.search(only, row.title)]
 
 
@@ -67,7 +67,7 @@ def write(path: Path, only: str, jobs: int) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print the rows that differ between two files."""
+    """Print the rows that differ between two files; return the exit code."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     equal, different = 0, 0
     for title in [*old, *(title for title in new if title not in old)]:
@@ -82,7 +82,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def _pairs(old: list[Any], new: list[Any]) -> list[tuple[Any, Any]]:
-    """Rows of one title in both files; a title may have several."""
+    """Pair the rows of one title in both files; a title may have several rows."""
     count = max(len(old), len(new))
     return [(_item(old, i), _item(new, i)) for i in range(count)]
 
@@ -92,7 +92,7 @@ def _item(rows: list[Any], index: int) -> Any:
 
 
 def _difference(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
-    """How a row differs, in words."""
+    """Describe how a row differs."""
     if old is None or new is None:
         return "only in the new file" if old is None else "only in the old file"
     changes = [
@@ -100,11 +100,11 @@ def _difference(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
         for name in old
         if name != "ptx" and old[name] != new[name]
     ]
-    return ", ".join(changes) or "other PTX, equal figures"
+    return ", ".join(changes) or "different PTX, equal figures"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Time every kernel of two source trees in one run on one GPU, and judge which became slower.
+"""Time every kernel of two source trees in one run on one GPU, and report slower kernels.
 
     python benchmarks/kernels/compare_trees.py --old site_old --new site_new
 
@@ -6,18 +6,18 @@
 
     pip install --no-deps --target site_new ./packages/*
 
-Both children prepare the same case, then time its kernels in turn: old, new, new, old, and so on.
-The children use only names that every version of nsa_core has.
+Both children prepare the same case, then time its kernels alternately: old, new, new, old, and so
+on. The children use only names that every version of nsa_core has.
 
-Rows are the slots' forward and backward at the core's shapes, and decode steps: the layer's step of
-one token and of four, and inside it the kernels of append, gates and the fused step. A time is the
-median over the rounds. A round is the median of several replays of a CUDA graph, or of the call
-where it cannot be captured; kernels inside a step are means over ten profiled steps. The spread is
-the interquartile range of the rounds over their median, the larger one of the two trees. A row is
-slower when new / old exceeds 1.03 and the excess is more than twice the spread.
+The rows are forward and backward of each slot, and decode steps: a layer's step of one token and of
+four tokens, and the kernels of append, gates and the fused step inside it. A time is the median
+over the rounds. A round is the median of several replays of a CUDA graph, or of several calls if
+the call cannot be captured. Times of kernels inside a step are means over ten profiled steps. The
+spread is the interquartile range of the rounds over their median, the larger one of the two trees.
+A row is slower if new / old exceeds 1.03 and the excess is more than twice the spread.
 
-Exit codes: 0 nothing is slower; 1 a row is slower, could be timed in the old tree only, or was left
-out by ``--minutes``, or a child ended; 2 wrong usage.
+Exit codes: 0 nothing is slower; 1 a row is slower, could be timed in the old tree only, or was
+skipped because of ``--minutes``, or a child ended; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Row:
 
     Attributes:
         name: Case and kernel.
-        old_ms: Median of the rounds of the old tree; None where ``reason`` says why.
+        old_ms: Median of the rounds of the old tree; None if ``reason`` is set.
         new_ms: The same for the new tree.
         spread: The larger interquartile range over the median.
-        verdict: "slower", "faster", "same", "missing" (cannot be timed in the new tree only) or
+        verdict: "slower", "faster", "same", "missing" (could be timed in the old tree only) or
             "not timed".
-        reason: Why a time is absent.
+        reason: Why the times are missing.
     """
 
     name: str
@@ -78,22 +78,22 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """New over old: above 1 the new tree is slower."""
+        """Return new over old; above 1 the new tree is slower."""
         return self.new_ms / self.old_ms if self.old_ms and self.new_ms else None
 
 
 def judged(name: str, old: Sequence[float], new: Sequence[float]) -> Row:
-    """The row of a kernel with the times of its rounds."""
-    middle = statistics.median(old), statistics.median(new)
+    """Return the row of a kernel from the times of its rounds."""
+    medians = statistics.median(old), statistics.median(new)
     noise = max(spread(old), spread(new))
-    ratio, verdict = middle[1] / middle[0], "same"
+    ratio, verdict = medians[1] / medians[0], "same"
     if max(ratio, 1 / ratio) > THRESHOLD and max(ratio, 1 / ratio) - 1 > 2 * noise:
         verdict = "slower" if ratio > 1 else "faster"
-    return Row(name, *middle, noise, verdict)
+    return Row(name, *medians, noise, verdict)
 
 
 def spread(times: Sequence[float]) -> float:
-    """Interquartile range over the median."""
+    """Return the interquartile range over the median."""
     if len(times) < 2:
         return 0.0
     first, _, third = statistics.quantiles(times, n=4, method="inclusive")
@@ -101,38 +101,38 @@ def spread(times: Sequence[float]) -> float:
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """The table."""
+    """Format the table."""
     cells = [("kernel", "old ms", "new ms", "new/old", "spread", "verdict")]
     for row in rows:
-        took = [f"{ms:.4f}" if ms is not None else "-" for ms in (row.old_ms, row.new_ms)]
+        times = [f"{ms:.4f}" if ms is not None else "-" for ms in (row.old_ms, row.new_ms)]
         ratio = f"{row.ratio:.3f}" if row.ratio else "-"
         verdict = f"{row.verdict}: {row.reason}" if row.reason else row.verdict
-        cells.append((row.name, *took, ratio, f"{row.spread:.1%}", verdict))
+        cells.append((row.name, *times, ratio, f"{row.spread:.1%}", verdict))
     widths = [max(len(row[i]) for row in cells) for i in range(5)]
-    made = []
+    formatted = []
     for row in cells:
         numbers = (cell.rjust(width) for cell, width in zip(row[1:5], widths[1:]))
-        made.append("  ".join([row[0].ljust(widths[0]), *numbers, row[5]]))
-    return made
+        formatted.append("  ".join([row[0].ljust(widths[0]), *numbers, row[5]]))
+    return formatted
 
 
 class Tree(Protocol):
-    """A source tree that can be timed."""
+    """A source tree whose kernels can be timed."""
 
     def begin(self, case: Case) -> None:
         """Start to prepare a case."""
 
     def names(self) -> dict[str, str]:
-        """Wait until the case is prepared; each kernel, with the reason why it cannot run or ""."""
+        """Wait for the prepared case; return the reason why a kernel cannot run, or "", by name."""
 
     def ms(self, name: str) -> float:
-        """Time a kernel of the case once; milliseconds."""
+        """Time a kernel of the case once, in ms."""
 
 
 def compare(
     old: Tree, new: Tree, cases: Sequence[Case], rounds: int, until: float
 ) -> Iterator[Row | Case]:
-    """A row per kernel; a case that was left out because ``until`` had passed comes as it is."""
+    """Yield one row per kernel, or the case itself if ``until`` has passed before it starts."""
     for case in cases:
         if time.monotonic() > until:
             yield case
@@ -141,26 +141,30 @@ def compare(
             tree.begin(case)
         reasons = old.names(), new.names()
         for name in dict.fromkeys((*reasons[0], *reasons[1])):
-            title = f"{case} {name}"
-            absent = [found.get(name, "the tree has no such kernel") for found in reasons]
-            if any(absent):
-                side = "old" if absent[0] else "new"
-                verdict = "not timed" if absent[0] else "missing"
-                yield Row(title, None, None, 0.0, verdict, f"{side}: {absent[0] or absent[1]}")
+            row_name = f"{case} {name}"
+            problems = [
+                side_reasons.get(name, "the tree has no such kernel") for side_reasons in reasons
+            ]
+            if any(problems):
+                side = "old" if problems[0] else "new"
+                verdict = "not timed" if problems[0] else "missing"
+                yield Row(
+                    row_name, None, None, 0.0, verdict, f"{side}: {problems[0] or problems[1]}"
+                )
                 continue
             times: tuple[list[float], list[float]] = ([], [])
-            for turn in range(rounds):
-                for side in ((0, 1), (1, 0))[turn % 2]:
+            for round_number in range(rounds):
+                for side in ((0, 1), (1, 0))[round_number % 2]:
                     times[side].append((old, new)[side].ms(name))
-            yield judged(title, *times)
+            yield judged(row_name, *times)
 
 
 class ChildError(RuntimeError):
-    """A child ended, or its tree cannot be used."""
+    """A child ended, or its tree is not usable."""
 
 
 class Child:
-    """A source tree in a process of its own."""
+    """A source tree in a child process."""
 
     def __init__(self, label: str, folder: Path, device: str, backend: str) -> None:
         self.label, self.folder = label, folder
@@ -174,15 +178,15 @@ class Child:
         )
 
     def hello(self) -> str:
-        """Where the child imports nsa_core from.
+        """Return the file from which the child imports nsa_core.
 
         Raises:
-            ChildError: the folder does not hold nsa_core.
+            ChildError: The folder does not contain nsa_core.
         """
-        place = str(self._read())
-        if not Path(place).is_relative_to(self.folder):
-            raise ChildError(f"--{self.label} {self.folder} holds no nsa_core")
-        return place
+        file = str(self._read())
+        if not Path(file).is_relative_to(self.folder):
+            raise ChildError(f"--{self.label} {self.folder} holds no nsa_core; install it there")
+        return file
 
     def begin(self, case: Case) -> None:
         """Start to prepare a case."""
@@ -204,7 +208,7 @@ class Child:
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the next read says that the child has ended
+        with contextlib.suppress(BrokenPipeError):  # the next read reports that the child has ended
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
@@ -220,28 +224,30 @@ class Child:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Return the parser of the command line."""
+    main_parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--old", type=Path, required=True, help="folder of installed packages")
-    made.add_argument("--new", type=Path, required=True, help="folder of installed packages")
-    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    made.add_argument("--backend", default="triton")
-    made.add_argument(
+    main_parser.add_argument("--old", type=Path, required=True, help="folder of installed packages")
+    main_parser.add_argument("--new", type=Path, required=True, help="folder of installed packages")
+    main_parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    main_parser.add_argument("--backend", default="triton")
+    main_parser.add_argument(
         "--shapes", default="all", help="all, tiny, or comma-separated heads such as 12/2/64"
     )
-    made.add_argument("--rounds", type=int, default=7, help="times each kernel is timed in a tree")
-    made.add_argument("--minutes", type=float, default=6.0, help="after which no case begins")
-    made.add_argument("--json", type=Path, help="also write the rows to this file")
-    return made
+    main_parser.add_argument("--rounds", type=int, default=7, help="samples per kernel and tree")
+    main_parser.add_argument(
+        "--minutes", type=float, default=6.0, help="time after which no case starts"
+    )
+    main_parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    return main_parser
 
 
 def cases_of(text: str) -> list[Case]:
-    """The cases that ``--shapes`` names.
+    """Return the cases that ``--shapes`` names.
 
     Raises:
-        ValueError: a shape has no case.
+        ValueError: No case has this shape.
     """
     if text in ("all", "tiny"):
         return [*(CASES if text == "all" else TINY)]
@@ -253,29 +259,31 @@ def cases_of(text: str) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two trees; the exit code."""
-    options = parser()
-    given = options.parse_args(arguments)
+    """Compare two trees; return the exit code."""
+    main_parser = parser()
+    options = main_parser.parse_args(arguments)
     try:
-        cases = cases_of(given.shapes)
+        cases = cases_of(options.shapes)
     except ValueError as error:
-        options.error(str(error))
-    if not 1 <= given.rounds <= 20:  # steps append tokens; tree_clocks.ROOM bounds them
-        options.error(f"--rounds: expected 1 to 20, got {given.rounds}")
-    until = time.monotonic() + 60 * given.minutes
-    folders = {"old": given.old.absolute(), "new": given.new.absolute()}
+        main_parser.error(str(error))
+    if not 1 <= options.rounds <= 20:  # each step appends a token, and tree_clocks.ROOM limits them
+        main_parser.error(f"--rounds: expected 1 to 20, got {options.rounds}")
+    deadline = time.monotonic() + 60 * options.minutes
+    folders = {"old": options.old.absolute(), "new": options.new.absolute()}
     for label, folder in folders.items():
         if not folder.is_dir():
-            options.error(f"--{label}: {folder} is no folder")
-    children = [Child(n, folder, given.device, given.backend) for n, folder in folders.items()]
+            main_parser.error(f"--{label}: {folder} is not a folder")
+    children = [
+        Child(label, folder, options.device, options.backend) for label, folder in folders.items()
+    ]
     rows: list[Row] = []
-    left_out: list[Case] = []
+    skipped: list[Case] = []
     try:
         for child in children:
             print(f"{child.label}: {child.hello()}", file=sys.stderr)
-        for item in compare(*children, cases, given.rounds, until):
+        for item in compare(*children, cases, options.rounds, deadline):
             if isinstance(item, Case):
-                left_out.append(item)
+                skipped.append(item)
                 continue
             rows.append(item)
             print(f"{item.name}: {item.verdict}", file=sys.stderr, flush=True)
@@ -285,20 +293,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for child in children:
             child.end()
-    return report(rows, left_out, given.json)
+    return report(rows, skipped, options.json)
 
 
-def report(rows: Sequence[Row], left_out: Sequence[Case], file: Path | None) -> int:
-    """Print the table and what follows from it; the exit code."""
+def report(rows: Sequence[Row], skipped: Sequence[Case], file: Path | None) -> int:
+    """Print the table and the slower kernels; return the exit code."""
     print("\n".join(lines(rows)))
     if file is not None:
         document = [dataclasses.asdict(row) for row in rows]
         file.write_text(json.dumps({"kind": "compare-trees", "rows": document}, indent=1) + "\n")
-    wrong = [row.name for row in rows if row.verdict in ("slower", "missing")]
-    if left_out:
-        print(f"left out by --minutes: {', '.join(map(str, left_out))}")
-    print(f"slower or missing: {', '.join(wrong)}" if wrong else "nothing is slower")
-    return int(bool(wrong or left_out))
+    failing = [row.name for row in rows if row.verdict in ("slower", "missing")]
+    if skipped:
+        print(f"left out by --minutes: {', '.join(map(str, skipped))}")
+    print(f"slower or missing: {', '.join(failing)}" if failing else "nothing is slower")
+    return int(bool(failing or skipped))
 
 
 if __name__ == "__main__":

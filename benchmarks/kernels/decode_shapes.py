@@ -1,4 +1,4 @@
-"""The shapes at which triton_decode.py times a decode step, and a step's tensors."""
+"""The shapes of decode steps that triton_decode.py times, and the tensors of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from nsa_core.layout import BlockGeometry
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """``batch`` sequences of ``length`` tokens, ``rows`` of them new, over pages of ``page``
-    tokens.
+    """A decode step of ``batch`` sequences of ``length`` tokens in pages of ``page`` tokens.
+
+    The last ``rows`` tokens of each sequence are new.
     """
 
     batch: int
@@ -36,7 +37,7 @@ class Shape:
         )
 
     def bytes_read(self, itemsize: int) -> dict[str, int]:
-        """K and V that each branch must read once, for the last token."""
+        """Return the bytes of K and V that each branch must read for the last token."""
         g = self.geometry
         blocks = min(g.num_selected_blocks, g.num_select_blocks(self.length))
         chosen = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
@@ -45,8 +46,8 @@ class Shape:
             "sel": chosen,
             "win": min(g.window_size, self.length),
         }
-        each = self.batch * self.groups * (self.dk + self.dv) * itemsize
-        return {name: count * each for name, count in rows.items()}
+        bytes_per_row = self.batch * self.groups * (self.dk + self.dv) * itemsize
+        return {name: count * bytes_per_row for name, count in rows.items()}
 
 
 ANCHORS = [
@@ -61,7 +62,7 @@ ANCHORS = [
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """A step's tensors, and the rows that an append would write."""
+    """The tensors of a step, and the rows that an append writes."""
 
     shape: Shape
     q: torch.Tensor
@@ -72,14 +73,14 @@ class Data:
     call: DecodeCall
 
     def step(self, settings: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fused step."""
+        """Run the fused step."""
         s = self.stores
         return forms.step(
             self.q, self.gates, *s["cmp"], *s["sel"], *s["win"], call=self.call, settings=settings
         )
 
     def append(self) -> torch.Tensor:
-        """Once more at the same place: the same bytes."""
+        """Append the rows; a repeated call writes the same bytes to the same place."""
         k, v = self.rows
         s = self.stores
         return decode_append.append(
@@ -96,7 +97,7 @@ class Data:
 
 
 def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
-    """Random numbers in pages of a random order."""
+    """Create random tensors, with pages in random order."""
     generator = torch.Generator(device).manual_seed(shape.length)
     g, groups, m = shape.geometry, shape.groups, shape.rows
 

@@ -1,10 +1,10 @@
-"""Times cmp, win and sel on FlashAttention-2: median ms of triton's do_bench, bf16, batch 1,
-forward and backward.
+"""Time cmp, win and sel on FlashAttention-2, forward and backward, in bf16 at batch 1.
 
     python benchmarks/kernels/fa2_pieces.py out.json [--provider flash-attn|PyTorch] [--sel]
 
-cmp is timed as the backend runs it, and with the fold's copies for comparison. Everything the slot
-does is inside the time: views, padding, copies, the library call.
+Times are medians in ms of triton's do_bench. cmp is timed as the backend runs it and, for
+comparison, with copies for the fold. The time of a slot includes views, padding, copies and the
+library call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHAPES = {
     "32/8/128 S=32k": (32, 8, 128, 32768),
     "12/2/64 S=64k": (12, 2, 64, 65536),
 }
-# H200, flash-attn 2.8.3, torch 2.11, measured with the same tool before this backend existed:
-# forward, backward.
+# (forward, backward) on an H200 with flash-attn 2.8.3 and torch 2.11, measured with the same tool
+# before this backend existed.
 BEFORE = {
     ("cmp", "64/4/128 S=64k"): (14.3, 39.5),
     ("cmp", "32/8/128 S=32k"): (2.29, 6.01),
@@ -42,14 +42,14 @@ BEFORE = {
 
 
 def median_ms(function: Callable[[], Any]) -> float:
-    """Median of do_bench."""
+    """Return the median of do_bench."""
     from triton.testing import do_bench
 
     return float(do_bench(function, warmup=50, rep=300, return_mode="median"))
 
 
 def tensors(heads: int, groups: int, width: int, rows: int, length: int) -> list[torch.Tensor]:
-    """q, k, v, dO."""
+    """Return random q, k, v and dO."""
     shapes = ((length, heads), (rows, groups), (rows, groups), (length, heads))
     return [
         torch.randn((1, *shape, width), device="cuda", dtype=torch.bfloat16) for shape in shapes
@@ -57,7 +57,7 @@ def tensors(heads: int, groups: int, width: int, rows: int, length: int) -> list
 
 
 def random_blocks(length: int, groups: int) -> torch.Tensor:
-    """The forced blocks and random past ones, int32 [1, S, G, n]."""
+    """Return the always-selected blocks and random past blocks, int32 [1, S, G, n]."""
     n, size = GEOMETRY.num_selected_blocks, GEOMETRY.select_block_size
     current = torch.arange(length, device="cuda")[:, None, None] // size
     blocks = (torch.rand(length, groups, n, device="cuda") * (current + 1)).int()
@@ -69,20 +69,20 @@ def random_blocks(length: int, groups: int) -> torch.Tensor:
 def measure(
     slot: str, shape: str, forward: Callable[[], Any], backward: Callable[[Any], Callable[[], Any]]
 ) -> dict[str, Any]:
-    """One row of the table, beside what the same piece took before."""
+    """Time forward and backward of one slot; return its row, with earlier times if known."""
     name, outputs, before = f"{slot} {shape}", forward(), BEFORE.get((slot, shape))
     row = {
         "piece": name,
         "forward_ms": median_ms(forward),
         "backward_ms": median_ms(backward(outputs)),
     }
-    told = f"   before: {before[0]:8.3f} {before[1]:8.3f}" if before else ""
-    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}{told}", flush=True)
+    earlier = f"   before: {before[0]:8.3f} {before[1]:8.3f}" if before else ""
+    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}{earlier}", flush=True)
     return {**row, "before_ms": before}
 
 
 def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
-    """Every piece of one shape."""
+    """Time every slot at one shape; return the rows."""
     heads, groups, width, length = SHAPES[shape]
     call = SlotCall(GEOMETRY, width**-0.5)
     rows = []
@@ -131,21 +131,21 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Time every shape, print and save the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("json", type=Path)
     parser.add_argument(
-        "--provider", choices=[place.name for place in providers.sources()], default=None
+        "--provider", choices=[source.name for source in providers.sources()], default=None
     )
-    parser.add_argument("--sel", action="store_true", help="also the slow sel")
+    parser.add_argument("--sel", action="store_true", help="also time sel, which is slow")
     options = parser.parse_args()
     if options.provider is not None:
-        place = next(place for place in providers.sources() if place.name == options.provider)
-        if place.provider is None:
-            parser.error(str(place.reason))
-        providers.sources = lambda: (place,)  # type: ignore[assignment]
+        source = next(source for source in providers.sources() if source.name == options.provider)
+        if source.provider is None:
+            parser.error(str(source.reason))
+        providers.sources = lambda: (source,)  # type: ignore[assignment]
     title = providers.serving().title
     print(f"{title} on {torch.cuda.get_device_name()}\n{'':34}  forward backward (ms)")
     rows = [row for shape in SHAPES for row in pieces(shape, options.sel)]

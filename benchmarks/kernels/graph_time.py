@@ -1,4 +1,4 @@
-"""Time of GPU work without the host's share: replays of a CUDA graph."""
+"""Time GPU work without host overhead, by replaying a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> float:
-    """Median over rounds of a replay of ``repeats`` runs, per run."""
+    """Return the ms of one run: the median over rounds of a graph with ``repeats`` runs."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

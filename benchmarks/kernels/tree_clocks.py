@@ -1,7 +1,7 @@
-"""Time the kernels of the source tree on PYTHONPATH, for compare_trees.py, whose child this is.
+"""Time the kernels of the source tree on PYTHONPATH, as a child process of compare_trees.py.
 
-Messages are lines of JSON: a case to prepare, or the name of a kernel of that case to time once.
-Only torch and names that every version of nsa_core has are imported.
+Messages are lines of JSON: a case to prepare, or the name of a kernel to time once. The script
+imports only torch and names that every version of nsa_core has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
-ROOM = 4096  # tokens that the timed steps of a case may append
+ROOM = 4096  # cache space for the tokens of timed steps
 STEP_KERNELS = {  # row -> how the names of its kernels begin, rows of a step
     "append": (("decode_append",), 1),
     "gates": (("decode_gates",), 1),
@@ -28,13 +28,13 @@ STEP_KERNELS = {  # row -> how the names of its kernels begin, rows of a step
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem: the core over ``length`` tokens, or steps over caches of ``length`` tokens.
+    """A problem: the core over ``length`` tokens, or decode steps with caches of ``length`` tokens.
 
     Attributes:
-        shape: Query heads / kv heads / head dim, or / Dk / Dv.
-        length: Tokens.
-        batch: Sequences of a decode step; 0 for the core.
-        small: Blocks of a test's size instead of the paper's.
+        shape: Hq/G/D, or Hq/G/Dk/Dv.
+        length: Number of tokens.
+        batch: Number of sequences of a decode step; 0 for the core.
+        small: Use small blocks for tests instead of the paper's.
     """
 
     shape: str
@@ -49,57 +49,57 @@ class Case:
 
 def serve(device: str, backend: str) -> None:
     """Answer the parent's messages until it closes the pipe."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what kernels print is no answer
+    replies, sys.stdout = sys.stdout, sys.stderr  # output of kernels must not reach the parent
 
-    def answer(**message: Any) -> None:
-        print(json.dumps(message), file=answers, flush=True)
+    def reply(**message: Any) -> None:
+        print(json.dumps(message), file=replies, flush=True)
 
     try:
         import nsa_core
     except ImportError as error:
-        return answer(error=f"nsa_core cannot be imported: {error}")
-    answer(answer=str(nsa_core.__file__))
-    works: dict[str, Callable[[], float]] = {}
+        return reply(error=f"nsa_core cannot be imported: {error}")
+    reply(answer=str(nsa_core.__file__))
+    clocks: dict[str, Callable[[], float]] = {}
     for text in sys.stdin:
         message = json.loads(text)
         try:
             if "case" in message:
-                works.clear()
+                clocks.clear()
                 gc.collect()
-                works, reasons = prepared(Case(**message["case"]), device, backend)
-                answer(answer=reasons)
+                clocks, reasons = prepare(Case(**message["case"]), device, backend)
+                reply(answer=reasons)
             else:
-                answer(answer=works[message["name"]]())
-        except Exception as error:  # noqa: BLE001  the parent says it
-            answer(error=f"{type(error).__name__}: {str(error)[:300]}")
+                reply(answer=clocks[message["name"]]())
+        except Exception as error:  # noqa: BLE001  the parent reports it
+            reply(error=f"{type(error).__name__}: {str(error)[:300]}")
     return None
 
 
-def prepared(
+def prepare(
     case: Case, device: str, backend: str
 ) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
-    """A clock for each kernel of ``case``, and each kernel's reason why it has none, or ""."""
+    """Return a clock per kernel of ``case``, and per kernel the reason why it has none, or ""."""
     import torch
 
     if device == "cuda":
         torch.cuda.empty_cache()
     torch.manual_seed(0)
-    works: dict[str, Callable[[], float]] = {}
+    clock_of_kernel: dict[str, Callable[[], float]] = {}
     reasons: dict[str, str] = {}
     clocks = (
         step_clocks(case, device, backend) if case.batch else core_clocks(case, device, backend)
     )
     for name, make in clocks.items():
         try:
-            works[name], reasons[name] = make(), ""
-            works[name]()  # compiles, and fills caches
-        except Exception as error:  # noqa: BLE001  the other kernels can still be timed
+            clock_of_kernel[name], reasons[name] = make(), ""
+            clock_of_kernel[name]()  # compile the kernel and fill caches
+        except Exception as error:  # noqa: BLE001  go on with the other kernels
             reasons[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    return works, reasons
+    return clock_of_kernel, reasons
 
 
 def config_of(case: Case, dim: int | None = None) -> Any:
-    """The configuration of a case."""
+    """Return the configuration of a case."""
     from nsa_core import NSAConfig
 
     heads, groups, dk, *dv = map(int, case.shape.split("/"))
@@ -111,7 +111,7 @@ def config_of(case: Case, dim: int | None = None) -> Any:
 
 
 def core_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[], Any]]:
-    """For each slot and pass a function that makes its clock."""
+    """Return, per slot and direction, a function that creates its clock."""
     import torch
 
     from nsa_core import resolve
@@ -150,36 +150,36 @@ def core_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[],
         "combine": (plan.combine, [gates, *branches], []),
     }
     clock = functools.partial(clock_of, device=device)
-    made: dict[str, Callable[[], Any]] = {}
-    for slot, (kernel, inputs, rest) in calls.items():
-        made[f"{slot} forward"] = functools.partial(clock, forward_of(kernel, inputs, rest))
+    makers: dict[str, Callable[[], Any]] = {}
+    for slot, (kernel, inputs, extra) in calls.items():
+        makers[f"{slot} forward"] = functools.partial(clock, forward_of(kernel, inputs, extra))
         if slot != "select":
-            made[f"{slot} backward"] = functools.partial(
-                clock, backward_of(kernel, inputs, rest, do)
+            makers[f"{slot} backward"] = functools.partial(
+                clock, backward_of(kernel, inputs, extra, do)
             )
-    return made
+    return makers
 
 
-def forward_of(kernel: Any, inputs: list[Any], rest: list[Any]) -> Callable[[], Callable[[], Any]]:
-    """Makes the call of a slot's forward."""
+def forward_of(kernel: Any, inputs: list[Any], extra: list[Any]) -> Callable[[], Callable[[], Any]]:
+    """Return a function that creates the call of a slot's forward."""
     import torch
 
     @torch.no_grad()
     def call() -> Any:
-        return kernel(*inputs, *rest)
+        return kernel(*inputs, *extra)
 
     return lambda: call
 
 
 def backward_of(
-    kernel: Any, inputs: list[Any], rest: list[Any], do: Any
+    kernel: Any, inputs: list[Any], extra: list[Any], do: Any
 ) -> Callable[[], Callable[[], Any]]:
-    """Runs a slot's forward, and makes the call of its backward."""
+    """Return a function that runs a slot's forward and creates the call of its backward."""
     import torch
 
     def make() -> Callable[[], Any]:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = kernel(*leaves, *rest)
+        out = kernel(*leaves, *extra)
         o = out[0] if isinstance(out, tuple) else out
         return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
@@ -187,7 +187,7 @@ def backward_of(
 
 
 def step_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[], Any]]:
-    """The same for the steps of a layer, and on a GPU for the kernels inside them."""
+    """Return functions that create clocks of a layer's steps and, on a GPU, of their kernels."""
     import torch
 
     from nsa_core import NSAttention
@@ -206,38 +206,37 @@ def step_clocks(case: Case, device: str, backend: str) -> dict[str, Callable[[],
         x = torch.randn(case.batch, rows, config.dim, device=device, dtype=dtype)
         return lambda: layer(x, cache=cache)
 
-    made: dict[str, Callable[[], Any]] = {}
+    makers: dict[str, Callable[[], Any]] = {}
     if device == "cuda":
         for name, (kernels, rows) in STEP_KERNELS.items():
-            made[name] = functools.partial(kernel_clock, step(rows), kernels)
+            makers[name] = functools.partial(kernel_clock, step(rows), kernels)
     for name, rows in (("layer step", 1), ("layer step of 4 tokens", 4)):
-        made[name] = functools.partial(clock_of, lambda rows=rows: step(rows), device=device)
-    return made
+        makers[name] = functools.partial(clock_of, lambda rows=rows: step(rows), device=device)
+    return makers
 
 
 def clock_of(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[], float]:
-    """Milliseconds of a call: the median of a round."""
+    """Return a clock of a call; each reading is the median of a round, in ms."""
     if device == "cuda":
         return cuda_clock(make)
     call = make()
 
     def once() -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
-        return (time.perf_counter() - began) * 1e3
+        return (time.perf_counter() - start) * 1e3
 
     return lambda: statistics.median(once() for _ in range(5))
 
 
 def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
-    """By replays of a CUDA graph, or by the call itself where it cannot be captured."""
+    """Return a clock that replays a CUDA graph, or runs the call if it cannot be captured."""
     import torch
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(
-        stream
-    ):  # a backward runs on its forward's stream: the one that captures
+    # A backward runs on its forward's stream, so the setup runs on the capture stream.
+    with torch.cuda.stream(stream):
         call = make()
         call()
     torch.cuda.synchronize()
@@ -248,8 +247,8 @@ def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
         with torch.cuda.graph(graph, stream=stream):
             call()
         run = graph.replay
-    except Exception as error:  # noqa: BLE001  whatever it is, the call itself is timed
-        torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture fails
+    except Exception as error:  # noqa: BLE001  after any failure the call itself is timed
+        torch.cuda.set_stream(current)  # a failed capture leaves torch.cuda.graph's stream current
         torch.cuda.synchronize()
         print(f"not captured: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -261,7 +260,7 @@ def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
         end.synchronize()
         return float(start.elapsed_time(end))
 
-    def timed(call: Any = call) -> float:  # ``call`` keeps the tensors that the graph reads
+    def timed(call: Any = call) -> float:  # ``call`` keeps the tensors alive that the graph reads
         with torch.cuda.stream(stream):
             count = max(3, min(15, int(40 / max(once(), 1e-3))))
             return statistics.median(once() for _ in range(count))
@@ -270,24 +269,27 @@ def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
 
 
 def kernel_clock(call: Callable[[], Any], names: Sequence[str]) -> Callable[[], float]:
-    """By the profiler: mean time of a step's kernels whose names begin with one of ``names``."""
+    """Return a clock of the kernels in a step whose names begin with one of ``names``.
+
+    Each reading is the profiled mean over ten steps, in ms.
+    """
     import torch
 
     steps = 10
 
     def timed() -> float:
         call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for _ in range(steps):
                 call()
             torch.cuda.synchronize()
         total = sum(
             event.device_time_total
-            for event in seen.key_averages()
+            for event in profiler.key_averages()
             if event.key.startswith(tuple(names))
         )
         if not total:
-            raise RuntimeError(f"a step runs no kernel named {' or '.join(names)}")
+            raise RuntimeError(f"a step runs no kernel with a name such as {' or '.join(names)}")
         return total / steps / 1e3
 
     return timed

@@ -1,6 +1,4 @@
-"""A bench small enough for a test, `nsa` in this process, and backends that are wrong or slow on
-purpose.
-"""
+"""Fixtures: a small benchmark run, and backends that are wrong or slow on purpose."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
 from nsa_core.dispatch.registry import Registry, discover
 
 BLOCKS = (8, 4, 16, 3, 24)
-_numbers = itertools.count()  # an operator is made once per name of its functions
+_numbers = itertools.count()  # operators are created once per function name, so names must be new
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Nobody's settings, nobody's cache, one thread."""
+    """Run without user settings, with an empty cache, and on one thread."""
     for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -37,23 +35,23 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.fixture
 def small() -> Callable[..., Settings]:
-    """Settings of a run of about a second."""
+    """Return settings of a run of about a second."""
 
     def make(**changes) -> Settings:
-        usual = {
+        defaults = {
             "shapes": [parse_shape("2/1/8")],
             "lengths": [40, 80],
             "blocks": BLOCKS,
             "budget_s": 0.001,
         }
-        return Settings(**{**usual, **changes})
+        return Settings(**{**defaults, **changes})
 
     return make
 
 
 @pytest.fixture
 def run(small) -> Callable[..., object]:
-    """Run a small bench."""
+    """Run a small benchmark."""
 
     def do(registry: Registry | None = None, **changes):
         return Bench(small(**changes), registry or discover(), {"device": "?"}).run()
@@ -63,9 +61,7 @@ def run(small) -> Callable[..., object]:
 
 @pytest.fixture
 def registry_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """A registry that also holds a window backend ``name``: sdpa's, changed by ``forward(o) -> o``
-    and ``delay`` s.
-    """
+    """Return a registry with an extra win backend: sdpa's, with a changed output and a delay."""
 
     def make(
         name: str, change: Callable = lambda o: o, delay: float = 0.0, priority: int = -5

@@ -1,6 +1,4 @@
-"""What `nsa bench` calls the total: compress, three branches, selection and gates; q, k, v and
-gates in, o out.
-"""
+"""The total of `nsa bench` is the whole core: compression, selection, branches and gated sum."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from nsa_bench.baselines import Dense
-from nsa_bench.cells import TOTAL, works_of
+from nsa_bench.baselines import Baseline
+from nsa_bench.cells import TOTAL, cell_workloads
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core import resolve
@@ -24,15 +22,17 @@ INPUTS = ("q", "k", "v", "gates")
 
 
 def total(phase: str):  # type: ignore[no-untyped-def]
-    """(the inputs, the call that is timed as the total, the plan it runs)."""
+    """Return the inputs, the call that is timed as the total, and its plan."""
     x = make_inputs("random", CONFIG, batch=2, length=90, dtype=torch.float64, device="cpu", seed=0)
     plan = resolve(CONFIG, dtype=torch.float64, needs_grad=True)
-    (work,) = [w for w in works_of(x, CONFIG, phase, {"sdpa": plan}, []) if w.key == TOTAL + "sdpa"]
+    (work,) = [
+        w for w in cell_workloads(x, CONFIG, phase, {"sdpa": plan}, []) if w.key == TOTAL + "sdpa"
+    ]
     return x, work.make(), plan
 
 
-def by_hand(x, plan):  # type: ignore[no-untyped-def]
-    """The definition, slot by slot."""
+def slot_by_slot(x, plan):  # type: ignore[no-untyped-def]
+    """Compute the core slot by slot, as defined."""
     k_cmp, v_cmp = mean_compress(x.k, CONFIG.geometry), mean_compress(x.v, CONFIG.geometry)
     o_cmp, lse = plan.cmp(x.q, k_cmp, v_cmp)
     blocks = plan.select(x.q.detach(), k_cmp.detach(), lse)
@@ -41,19 +41,19 @@ def by_hand(x, plan):  # type: ignore[no-untyped-def]
     )
 
 
-def test_forward_is_the_definition_and_nothing_else() -> None:
+def test_forward_runs_each_slot_once_and_matches_the_oracle() -> None:
     x, call, plan = total("forward")
     with record_dispatch() as trace:
         o = call()
     assert [(r.slot, r.direction) for r in trace] == [(slot, "forward") for slot in SLOTS]
     assert o.shape == x.do.shape
-    assert torch.equal(o, by_hand(x, plan))
-    exact = oracle.attention(x.q, x.k, x.v, x.gates, CONFIG)  # which compresses by the mean
-    torch.testing.assert_close(o, exact, rtol=1e-10, atol=1e-10)
+    assert torch.equal(o, slot_by_slot(x, plan))
+    truth = oracle.attention(x.q, x.k, x.v, x.gates, CONFIG)  # mean compression, as in CONFIG
+    torch.testing.assert_close(o, truth, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("phase", ["backward", "both"])
-def test_backward_gives_the_gradients_of_what_came_in(phase: str) -> None:
+def test_backward_returns_the_gradients_of_all_inputs(phase: str) -> None:
     x, call, plan = total(phase)
     with record_dispatch() as trace:
         gradients = call()
@@ -62,30 +62,31 @@ def test_backward_gives_the_gradients_of_what_came_in(phase: str) -> None:
     assert [r.slot for r in trace if r.direction == "forward"] == (
         [] if phase == "backward" else list(SLOTS)
     )
-    wanted = torch.autograd.grad(by_hand(x, plan), [getattr(x, name) for name in INPUTS], x.do)
-    assert all(torch.equal(got, want) for got, want in zip(gradients, wanted, strict=True))
+    leaves = [getattr(x, name) for name in INPUTS]
+    expected = torch.autograd.grad(slot_by_slot(x, plan), leaves, x.do)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["dense", "rival"])
 @pytest.mark.parametrize("phase", ["backward", "both"])
-def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind: str) -> None:
-    """A leaf first used on one stream ends its backwards there: captured on another, they would be
-    no CUDA graph.
-    """
+def test_each_setup_creates_new_leaves_over_the_same_memory(phase: str, kind: str) -> None:
+    """Autograd ends a backward on the stream of a leaf's first use, which must be the capture's."""
     x, seen = (
         make_inputs("random", CONFIG, batch=1, length=8, dtype=torch.float64, device="cpu", seed=0),
         [],
     )
 
-    def forward(given):  # type: ignore[no-untyped-def]
-        seen.append(given)
-        return given.q * 2 + (given.gates.sum() + given.k.sum() + given.v.sum())
+    def forward(inputs):  # type: ignore[no-untyped-def]
+        seen.append(inputs)
+        return inputs.q * 2 + (inputs.gates.sum() + inputs.k.sum() + inputs.v.sum())
 
-    (work,) = works_of(x, CONFIG, phase, {}, [Dense("other", forward, kind=kind)])
+    (work,) = cell_workloads(x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
     for call in (work.make(), work.make()):
         assert torch.equal(call()[0], 2 * x.do)
     first, second = seen
-    assert all(given.do is x.do and (given.gates is x.gates) == (kind == "dense") for given in seen)
+    assert all(
+        inputs.do is x.do and (inputs.gates is x.gates) == (kind == "dense") for inputs in seen
+    )
     for name in ("q", "k", "v", "gates")[: 3 if kind == "dense" else 4]:
         leaves = [getattr(inputs, name) for inputs in (x, first, second)]
         assert len({id(leaf) for leaf in leaves}) == 3
@@ -93,10 +94,8 @@ def test_each_setup_has_leaves_of_its_own_over_the_same_memory(phase: str, kind:
         assert all(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
 
 
-def test_the_layer_that_is_timed_is_that_of_the_published_figures() -> None:
-    """l=32, d=16, l'=64, n=16, w=512, mean compression, one key/value pair, block 0 and the last
-    two always.
-    """
+def test_the_timed_layer_has_the_papers_block_sizes() -> None:
+    """It also has mean compression and one key/value pair; block 0 and the last two are forced."""
     assert PAPER_BLOCKS == (32, 16, 64, 16, 512)
     for name in ("64/4/128", "32/8/128", "12/2/64"):
         config = parse_shape(name).config()

@@ -1,6 +1,4 @@
-"""The decode bench: judged first, whole steps beside their slots, fused ones, a layer and dense
-attention.
-"""
+"""The decode benchmark: gates, whole and fused steps, slots, a layer's step, dense attention."""
 
 from __future__ import annotations
 
@@ -67,14 +65,14 @@ def registry() -> Registry:
 
 
 def run(*combos: str, cells: list[DecodeCell] | None = None, **settings: object) -> Result:
-    given = DecodeSettings(
+    decode_settings = DecodeSettings(
         cells=cells or [DecodeCell(SHAPE, 2, 150, 32)],
         blocks=BLOCKS,
         budget_s=0.001,
         combos=[Combination(dict.fromkeys(SLOTS, name), name=name) for name in combos],
         **settings,
     )
-    return DecodeBench(given, registry(), {}).run()
+    return DecodeBench(decode_settings, registry(), {}).run()
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +80,9 @@ def result() -> Result:
     return run("sdpa", "fused", "wrong")
 
 
-def test_every_subject_has_a_figure_but_the_wrong_one(result):
-    found = {m.subject: m for m in result.measurements}
-    assert {(m.subject, m.kind) for m in found.values()} == {
+def test_every_correct_subject_is_timed(result):
+    by_subject = {m.subject: m for m in result.measurements}
+    assert {(m.subject, m.kind) for m in by_subject.values()} == {
         ("sdpa", "combo"),
         ("sdpa, layer step", "layer"),
         ("fused", "combo"),
@@ -93,45 +91,45 @@ def test_every_subject_has_a_figure_but_the_wrong_one(result):
         ("wrong", "combo"),
         ("dense SDPA", "dense"),
     }
-    for name, m in found.items():
+    for name, m in by_subject.items():
         assert (m.performance is None) == (name == "wrong"), m
         assert (m.phase, m.batch, m.length, m.inputs) == ("decode", 2, 150, "random, pages of 32")
-    assert found["wrong"].reason == "not correct: its gate failed"
+    assert by_subject["wrong"].reason == "not correct: its gate failed"
     assert result.failed
     (gate,) = [g for g in result.gates if not g.ok]
     assert gate.combo == "wrong"
     assert any(line.startswith("win o:") for line in gate.failures)
 
 
-def test_shares_belong_to_the_slots_and_not_to_the_fused_step(result):
-    found = {m.subject: m for m in result.measurements}
-    assert not found["fused"].parts
+def test_only_steps_run_slot_by_slot_have_shares(result):
+    by_subject = {m.subject: m for m in result.measurements}
+    assert not by_subject["fused"].parts
     for name in ("sdpa", "fused, slots one by one"):
-        assert list(found[name].parts) == list(SLOTS)
-        shares = found[name].shares
-        whole = found[name].performance.median_ms
+        assert list(by_subject[name].parts) == list(SLOTS)
+        shares = by_subject[name].shares
+        step_ms = by_subject[name].performance.median_ms
         assert shares == {
-            s: part.performance.median_ms / whole for s, part in found[name].parts.items()
+            s: part.performance.median_ms / step_ms for s, part in by_subject[name].parts.items()
         }
     assert result.combos["fused"]["step"] == "fused, fused"
-    assert any("it is fused" in line or "itself is fused" in line for _, line in summary(result))
+    assert any("the step itself is fused" in line for _, line in summary(result))
 
 
 @pytest.mark.parametrize(
-    ("methods", "said"),
+    ("methods", "expected"),
     [
-        (["within"], ["as they follow"]),
-        (["within graph"], ["as they follow"]),
-        (["within events"], ["as they follow"]),
-        (["graph"], ["each alone"]),
-        (["events"], ["each alone"]),
-        (["within graph", "graph"], ["as they follow", "each alone"]),
+        (["within"], ["timed within"]),
+        (["within graph"], ["timed within"]),
+        (["within events"], ["timed within"]),
+        (["graph"], ["each timed alone"]),
+        (["events"], ["each timed alone"]),
+        (["within graph", "graph"], ["timed within", "each timed alone"]),
         ([], []),
     ],
     ids=str,
 )
-def test_the_note_tells_how_slots_were_timed(result, methods, said):
-    """Older result files have each slot alone, and are shown by the same command."""
+def test_a_note_states_how_slots_were_timed(result, methods, expected):
+    """Older result files have slots timed alone; the same command shows them."""
     (m,) = (m for m in result.measurements if m.subject == "sdpa")
 
     def timed(method):
@@ -141,29 +139,29 @@ def test_the_note_tells_how_slots_were_timed(result, methods, said):
         }
         return dataclasses.replace(m, parts=parts)
 
-    made = dataclasses.replace(
+    changed = dataclasses.replace(
         result, measurements=[dataclasses.replace(m, parts={}), *map(timed, methods)]
     )
-    notes = [line for _, line in summary(made) if line.startswith("slots: ")]
+    notes = [line for _, line in summary(changed) if line.startswith("slots: ")]
     assert [
-        note.split(": ")[1][: len(start)] for note, start in zip(notes, said, strict=True)
-    ] == said
+        note.split(": ")[1][: len(start)] for note, start in zip(notes, expected, strict=True)
+    ] == expected
 
 
-def test_the_fused_step_is_judged_too(monkeypatch):
+def test_a_wrong_fused_step_fails_its_gate(monkeypatch):
     monkeypatch.setitem(
         globals(), "step", lambda q, gates, *s, call: _swapped(q, gates, *s, call=call)
     )
-    made = run("fused")
-    assert not made.gates[0].ok
-    assert all(line.startswith("decode fused step") for line in made.gates[0].failures)
+    result = run("fused")
+    assert not result.gates[0].ok
+    assert all(line.startswith("decode fused step") for line in result.gates[0].failures)
 
 
 def _swapped(q, gates, *stores, call, original=step):
     return original(q, gates.flip(-1).contiguous(), *stores, call=call)
 
 
-def test_table_file_and_comparison(result, tmp_path):
+def test_a_decode_result_is_tabulated_saved_and_compared(result, tmp_path):
     ((title, columns, rows),) = rows_of(result)
     assert "4/2/16 float32" in title
     assert {len(row) for row in rows} == {len(columns)}
@@ -179,7 +177,7 @@ def test_table_file_and_comparison(result, tmp_path):
     assert {change.verdict for change in changes} == {"same"}
 
 
-def test_picture_and_page(result):
+def test_a_decode_result_is_drawn(result):
     pytest.importorskip("matplotlib")
     from nsa_bench.render.page import page
     from nsa_bench.render.plots import render
@@ -190,8 +188,8 @@ def test_picture_and_page(result):
     assert "<script" not in text
 
 
-def test_a_step_of_the_bench_is_one_of_the_plan():
-    """Pages lie in random order; the dense view is the same memory."""
+def test_a_step_runs_every_slot_of_the_plan_on_a_paged_cache():
+    """Pages are in random order; dense attention uses the same memory."""
     cell = DecodeCell(SHAPE, 3, 70, 64)
     config = layer_config(SHAPE, BLOCKS)
     plan = resolve(config, phase="decode", page_size=64)
@@ -206,7 +204,7 @@ def test_a_step_of_the_bench_is_one_of_the_plan():
     assert k.data_ptr() == x.stores["k_sel"].data_ptr()
 
 
-def test_costs_count_every_row_once():
+def test_step_costs_count_every_row_once():
     config = layer_config(Shape(64, 4, 128, 128))
     costs = step_costs(config, 32, 65536, 2)
     rows = 32 * 64 * 256 * 2
@@ -218,7 +216,7 @@ def test_costs_count_every_row_once():
     assert costs["dense"].bytes == 32 * 4 * 256 * 65536 * 2 + rows
 
 
-def test_cells_of_the_devices_and_of_the_options():
+def test_default_cells_and_cells_from_options():
     large = [
         (c.batch, c.length, c.page_size) for c in default_cells("cuda") if c.shape.n_heads == 64
     ]
@@ -226,39 +224,39 @@ def test_cells_of_the_devices_and_of_the_options():
     assert [c.length for c in default_cells("cuda")[3:]] == [512, 1024, 2048]
     assert all(c.length <= 2048 for c in default_cells("cpu"))
     assert bench_decode.cells(None, None, 1, None) == []
-    made = bench_decode.cells("reports,12/2/64", "1k", 4, 128)
-    assert made == [
+    chosen = bench_decode.cells("reports,12/2/64", "1k", 4, 128)
+    assert chosen == [
         DecodeCell(Shape(8, 2, 32, 32), 4, 1024, 128),
         DecodeCell(Shape(12, 2, 64, 64), 4, 1024, 128),
     ]
 
 
-def test_spread_of_five_repeats():
-    def of(samples: list[float]) -> Performance:
+def test_spread_of_repeats_uses_the_medians_of_five_runs():
+    def with_samples(samples: list[float]) -> Performance:
         return Performance(1.0, 1.0, 1.0, "events", 1, samples)
 
-    assert spread_of_repeats(of([1.0, 2.0, 3.0, 4.0])) is None
-    assert spread_of_repeats(of([1.0, 1.0, 9.0, 2.0, 2.0, 2.0])) == pytest.approx(
+    assert spread_of_repeats(with_samples([1.0, 2.0, 3.0, 4.0])) is None
+    assert spread_of_repeats(with_samples([1.0, 1.0, 9.0, 2.0, 2.0, 2.0])) == pytest.approx(
         torch.tensor([1.0, 9.0, 2.0, 2.0, 2.0]).std().item() / 3.2
     )
 
 
-def test_a_shape_class_is_judged_once():
-    made = run(
+def test_each_shape_and_page_size_is_judged_once():
+    result = run(
         "sdpa",
         cells=[DecodeCell(SHAPE, 1, 40), DecodeCell(SHAPE, 1, 90), DecodeCell(SHAPE, 1, 40, 32)],
         time_limit_s=0.0,
     )
-    assert [gate.case.split("page ")[1] for gate in made.gates] == ["none", "32"]
+    assert [gate.case.split("page ")[1] for gate in result.gates] == ["none", "32"]
 
 
-def test_no_time_leaves_reasons():
-    made = run("sdpa", time_limit_s=0.0)
-    assert {m.reason for m in made.measurements} == {"not measured: the time limit was reached"}
-    assert not made.failed
+def test_cells_after_the_time_limit_have_a_reason():
+    result = run("sdpa", time_limit_s=0.0)
+    assert {m.reason for m in result.measurements} == {"not measured: the time limit was reached"}
+    assert not result.failed
 
 
-def test_the_command(nsa, tmp_path):
+def test_the_decode_command_times_and_saves(nsa, tmp_path):
     file: Path = tmp_path / "r.json"
     done = nsa(
         "bench",

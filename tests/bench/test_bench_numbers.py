@@ -1,4 +1,4 @@
-"""What is counted and concluded: shapes, costs, crossovers, comparisons. No timing here."""
+"""Calculations without_parts timing: shapes, costs, crossovers, comparisons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nsa_core.errors import InvalidInput
 from nsa_verify.combination import parse_combination
 
 
-def test_shapes_by_name_and_given():
+def test_parse_shape_accepts_names_and_heads():
     assert parse_shape("reports").name == "12/2/64"
     assert parse_shape("paper").name == "64/4/192/128"
     assert parse_shape("8/2/32").config((16, 8, 32, 4, 48)).geometry.as_ints() == [
@@ -33,17 +33,17 @@ def test_shapes_by_name_and_given():
         2,
         48,
     ]
-    for wrong, said in (
+    for wrong, text in (
         ("12/5/64", "do not divide"),
         ("report", "did you mean"),
         ("1/2", "Hq/G/Dk"),
         ("0/1/2", "Hq"),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=text):
             parse_shape(wrong)
 
 
-def test_lengths_listed_and_doubled():
+def test_parse_lengths_accepts_lists_and_ranges():
     assert parse_lengths("2k..16k") == [2048, 4096, 8192, 16384]
     assert parse_lengths("512, 100,1k") == [100, 512, 1024]
     for wrong in ("", "x", "4k..2k", "0", "1.5k"):
@@ -51,41 +51,39 @@ def test_lengths_listed_and_doubled():
             parse_lengths(wrong)
 
 
-def test_combos_are_read_in_slot_order():
+def test_combinations_are_named_in_slot_order():
     assert parse_combination("win=a, cmp=b").name == "cmp=b,win=a"
     assert parse_combination("sdpa").backends == dict.fromkeys(SLOTS, "sdpa")
     assert parse_combination("auto").backends == {}
-    for wrong, said in (
+    for wrong, text in (
         ("wim=a", "did you mean 'win'"),
         ("win=a,win=b", "twice"),
         ("win=a,b", "like"),
         ("", "empty"),
     ):
-        with pytest.raises(InvalidInput, match=said):
+        with pytest.raises(InvalidInput, match=text):
             parse_combination(wrong)
 
 
 @pytest.mark.parametrize(
     ("length", "blocks"), [(1, (8, 4, 16, 3, 24)), (7, (8, 4, 16, 3, 24)), (131, (8, 4, 16, 4, 9))]
 )
-def test_pairs_equal_a_count_of_every_key(length, blocks):
+def test_visible_pairs_equal_a_count_of_every_key(length, blocks):
     geometry = parse_shape("2/1/8").config(blocks).geometry
     size, stride, block, n, window = blocks
     count = dict.fromkeys(("cmp", "sel", "win", "dense"), 0)
     for t in range(length):
         count["cmp"] += sum(i * stride + size - 1 <= t for i in range(length))
         current = t // block
-        chosen = [current, *range(current)][:n]  # any choice with the current block in it
+        chosen = [current, *range(current)][:n]  # any selection that contains the current block
         count["sel"] += sum(key // block in chosen for key in range(t + 1))
         count["win"] += sum(t - window < key <= t for key in range(length))
         count["dense"] += t + 1
     assert roofline.visible_pairs(geometry, length) == count
 
 
-def test_floors_are_those_of_the_published_table():
-    """64/4/128 at 64k: 12.5 ms forward and 24.4 ms backward at 790 TFLOP/s, counted by hand
-    elsewhere.
-    """
+def test_floors_equal_those_of_the_published_table():
+    """64/4/128 at 64k: 12.5 ms forward, 24.4 ms backward at 790 TFLOP/s, counted independently."""
     config, peaks = parse_shape("64/4/128").config(), roofline.Peaks(790e12, 1e20)
     floors = [
         peaks.floor_ms(roofline.part_costs(config, 1, 65536, 2, phase)["total"])
@@ -95,15 +93,15 @@ def test_floors_are_those_of_the_published_table():
     assert floors[1] == pytest.approx(24.4, rel=0.02)
 
 
-def test_peak_rates_are_measured():
+def test_measured_peak_rates_are_plausible():
     peaks = measure_peaks("cpu", torch.float32)
     assert 1e8 < peaks.flops_per_s < 1e14
     assert 1e7 < peaks.bytes_per_s < 1e13
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for page faults")
-def test_the_first_cell_does_not_pay_for_fresh_pages():
-    """A process of its own: in this one much has been freed already."""
+@pytest.mark.skipif(sys.platform != "linux", reason="counts page faults on Linux")
+def test_the_first_cell_has_no_repeated_page_faults():
+    """Use a new process, because this one has freed large blocks already."""
     program = """
 import resource, torch
 from nsa_core import nsa_attention
@@ -111,8 +109,8 @@ from nsa_bench import clocks, inputs, shapes
 torch.set_num_threads(1)
 clocks.clock_for("cpu")
 config = shapes.parse_shape("tiny").config()
-asked = {"dtype": torch.float32, "device": "cpu", "seed": 0}
-x = inputs.make_inputs("random", config, batch=1, length=256, **asked)
+options = {"dtype": torch.float32, "device": "cpu", "seed": 0}
+x = inputs.make_inputs("random", config, batch=1, length=256, **options)
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     with torch.no_grad():
@@ -122,10 +120,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 5000  # 33,000 where every call faults its pages in anew
+    assert int(done.stdout) < 5000  # 33,000 if every call faults its pages in again
 
 
-def test_both_phases_cost_their_sum():
+def test_the_cost_of_both_is_the_sum_of_forward_and_backward():
     config = parse_shape("reports").config()
     forward, backward, both = (
         roofline.part_costs(config, 2, 999, 4, p) for p in ("forward", "backward", "both")
@@ -136,7 +134,7 @@ def test_both_phases_cost_their_sum():
 
 
 @pytest.mark.parametrize(
-    ("pairs", "length", "said"),
+    ("pairs", "length", "text"),
     [
         ([], None, "not known"),
         ([(1024, 3.0), (2048, 1.5)], None, "dense is faster up to 2048"),
@@ -146,13 +144,13 @@ def test_both_phases_cost_their_sum():
         ([(1024, 0.5), (2048, 1.0)], None, "dense is faster"),
     ],
 )
-def test_crossover(pairs, length, said):
-    found = crossing(pairs)
-    assert found[0] == length
-    assert said in found[1]
+def test_crossing_finds_the_length_and_a_sentence(pairs, length, text):
+    crossover, sentence = crossing(pairs)
+    assert crossover == length
+    assert text in sentence
 
 
-def test_median_and_quartiles():
+def test_summarise_returns_median_and_quartiles():
     p = summarise([5.0, 1.0, 2.0, 3.0, 4.0], "events", 1)
     assert (p.median_ms, p.q1_ms, p.q3_ms) == (3.0, 2.0, 4.0)
     assert p.samples_ms == [5.0, 1.0, 2.0, 3.0, 4.0]  # in the order they were taken
@@ -164,7 +162,7 @@ def result(run):
 
 
 def slower(result, factor, spread=0.0, performance=True):
-    """``result`` with every total multiplied."""
+    """Return ``result`` with every total multiplied by ``factor``."""
 
     def scaled(m):
         p = m.performance
@@ -179,21 +177,21 @@ def slower(result, factor, spread=0.0, performance=True):
     return dataclasses.replace(result, measurements=[scaled(m) for m in result.measurements])
 
 
-def test_compare_sees_a_slow_down_beyond_the_noise_and_no_other(result):
+def test_compare_detects_only_slowdowns_beyond_the_noise(result):
     assert not regressed(compare(result, result, fail_over=0.0))
     bad = regressed(compare(result, slower(result, 100.0), fail_over=0.05))
     assert {c.verdict for c in bad} == {"slower"}
     assert {c.key[-1] for c in bad} == {"total"}
     assert not regressed(compare(result, slower(result, 100.0), fail_over=1000.0))  # tolerated
-    # noise
+    # within the noise
     assert not regressed(compare(result, slower(result, 100.0, spread=0.9999), fail_over=0.05))
     assert not regressed(compare(slower(result, 100.0), result, fail_over=0.05))  # faster
     lost = regressed(compare(result, slower(result, 1.0, performance=False), fail_over=0.05))
     assert {c.verdict for c in lost} == {"lost"}
 
 
-def without(result, reason):
-    """``result`` with the parts of its combinations taken away, for ``reason``."""
+def without_parts(result, reason):
+    """Return ``result`` without part times, for ``reason``."""
 
     def bare(m):
         parts = {
@@ -205,15 +203,18 @@ def without(result, reason):
     return dataclasses.replace(result, measurements=[bare(m) for m in result.measurements])
 
 
-def test_a_part_left_out_is_missing_and_one_that_failed_is_lost(result):
-    left_out, failed = without(result, LATE), without(result, "failed: RuntimeError: no")
+def test_skipped_parts_are_missing_and_failed_parts_are_lost(result):
+    left_out, failed = (
+        without_parts(result, LATE),
+        without_parts(result, "failed: RuntimeError: no"),
+    )
     assert {c.verdict for c in compare(result, left_out, fail_over=0.05)} == {"same", "missing"}
     assert not left_out.failed
     assert {c.verdict for c in regressed(compare(result, failed, fail_over=0.05))} == {"lost"}
     assert failed.failed
 
 
-def test_compare_refuses_other_devices_unless_forced(result):
+def test_compare_refuses_different_devices_unless_forced(result):
     other = dataclasses.replace(result, environment=result.environment | {"device": "another"})
     with pytest.raises(InvalidInput, match="another"):
         compare(result, other, fail_over=0.05)
@@ -224,13 +225,13 @@ def test_compare_refuses_other_devices_unless_forced(result):
     )
     with pytest.raises(InvalidInput, match="checkpoints"):
         compare(real, trained, fail_over=0.05)
-    assert compare(result, trained, fail_over=0.05)  # random inputs in common
+    assert compare(result, trained, fail_over=0.05)  # they share random inputs
     nothing = dataclasses.replace(result, measurements=[])
     with pytest.raises(InvalidInput, match="in common"):
         compare(result, nothing, fail_over=0.05)
 
 
-def test_real_inputs_come_from_the_text_and_the_seed():
+def test_real_inputs_depend_on_text_and_seed():
     from nsa_bench.inputs import make_inputs
 
     config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
@@ -250,8 +251,8 @@ def test_real_inputs_come_from_the_text_and_the_seed():
     real = make("real")
     assert real.q.shape == (2, 30, 2, 8)
     assert real.gates.shape == (2, 30, 2, 3)
-    # The text repeats after ten bytes, v has no position, and a token knows of the 64 bytes before
-    # it.
+    # The text repeats after ten bytes, v does not depend on the position, and an embedding depends
+    # on the preceding 64 bytes.
     far = make("real", length=90).v[0]
     torch.testing.assert_close(far[70], far[80])
     assert not torch.allclose(far[70], far[79])

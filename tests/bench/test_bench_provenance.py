@@ -1,4 +1,4 @@
-"""The commit in a result file, for every way in which the packages can be installed."""
+"""The commit in a result file, for every way to install the packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORE = provenance.in_checkout("nsa_core")
 
 
 def git(folder: pathlib.Path, *words: str) -> str:
-    who = (
+    config = (
         "-c",
         "user.name=a",
         "-c",
@@ -30,7 +30,7 @@ def git(folder: pathlib.Path, *words: str) -> str:
         "init.defaultBranch=main",
     )
     done = subprocess.run(
-        ("git", *who, *words), cwd=folder, capture_output=True, text=True, check=True
+        ("git", *config, *words), cwd=folder, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 
@@ -51,7 +51,7 @@ def committed(root: pathlib.Path) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A repository like this one, with one commit."""
+    """Return a repository with this one's packages and one commit."""
     root = tmp_path / "checkout"
     for package in provenance.PACKAGES:
         copy(package, root / provenance.in_checkout(package))
@@ -62,7 +62,7 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def target(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder as pip --target leaves it."""
+    """Return a folder of installed packages, as `pip install --target` creates it."""
     folder = tmp_path / "target"
     for package in provenance.PACKAGES:
         copy(package, folder / package)
@@ -73,14 +73,16 @@ def target(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def note(target: pathlib.Path, noted: object, packages=provenance.PACKAGES) -> None:
+def write_record(target: pathlib.Path, record: object, packages=provenance.PACKAGES) -> None:
     for package in packages:
         file = target / f"{package}-9.9.dist-info" / "direct_url.json"
-        file.write_text(json.dumps(noted))
+        file.write_text(json.dumps(record))
 
 
-def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[str | None, str]:
-    """git_commit() of the installation in ``target``, in a process that works in ``cwd``."""
+def commit_of(
+    target: pathlib.Path, cwd: pathlib.Path, **environment: str
+) -> tuple[str | None, str]:
+    """Run git_commit() of the installation in ``target``, in a process with folder ``cwd``."""
     code = (
         "import json; from nsa_bench.provenance import git_commit; print(json.dumps(git_commit()))"
     )
@@ -93,38 +95,37 @@ def asked(target: pathlib.Path, cwd: pathlib.Path, **environment: str) -> tuple[
     return commit, reason
 
 
-def test_installed_from_a_checkout_with_target(target, checkout, tmp_path):
+def test_the_folder_that_pip_installed_from_gives_the_commit(target, checkout, tmp_path):
     for package in provenance.PACKAGES:
         folder = checkout / provenance.in_checkout(package).parents[1]
-        note(target, {"url": folder.as_uri(), "dir_info": {}}, [package])
+        write_record(target, {"url": folder.as_uri(), "dir_info": {}}, [package])
     head = git(checkout, "rev-parse", "HEAD")
-    assert asked(target, tmp_path) == (head, "")
+    assert commit_of(target, tmp_path) == (head, "")
     (checkout / "README.md").write_text("b")
-    assert asked(target, tmp_path) == (head + "+", "")
-    (checkout / CORE / "ops.py").write_text("# went on after the installation\n")
-    commit, reason = asked(target, tmp_path)
+    assert commit_of(target, tmp_path) == (head + "+", "")
+    (checkout / CORE / "ops.py").write_text("# added after the installation\n")
+    commit, reason = commit_of(target, tmp_path)
     assert commit is None
     assert (
-        "the folder that pip installed from does not hold the installed files of nsa_core;"
-        in reason
+        "the folder that pip installed from differs from the installed files of nsa_core;" in reason
     )
 
 
-def test_installed_from_a_repository(target, tmp_path):
+def test_the_repository_that_pip_installed_from_gives_the_commit(target, tmp_path):
     pinned = {"vcs": "git", "commit_id": "abc123"}
-    note(target, {"url": "https://example.org/nsa", "vcs_info": pinned})
-    assert asked(target, tmp_path) == ("abc123", "")
-    note(target, {"vcs_info": {**pinned, "commit_id": "def456"}}, ["nsa_cli"])
-    assert asked(target, tmp_path)[0] is None, "two commits are no commit"
+    write_record(target, {"url": "https://example.org/nsa", "vcs_info": pinned})
+    assert commit_of(target, tmp_path) == ("abc123", "")
+    write_record(target, {"vcs_info": {**pinned, "commit_id": "def456"}}, ["nsa_cli"])
+    assert commit_of(target, tmp_path)[0] is None, "two different commits"
 
 
-def test_the_working_directory_counts_when_it_holds_the_same_files(target, checkout):
+def test_the_working_directory_counts_if_its_files_are_equal(target, checkout):
     head = git(checkout, "rev-parse", "HEAD")
-    assert asked(target, checkout / "packages") == (head, "")
+    assert commit_of(target, checkout / "packages") == (head, "")
 
 
 def test_every_installed_package_is_compared_with_the_checkout(target, checkout, monkeypatch):
-    """One file of one package differs."""
+    """A single file of one package differs."""
     monkeypatch.syspath_prepend(str(target))
     monkeypatch.setattr(provenance, "__file__", str(target / "nsa_bench" / "provenance.py"))
     monkeypatch.setattr(provenance, "_folder", lambda name: target / name)
@@ -137,41 +138,42 @@ def test_every_installed_package_is_compared_with_the_checkout(target, checkout,
         file.write_text("another version")
         commit, reason = provenance.git_commit()
         assert commit is None
-        assert f"working directory does not hold the installed files of {package}" in reason
+        assert f"working directory differs from the installed files of {package}" in reason
         file.write_text(text)
 
 
-def test_a_project_around_the_installation_is_not_its_source(target, tmp_path):
-    """A virtual environment inside somebody's repository, and a GIT_DIR left over from a hook."""
+def test_a_repository_around_the_installation_is_not_its_source(target, tmp_path):
+    """A virtual environment inside another repository, with GIT_DIR set by a hook."""
     (tmp_path / ".gitignore").write_text("target\n")
     committed(tmp_path)
-    commit, reason = asked(target, tmp_path, GIT_DIR=str(tmp_path / ".git"))
+    commit, reason = commit_of(target, tmp_path, GIT_DIR=str(tmp_path / ".git"))
     assert commit is None
     names = ", ".join(provenance.PACKAGES)
     for label in ("the package", "the working directory"):
-        assert f"{label} does not hold the installed files of {names}" in reason
+        assert f"{label} differs from the installed files of {names}" in reason
 
 
-def test_nowhere_says_where_was_looked(target, tmp_path):
-    for noted in (
+def test_without_a_checkout_the_reason_lists_every_origin(target, tmp_path):
+    for record in (
         {},
         [],
         {"url": "file:///absent", "dir_info": {}},
         {"url": 3, "dir_info": {}, "vcs_info": 3},
     ):
-        note(target, noted)
-        commit, reason = asked(target, tmp_path)
+        write_record(target, record)
+        commit, reason = commit_of(target, tmp_path)
         assert commit is None
-        assert "the package is in no git checkout" in reason
-        assert "the working directory is in no git checkout" in reason
+        assert "the package is not in a git checkout" in reason
+        assert "the working directory is not in a git checkout" in reason
 
 
 def test_without_git_there_is_a_reason(target, checkout, tmp_path):
-    commit, reason = asked(target, checkout, PATH=str(tmp_path))
-    assert (commit, reason.endswith("git told no commit of the working directory")) == (None, True)
+    commit, reason = commit_of(target, checkout, PATH=str(tmp_path))
+    assert commit is None
+    assert reason.endswith("git reports no commit for the working directory")
 
 
-def test_tree_is_what_git_calls_it(checkout):
+def test_tree_id_equals_gits_tree_id(checkout):
     folder = checkout / CORE
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(b"x")
@@ -182,13 +184,13 @@ def test_tree_is_what_git_calls_it(checkout):
     assert provenance.tree_id(folder / "absent") is None
 
 
-def test_the_packages_are_those_of_the_repository():
+def test_packages_lists_every_package_of_the_repository():
     packages = pathlib.Path(__file__).resolve().parents[2] / "packages"
     modules = packages.glob("*/src/*/__init__.py")
     assert {path.parent.name for path in modules} == set(provenance.PACKAGES)
 
 
-def test_every_package_of_ours_has_its_tree():
-    found = provenance.source()
-    assert found["source_trees"].keys() >= set(provenance.PACKAGES)
-    assert (found["git_commit"] is None) == bool(found["git_commit_reason"])
+def test_source_has_a_tree_id_for_every_package():
+    facts = provenance.source()
+    assert facts["source_trees"].keys() >= set(provenance.PACKAGES)
+    assert (facts["git_commit"] is None) == bool(facts["git_commit_reason"])

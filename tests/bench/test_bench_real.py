@@ -1,4 +1,4 @@
-"""Real inputs: checkpoints in and out, and the recipe in benchmarks/ that makes them."""
+"""Real inputs: checkpoints of trained layers, and benchmarks/real_blocks.py, which trains them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypatch):
+def test_a_saved_checkpoint_makes_the_real_inputs(checkpoint, run, monkeypatch):
     model, facts = bytemodel.load(checkpoint)
     assert facts == {"steps": 7}
     with pytest.raises(InvalidInput, match="exists"):
@@ -46,7 +46,7 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
         torch.testing.assert_close(
             model.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0
         )
-    given = {
+    options = {
         "batch": 1,
         "length": 64,
         "dtype": torch.float32,
@@ -54,19 +54,24 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
         "seed": 0,
         "text": TEXT,
     }
-    trained, untrained = (make_inputs("real", CONFIG, model=m, **given) for m in (model, None))
-    tokens = bytemodel.tokens_of(TEXT, 1, 64)
-    made = model.activations(tokens)
-    for name, want in (("q", made.q), ("k", made.k[1]), ("v", made.v[1]), ("gates", made.gates)):
-        assert torch.equal(getattr(trained, name), want)
+    trained, untrained = (make_inputs("real", CONFIG, model=m, **options) for m in (model, None))
+    tokens = bytemodel.byte_tokens(TEXT, 1, 64)
+    expected = model.activations(tokens)
+    for name, tensor in (
+        ("q", expected.q),
+        ("k", expected.k[1]),
+        ("v", expected.v[1]),
+        ("gates", expected.gates),
+    ):
+        assert torch.equal(getattr(trained, name), tensor)
         assert not torch.equal(getattr(trained, name), getattr(untrained, name))
     seen = []
 
-    def watched(*arguments, model, **options):
+    def recorded(*arguments, model, **options):
         seen.append(model)
         return make_inputs(*arguments, model=model, **options)
 
-    monkeypatch.setattr("nsa_bench.run.make_inputs", watched)
+    monkeypatch.setattr("nsa_bench.run.make_inputs", recorded)
     result = run(
         lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint]
     )
@@ -75,14 +80,14 @@ def test_a_checkpoint_comes_back_and_makes_the_inputs(checkpoint, run, monkeypat
     assert torch.equal(seen[0].head.weight, model.head.weight)
 
 
-def test_checkpoints_that_do_not_fit_are_refused(checkpoint, run, tmp_path):
-    def refused(match: str, **changes) -> None:
+def test_checkpoints_of_wrong_shapes_or_files_are_refused(checkpoint, run, tmp_path):
+    def assert_refused(match: str, **changes) -> None:
         with pytest.raises(InvalidInput, match=match):
             run(**{"inputs": ["real"], "text": TEXT, "checkpoints": [checkpoint], **changes})
 
-    refused("needed: one each of 4/2/8", shapes=[parse_shape("4/2/8")])
-    refused("second checkpoint of shape 2/1/8", checkpoints=[checkpoint, checkpoint])
-    refused("inputs are random", inputs=["random"])
+    assert_refused("needed: one each of 4/2/8", shapes=[parse_shape("4/2/8")])
+    assert_refused("second checkpoint of shape 2/1/8", checkpoints=[checkpoint, checkpoint])
+    assert_refused("inputs are random", inputs=["random"])
     for name, content in (
         ("none", None),
         ("empty", b""),
@@ -91,10 +96,10 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, run, tmp_path):
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        refused("cannot be read as a checkpoint", checkpoints=[tmp_path / name])
+        assert_refused("cannot be read as a checkpoint", checkpoints=[tmp_path / name])
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path, checkpoint):
+def test_files_that_are_not_byte_models_are_refused(tmp_path, checkpoint):
     import safetensors.torch
 
     safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / "other")
@@ -113,7 +118,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, checkpoint):
         bytemodel.load(tmp_path / "other")
 
 
-def test_without_safetensors_it_says_what_to_type(monkeypatch, tmp_path):
+def test_without_safetensors_the_error_has_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(BackendUnavailable, match=r"pip install 'safetensors'"):
@@ -122,9 +127,9 @@ def test_without_safetensors_it_says_what_to_type(monkeypatch, tmp_path):
         bytemodel.save(bytemodel.untrained(CONFIG, 0), tmp_path / "x", {})
 
 
-def test_the_layer_behind_a_token_knows_what_precedes_and_nothing_else():
+def test_activations_depend_on_preceding_bytes_only():
     model = bytemodel.untrained(CONFIG, 0)
-    tokens = bytemodel.tokens_of(TEXT, 1, 90)
+    tokens = bytemodel.byte_tokens(TEXT, 1, 90)
     changed = tokens.clone()
     changed[0, 80] += 1
     before, after = (model.activations(t).q[0] for t in (tokens, changed))
@@ -133,7 +138,7 @@ def test_the_layer_behind_a_token_knows_what_precedes_and_nothing_else():
     assert torch.equal(model(tokens)[0, :80], model(changed)[0, :80])
 
 
-def test_the_text_inside_python_is_long_and_the_same_every_time():
+def test_library_text_is_long_and_deterministic():
     text = library_text(65536)
     assert len(text) >= 65536
     assert text == library_text(65536)
@@ -146,13 +151,13 @@ def real_blocks():
         "real_blocks", ROOT / "benchmarks" / "real_blocks.py"
     )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    sys.modules[spec.name] = module  # dataclasses resolve annotations there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
 
 
-def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch, capsys):
+def test_real_blocks_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch, capsys):
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
     options = {
@@ -169,8 +174,8 @@ def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch
     )
     real_blocks.main()
     assert "2/1/8: 8 steps" in capsys.readouterr().out
-    found = json.loads((tmp_path / "r").read_text())
-    facts = found["shapes"]["2/1/8"]
+    document = json.loads((tmp_path / "r").read_text())
+    facts = document["shapes"]["2/1/8"]
     assert facts["loss_after"] < facts["loss_before"] - 0.1
     for name in ("untrained", "trained", "random"):
         assert set(facts[name]["256"]["union_over_n"]) == {"2", "4", "8", "16", "32"}
@@ -191,8 +196,8 @@ def test_the_recipe_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch
         real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
 
 
-def test_what_the_recipe_saved_is_benched(real_blocks, tmp_path, monkeypatch, nsa):
-    """The two commands of docs/bench.md, one after the other, small."""
+def test_nsa_bench_reads_the_checkpoints_of_real_blocks(real_blocks, tmp_path, monkeypatch, nsa):
+    """Run small versions of the two commands in docs/bench.md."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
     options = {
@@ -238,16 +243,16 @@ def test_what_the_recipe_saved_is_benched(real_blocks, tmp_path, monkeypatch, ns
     assert result.settings["text_bytes"] >= 192
 
 
-def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, monkeypatch):
-    done = {"steps": 1, "seconds": 1, "loss_before": 2, "loss_after": 1}
-    done |= {
+def test_an_interrupted_run_keeps_finished_shapes(real_blocks, tmp_path, monkeypatch):
+    facts = {"steps": 1, "seconds": 1, "loss_before": 2, "loss_after": 1}
+    facts |= {
         name: {"64": {"union_over_n": {"8": 1}}} for name in ("untrained", "trained", "random")
     }
 
     def study(shape, *others):
         if shape == "4/2/8":
             raise KeyboardInterrupt
-        return done
+        return facts
 
     monkeypatch.setattr(real_blocks, "study", study)
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
@@ -255,11 +260,11 @@ def test_a_run_that_is_cut_off_keeps_what_it_measured(real_blocks, tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["real_blocks", *options])
     with pytest.raises(KeyboardInterrupt):
         real_blocks.main()
-    assert json.loads((tmp_path / "r").read_text())["shapes"] == {"2/1/8": done}
+    assert json.loads((tmp_path / "r").read_text())["shapes"] == {"2/1/8": facts}
 
 
 @pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
-def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
+def test_random_causal_blocks_follow_the_selection_rules(real_blocks, init, local, n):
     geometry = NSAConfig(
         dim=8,
         n_heads=1,
@@ -287,12 +292,12 @@ def test_random_blocks_keep_the_rules_of_selection(real_blocks, init, local, n):
     )
 
 
-def test_locality_is_1_where_all_agree_and_the_tile_where_none_do(real_blocks):
+def test_locality_is_1_for_equal_and_the_tile_size_for_disjoint_blocks(real_blocks):
     geometry = BlockGeometry(8, 4, 16, num_selected_blocks=2, init_blocks=0, local_blocks=1)
     same = torch.tensor([0, 1]).expand(1, 1024, 1, 2)
     assert set(real_blocks.locality(same, geometry).values()) == {1.0}
-    none = (torch.arange(1024)[:, None] * 2 + torch.arange(2)).remainder(64).view(1, 1024, 1, 2)
-    assert real_blocks.locality(none, geometry) == {
+    disjoint = (torch.arange(1024)[:, None] * 2 + torch.arange(2)).remainder(64).view(1, 1024, 1, 2)
+    assert real_blocks.locality(disjoint, geometry) == {
         "2": 2.0,
         "4": 4.0,
         "8": 8.0,

@@ -1,6 +1,4 @@
-"""Somebody else's NSA beside ours, with a stand-in for the package: timed, absent, refused, or
-failing anywhere.
-"""
+"""Other libraries' NSA in a benchmark, with a fake package: timed, missing, refused or failing."""
 
 from __future__ import annotations
 
@@ -31,18 +29,18 @@ SETTINGS = {
 
 
 def attention(
-    q: Any, k: Any, v: Any, g_cmp: Any, g_slc: Any, g_swa: Any, **how: Any
+    q: Any, k: Any, v: Any, g_cmp: Any, g_slc: Any, g_swa: Any, **options: Any
 ) -> torch.Tensor:
-    """What parallel_nsa is documented to compute, by ours."""
-    block = how["block_size"]
-    config = SHAPE.config((block, block, block, how["block_counts"], how["window_size"]))
+    """Compute the documented result of parallel_nsa with nsa_core."""
+    block = options["block_size"]
+    config = SHAPE.config((block, block, block, options["block_counts"], options["window_size"]))
     gates = torch.stack([g_cmp, g_slc, g_swa], -1).float()
-    return nsa_attention(q, k, v, gates, config=dataclasses.replace(config, scale=how["scale"]))
+    return nsa_attention(q, k, v, gates, config=dataclasses.replace(config, scale=options["scale"]))
 
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
-    """Put a stand-in for fla in place, whose parallel_nsa is the given function."""
+    """Install a fake fla whose parallel_nsa is the given function."""
 
     def install(function: Callable[..., Any] = attention) -> types.ModuleType:
         for name in ("fla", "fla.ops", "fla.ops.nsa", "fla.ops.nsa.parallel"):
@@ -55,21 +53,21 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
     return install
 
 
-def of_rival(result: Any) -> list[Any]:
+def rival_measurements(result: Any) -> list[Any]:
     return [m for m in result.measurements if m.kind == "rival"]
 
 
-def test_it_is_timed_in_the_same_cells(run, fla, tmp_path):
+def test_a_rival_is_timed_in_the_same_cells(run, fla, tmp_path):
     fla()
     result = run(**SETTINGS)
-    found = of_rival(result)
-    assert [(m.subject, m.phase) for m in found] == [(NAME, "forward"), (NAME, "backward")]
-    assert all(m.performance for m in found)
-    assert all(m.ratio_to_dense for m in found)
+    measurements = rival_measurements(result)
+    assert [(m.subject, m.phase) for m in measurements] == [(NAME, "forward"), (NAME, "backward")]
+    assert all(m.performance for m in measurements)
+    assert all(m.ratio_to_dense for m in measurements)
     assert not result.failed
     (ours,) = {m.flops for m in result.measurements if m.kind == "combo" and m.phase == "forward"}
-    # fewer compressed keys: the work of what it computes, not of ours
-    assert 0 < found[0].flops < ours
+    # Its configuration has fewer compressed keys, so fewer operations are counted.
+    assert 0 < measurements[0].flops < ours
     assert not any("fla" in name for name in result.skipped)
     assert {c.subject for c in result.crossovers}.isdisjoint({NAME})
     path = tmp_path / "r.json"
@@ -77,8 +75,8 @@ def test_it_is_timed_in_the_same_cells(run, fla, tmp_path):
     assert read_result(path) == result
 
 
-def test_it_is_no_dense_kernel(run, fla):
-    """However fast: ratios and crossovers are against dense attention."""
+def test_a_rival_is_not_a_dense_kernel(run, fla):
+    """Ratios and crossovers are against dense attention, even if the rival is faster."""
     fla(lambda q, k, v, *gates, **how: q * v.mean() * k.mean() * sum(g.mean() for g in gates))
     result = run(**SETTINGS)
     dense = {m.phase: m.performance.median_ms for m in result.measurements if m.kind == "dense"}
@@ -88,7 +86,7 @@ def test_it_is_no_dense_kernel(run, fla):
 
 
 class BadBackward(torch.autograd.Function):
-    """Forward runs; backward raises what no kernel of ours would."""
+    """A function whose backward raises an exception that our kernels never raise."""
 
     armed = False
 
@@ -103,7 +101,7 @@ class BadBackward(torch.autograd.Function):
         return grad, *[torch.zeros_like(grad[..., :1, :])] * 2, *[grad[..., 0]] * 3
 
 
-def test_one_that_fails_while_it_is_timed_is_a_row_with_its_error(run, fla, monkeypatch):
+def test_a_rival_that_fails_during_timing_has_its_error_as_reason(run, fla, monkeypatch):
     fla(lambda q, k, v, *gates, **how: BadBackward.apply(q, k, v, *gates))
     monkeypatch.setattr(BadBackward, "armed", False)
     real = rivals._refusal
@@ -111,12 +109,12 @@ def test_one_that_fails_while_it_is_timed_is_a_row_with_its_error(run, fla, monk
         rivals, "_refusal", lambda *x: (real(*x), setattr(BadBackward, "armed", True))[0]
     )
     result = run(**SETTINGS)
-    forward, backward = of_rival(result)
+    forward, backward = rival_measurements(result)
     assert forward.performance
     assert backward.performance is None
     assert "KeyError" in backward.reason
     assert "no such tile" in backward.reason
-    assert not result.failed  # ours are well
+    assert not result.failed  # rivals do not count
     assert all(m.performance for m in result.measurements if m.kind != "rival")
 
 
@@ -124,33 +122,33 @@ def test_one_that_fails_while_it_is_timed_is_a_row_with_its_error(run, fla, monk
     "error",
     [TypeError("a surprise"), AssertionError(), SyntaxError("bad kernel"), ImportError("x")],
 )
-def test_one_that_fails_at_once_is_left_out_with_the_reason(error, run, fla):
-    def broken(*given: Any, **how: Any) -> Any:
+def test_a_rival_that_fails_at_once_is_skipped_with_its_error(error, run, fla):
+    def broken(*tensors: Any, **options: Any) -> Any:
         raise error
 
     fla(broken)
     result = run(**SETTINGS)
-    assert not of_rival(result)
+    assert not rival_measurements(result)
     (reason,) = [text for name, text in result.skipped.items() if NAME in name]
     assert type(error).__name__ in reason
     assert not result.failed
 
 
-def test_without_flash_attn_it_says_so(run, fla):
+def test_a_rival_without_flash_attn_is_skipped_with_a_reason(run, fla):
     fla().flash_attn_func = None
     (reason,) = [text for name, text in run(**SETTINGS).skipped.items() if NAME in name]
     assert "its window needs the package flash-attn" in reason
 
 
-def test_shapes_that_it_does_not_take(run, fla):
+def test_unsupported_shapes_of_a_rival_are_skipped_with_a_reason(run, fla):
     fla()
     result = run(**{**SETTINGS, "shapes": [parse_shape("12/2/8")]})
     assert [text for name, text in result.skipped.items() if NAME in name] == [
-        "needs 16, 32, 64, ... query heads to a kv head, got 6"
+        "needs 16, 32, 64, ... query heads per kv head, got 6"
     ]
 
 
-def test_absent_it_is_listed_with_the_reason(run, monkeypatch):
+def test_a_rival_that_is_not_installed_is_skipped_with_a_reason(run, monkeypatch):
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
     result = run(**SETTINGS)
     assert [text for name, text in result.skipped.items() if NAME in name] == [
@@ -159,7 +157,7 @@ def test_absent_it_is_listed_with_the_reason(run, monkeypatch):
     assert not result.failed
 
 
-def test_who_is_asked_when_nobody_is_named(fla):
+def test_default_rivals_and_unknown_names(fla):
     config = SHAPE.config((8, 4, 16, 3, 24))
     fla()
     assert rivals.rivals(None, config, "cpu", torch.float32) == []
@@ -168,7 +166,7 @@ def test_who_is_asked_when_nobody_is_named(fla):
         rivals.check_rivals(["flaa"])
 
 
-def test_the_command_names_and_refuses(nsa, fla, tmp_path):
+def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path):
     fla()
     options = (
         "--shape",
@@ -186,4 +184,5 @@ def test_the_command_names_and_refuses(nsa, fla, tmp_path):
     assert done.code == 0, done.err
     assert NAME in done.out
     done = nsa("bench", *options, "--rival", "xla")
-    assert (done.code, "rival must be of fla, got 'xla'" in done.err) == (2, True)
+    assert done.code == 2
+    assert "rival must be one of fla, got 'xla'" in done.err

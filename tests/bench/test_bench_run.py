@@ -1,6 +1,4 @@
-"""A run: gates before times, every part timed, results read back, and nothing about what is
-wrong.
-"""
+"""A benchmark run: gates before times, every kernel timed, results read back, failures reported."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from nsa_core.errors import InvalidInput
 from nsa_verify.combination import parse_combination
 
 
-def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
+def test_a_run_times_every_kernel_and_dense_attention(run, tmp_path):
     result = run(
         phases=["forward", "backward", "both"], inputs=["real"], text=b"to be or not to be"
     )
@@ -39,11 +37,10 @@ def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
         assert m.ratio_to_dense == 1 if m.kind == "dense" else m.ratio_to_dense > 0
         if m.kind == "combo":
             parts = {"compress", "cmp", "select", "sel", "win", "combine"}
-            # known from the other two
             timed = {
                 "forward": parts,
                 "backward": parts - {"select"},
-                "both": set(),
+                "both": set(),  # forward and backward are measured already
             }
             assert set(m.parts) == timed[m.phase]
             assert all(part.performance for part in m.parts.values())
@@ -54,12 +51,12 @@ def test_a_run_times_every_part_and_the_dense_rival(run, tmp_path):
     assert json.loads(file.read_text())["settings"]["threads"] == 1
 
 
-def test_output_of_one_call_needs_at_least_the_memory_of_its_output(run):
+def test_peak_memory_includes_the_output(run):
     m = next(m for m in run(lengths=[80], phases=["forward"]).measurements if m.kind == "dense")
     assert m.peak_memory_bytes >= 80 * 2 * 8 * 4
 
 
-def test_a_wrong_backend_gets_no_figure(run, registry_with):
+def test_a_wrong_backend_is_not_timed(run, registry_with):
     result = run(registry_with("wrong", lambda o: o * 1.01), phases=["forward"])
     assert result.failed
     assert {g.combo: g.ok for g in result.gates} == {"auto": True, "wrong": False}
@@ -73,7 +70,7 @@ def test_a_wrong_backend_gets_no_figure(run, registry_with):
     assert not [c for c in result.crossovers if c.subject == "wrong" and c.length]
 
 
-def test_a_wrong_gradient_alone_fails_the_gate(run, registry_with, monkeypatch):
+def test_a_wrong_gradient_fails_the_gate(run, registry_with, monkeypatch):
     registry = registry_with("wrong")
     module = sys.modules[registry.get("wrong").spec.slots["win"].forward.partition(":")[0]]
     real = module.backward
@@ -99,30 +96,30 @@ def test_a_backend_that_raises_fails_its_gate(run, registry_with):
     assert "no such tile" in next(g for g in result.gates if not g.ok).failures[0]
 
 
-def test_a_time_limit_leaves_reasons(run):
+def test_cells_after_the_time_limit_have_a_reason(run):
     result = run(time_limit_s=0.0)
     assert {m.reason for m in result.measurements} == {"not measured: the time limit was reached"}
     assert {c.length for c in result.crossovers} == {None}
 
 
-def test_a_call_expected_to_take_too_long_is_not_tried(run):
+def test_a_call_that_would_take_too_long_is_not_tried(run):
     result = run(phases=["forward"], max_call_s=1e-9)
     assert all(m.performance for m in result.measurements if m.length == 40)
     assert all("would take" in m.reason for m in result.measurements if m.length == 80)
 
 
-def test_decode_is_measured_apart(run):
+def test_decode_cannot_be_combined_with_other_phases(run):
     with pytest.raises(InvalidInput, match="decode is measured by"):
         run(phases=["decode", "forward"])
 
 
-def test_unknown_phase(run):
+def test_an_unknown_phase_is_refused(run):
     with pytest.raises(InvalidInput, match="sideways"):
         run(phases=["sideways"])
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         ("", "is not JSON"),
         ("[1]", "not a result"),
@@ -131,16 +128,16 @@ def test_unknown_phase(run):
         ('{"kind": "nsa-bench", "schema_version": NaN}', "is not JSON"),
     ],
 )
-def test_row_60_unreadable_results_are_refused_by_name(nsa, tmp_path, content, said):
+def test_row_60_unreadable_results_are_refused(nsa, tmp_path, content, text):
     file = tmp_path / "r.json"
     file.write_text(content)
     done = nsa("bench", "report", str(file))
     assert done.code == 2
-    assert said in done.err
+    assert text in done.err
     assert len(done.err.splitlines()) == 1
 
 
-def test_row_60_missing_and_damaged_results(nsa, run, tmp_path):
+def test_row_60_missing_and_damaged_results_are_refused(nsa, run, tmp_path):
     assert nsa("bench", "report", str(tmp_path / "none.json")).code == 2
     document = json.loads(run(lengths=[40], phases=["forward"]).to_json())
     document["measurements"][0]["performance"]["median_ms"] = "fast"
@@ -168,24 +165,24 @@ SMALL = (
 )
 
 
-def test_command_writes_what_it_prints(nsa, tmp_path):
+def test_the_command_prints_and_saves_a_result(nsa, tmp_path):
     files = {name: str(tmp_path / f"r.{name}") for name in ("json",)}
     done = nsa("bench", *SMALL, "--json", files["json"])
     assert done.code == 0, done.err
-    for said in (
+    for text in (
         "Combinations",
         "2/1/8 float32, forward",
         "dense flash",
         "peak rates",
         "1 CPU thread",
     ):
-        assert said in done.out
-    assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # exists
+        assert text in done.out
+    assert nsa("bench", *SMALL, "--json", files["json"]).code == 2  # the file exists
     assert "dense flash" in nsa("bench", "report", files["json"]).out
     assert nsa("bench", "compare", files["json"], files["json"]).code == 0
 
 
-def test_command_leaves_with_1_for_a_wrong_backend(nsa, registry_with, monkeypatch):
+def test_the_command_exits_with_1_for_a_wrong_backend(nsa, registry_with, monkeypatch):
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     done = nsa("bench", *SMALL)
@@ -194,7 +191,7 @@ def test_command_leaves_with_1_for_a_wrong_backend(nsa, registry_with, monkeypat
     assert "not correct: its gate failed" in done.out
 
 
-def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
+def test_the_compare_command_exits_with_1_for_a_regression(nsa, run, tmp_path):
     old = run(lengths=[40], phases=["forward"])
     slow = [
         dataclasses.replace(
@@ -213,7 +210,7 @@ def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "text"),
     [
         (("--combo", "win=sdqa"), 2, "did you mean 'sdpa'"),
         (("--combo", "triton"), 3, "triton"),
@@ -234,13 +231,13 @@ def test_compare_command_leaves_with_1_for_a_regression(nsa, run, tmp_path):
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
 )
-def test_bad_requests(nsa, arguments, code, said):
+def test_bad_arguments_are_refused(nsa, arguments, code, text):
     done = nsa("bench", "--device", "cpu", *arguments)
     assert done.code == code
-    assert said in done.err
+    assert text in done.err
 
 
-def test_a_cell_over_its_limit_says_what_it_left_out(run):
+def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
     result = run(lengths=[40], phases=["forward"], cell_limit_s=0.0)
     for m in result.measurements:
         assert m.performance is None
@@ -248,45 +245,45 @@ def test_a_cell_over_its_limit_says_what_it_left_out(run):
         assert {part.reason for part in m.parts.values()} == (
             {m.reason} if m.kind == "combo" else set()
         )
-    (said,) = (line for _, line in summary(result) if line.startswith("no figure"))
-    assert said.count("alone") == 6
-    assert all(m.subject in said for m in result.measurements)
+    (line,) = (entry for _, entry in summary(result) if entry.startswith("no figure"))
+    assert line.count("alone") == 6
+    assert all(m.subject in line for m in result.measurements)
     assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(
         result.measurements
     )
     before, after = page(result).split("<img")
     assert "no figure" not in before
-    assert html.escape(said) in after
+    assert html.escape(line) in after
     assert not result.failed
 
 
-def test_both_alone_is_told_by_part(run):
+def test_both_alone_times_every_kernel(run):
     (m,) = (m for m in run(lengths=[40], phases=["both"]).measurements if m.kind == "combo")
     assert set(m.parts) == {"compress", "cmp", "select", "sel", "win", "combine"}
 
 
-def test_the_growth_of_the_last_two_lengths_tells_whether_a_call_is_too_long(run, monkeypatch):
-    """A linear 1 ms per 40 tokens is 4 ms at 160; S^2 from 80 would say 8, and leave it out at
-    5.
-    """
+def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monkeypatch):
+    """1 ms per 40 tokens is 4 ms at 160 tokens; S^2 from 80 would expect 8 and skip it at 5."""
     from nsa_bench import run as module
 
-    def measured(self, problem, timed, wanted):
+    def measured(self, cell, plans, baselines):
         times = {
-            n: summarise([problem.length / 40.0], "perf_counter", 1)
-            for n in ("total auto", "dense flash")
+            name: summarise([cell.length / 40.0], "perf_counter", 1)
+            for name in ("total auto", "dense flash")
         }
         return {name: Outcome(time) for name, time in times.items()}
 
-    monkeypatch.setattr(module.Bench, "_measured", measured)
-    found = run(phases=["forward"], lengths=[40, 80, 160, 320], max_call_s=0.005).measurements
-    assert [m.length for m in found if m.kind == "combo" and m.performance] == [40, 80, 160]
-    assert {m.reason for m in found if m.length == 320} == {
+    monkeypatch.setattr(module.Bench, "_time_workloads", measured)
+    measurements = run(
+        phases=["forward"], lengths=[40, 80, 160, 320], max_call_s=0.005
+    ).measurements
+    assert [m.length for m in measurements if m.kind == "combo" and m.performance] == [40, 80, 160]
+    assert {m.reason for m in measurements if m.length == 320} == {
         "not measured: a call would take about 0.008 s, over --max-call 0.005"
     }
 
 
-def test_a_device_that_breaks_costs_what_follows_and_not_what_was_measured(run, monkeypatch):
+def test_a_broken_device_fails_later_cells_and_keeps_earlier_ones(run, monkeypatch):
     from nsa_bench import run as module
 
     real = module.make_inputs
@@ -307,7 +304,7 @@ def test_a_device_that_breaks_costs_what_follows_and_not_what_was_measured(run, 
     )
 
 
-def test_a_kernel_that_breaks_while_it_is_timed_has_a_reason(monkeypatch):
+def test_a_kernel_that_fails_during_timing_has_a_reason(monkeypatch):
     calls = []
 
     def make():

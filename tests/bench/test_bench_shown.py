@@ -1,4 +1,4 @@
-"""What a result is shown as: plots and the page."""
+"""Presentations of a result: plots and the HTML page."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from nsa_bench.result import read_result
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 
 
-def test_plots_and_page_are_whole_and_self_contained(nsa, run, tmp_path):
+def test_plots_and_page_are_complete_and_self_contained(nsa, run, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
     file.write_text(run(phases=["forward"]).to_json())
-    made = {name: tmp_path / f"r.{name}" for name in ("png", "svg", "html")}
+    files = {name: tmp_path / f"r.{name}" for name in ("png", "svg", "html")}
     done = nsa(
-        "bench", "report", str(file), *(x for n, p in made.items() for x in (f"--{n}", str(p)))
+        "bench", "report", str(file), *(x for n, p in files.items() for x in (f"--{n}", str(p)))
     )
     assert done.code == 0, done.err
-    assert made["png"].read_bytes().startswith(b"\x89PNG")
-    assert b"</svg>" in made["svg"].read_bytes()
-    page = made["html"].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert b"</svg>" in files["svg"].read_bytes()
+    page = files["html"].read_text()
     assert page.rstrip().endswith("</html>")
     assert "data:image/png;base64," in page
     assert not [word for word in ("http://", "https://", "<script", "<link") if word in page]
 
 
-def test_times_within_a_decade_have_labels():
+def test_times_within_one_decade_have_axis_labels():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     from nsa_bench.render.plots import _over_length
 
@@ -50,7 +50,7 @@ def test_times_within_a_decade_have_labels():
     assert [tick.label1.get_text() for tick in axes.xaxis.get_major_ticks()] == ["32k", "64k"]
 
 
-def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
+def test_numbers_in_a_decode_figure_do_not_overlap_marks():
     pytest.importorskip("matplotlib")
     from nsa_bench.render.plots_decode import decode_figure
 
@@ -75,7 +75,7 @@ def test_numbers_of_a_decode_figure_stand_clear_of_its_marks():
     ]
 
 
-def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
+def test_sums_of_shares_do_not_overlap_the_line_at_one():
     pytest.importorskip("matplotlib")
     from nsa_bench.render.plots_decode import decode_figure
 
@@ -90,7 +90,7 @@ def test_a_sum_of_shares_stands_clear_of_the_line_of_the_step():
     assert all(left < box.x0 < box.x1 < right for left, right, box in ends)
 
 
-def test_without_matplotlib_it_says_what_to_install_before_any_work(nsa, monkeypatch, tmp_path):
+def test_a_missing_matplotlib_is_reported_before_any_work(nsa, monkeypatch, tmp_path):
     import importlib.util
 
     find = importlib.util.find_spec

@@ -1,4 +1,4 @@
-"""How long each part of a call takes inside it."""
+"""Times of the parts of a call, measured within the call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from nsa_bench.clocks import CpuClock, CudaClock
 
 
 @pytest.mark.parametrize("refusal", ["", "it waits"])
-def test_laps_on_a_device_are_what_each_part_adds_to_the_step(monkeypatch, refusal):
+def test_part_times_on_a_gpu_are_differences_of_prefixes(monkeypatch, refusal):
     clock, now, scale, replayed = object.__new__(CudaClock), [0.0], [1.0], []
 
-    def run(ended):
+    def run(part_ended):
         for part, ms in (("first", 2.0), ("second", 3.0), ("third", 0.5)):
             now[0] += ms * scale[0]
-            ended(part)
+            part_ended(part)
 
     def captured(make):
         call = make()
@@ -29,13 +29,13 @@ def test_laps_on_a_device_are_what_each_part_adds_to_the_step(monkeypatch, refus
     monkeypatch.setattr(clock, "_timed", timed)
     times, method = clock.slot_times(run)
     assert times() == {"first": 2.0, "second": 3.0, "third": 0.5}
-    scale[0] = 10.0  # each call is taken anew
+    scale[0] = 10.0  # each call measures again
     assert times() == {"first": 20.0, "second": 30.0, "third": 5.0}
     assert (len(replayed), method) == ((0, "within events") if refusal else (6, "within graph"))
 
 
-def test_laps_on_the_cpu_sum_to_the_call(monkeypatch):
-    ticks = iter(range(0, 10**9, 10**6))  # a millisecond at every look at the clock
+def test_part_times_on_the_cpu_sum_to_the_call(monkeypatch):
+    ticks = iter(range(0, 10**9, 10**6))  # each reading advances the clock by 1 ms
     monkeypatch.setattr("time.perf_counter_ns", lambda: next(ticks))
     times, method = CpuClock().slot_times(lambda ended: [ended(part) for part in "abc"])
     assert (times(), method) == ({"a": 1.0, "b": 1.0, "c": 1.0}, "within")

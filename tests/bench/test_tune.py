@@ -1,6 +1,4 @@
-"""`nsa tune`: what is measured decides what `auto` takes here, and only as long as it is the same
-here.
-"""
+"""`nsa tune`: its records decide the choice of `auto`, as long as the environment is the same."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 
 @pytest.fixture
 def registry(registry_with):
-    """Beside sdpa a window backend of higher priority that is right and slow."""
+    """Return a registry with sdpa and a correct but slow win backend of higher priority."""
     return registry_with("slow", delay=0.05, priority=100)
 
 
@@ -29,14 +27,14 @@ _records: list[tuned.Record] = []
 
 @pytest.fixture
 def measured(registry):
-    """The registry after tuning; measured once, saved anew for every test."""
+    """Return the registry after tuning; the records are measured once and saved for each test."""
     if not _records:
-        told: list[str] = []
-        how = {"device": "cpu", "dtype": torch.float32}
-        _records.extend(
-            tune(CONFIG, registry, **how, length=48, budget_s=0.001, advance=told.append).records
-        )
-        assert len(told) == steps(CONFIG, registry, **how)  # so that the time left is told rightly
+        labels: list[str] = []
+        options = {"device": "cpu", "dtype": torch.float32}
+        result = tune(CONFIG, registry, **options, length=48, budget_s=0.001, advance=labels.append)
+        _records.extend(result.records)
+        # The command's progress bar needs the exact number of steps.
+        assert len(labels) == steps(CONFIG, registry, **options)
     tuned.save(_records)
     return registry
 
@@ -46,19 +44,19 @@ def window(registry, **changes) -> str:
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_auto_takes_the_fastest_measured_and_explain_says_so(registry, needs_grad):
+def test_auto_takes_the_fastest_measured_backend_and_explains_it(registry, needs_grad):
     assert window(registry, needs_grad=needs_grad) == "slow"  # by priority
-    found = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
-    tuned.save(found.records)
+    tuning = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    tuned.save(tuning.records)
     plan = resolve(CONFIG, registry=registry, needs_grad=needs_grad)
     assert plan.choices["win"].backend == "sdpa"
     assert "win: sdpa 0.1.0 (auto, tuned: " in plan.explain()
     assert "against slow" in plan.explain()
-    assert "cmp: sdpa 0.1.0 (auto)" in plan.explain()  # no choice there
-    assert window(registry, backends={"win": "slow"}) == "slow"  # an explicit choice stays
+    assert "cmp: sdpa 0.1.0 (auto)" in plan.explain()  # only one candidate
+    assert window(registry, backends={"win": "slow"}) == "slow"  # an explicit choice wins
 
 
-def test_records_hold_for_what_was_measured_only(measured):
+def test_records_apply_only_to_the_measured_request(measured):
     assert window(measured) == "sdpa"
     assert window(measured, dtype="float64") == "slow"
     assert window(measured, varlen=True) == "slow"
@@ -78,7 +76,7 @@ def test_records_hold_for_what_was_measured_only(measured):
         ("slot", 3),
     ],
 )
-def test_another_device_version_or_a_malformed_record_is_ignored(measured, field, value):
+def test_records_of_other_environments_and_malformed_records_are_ignored(measured, field, value):
     document = json.loads(tuned.path().read_text())
     for record in document["records"]:
         record[field] = value
@@ -96,18 +94,18 @@ def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
     assert window(measured) == "sdpa"
 
 
-def test_what_is_wrong_is_neither_timed_nor_recorded(registry_with):
+def test_wrong_backends_are_neither_timed_nor_recorded(registry_with):
     registry = registry_with("wrong", lambda o: o * 1.01, priority=-5)
-    found = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
-    wrong = [t for t in found.times if t.backend == "wrong"]
+    tuning = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    wrong = [t for t in tuning.times if t.backend == "wrong"]
     assert {t.slot for t in wrong} == {"win"}
     assert {t.time_ms for t in wrong} == {None}
     assert all("gate failed" in t.reason for t in wrong)
-    assert "win" not in {r.slot for r in found.records}
-    assert {r.slot for r in found.records} == {"cmp", "select", "sel", "combine"}
+    assert "win" not in {r.slot for r in tuning.records}
+    assert {r.slot for r in tuning.records} == {"cmp", "select", "sel", "combine"}
 
 
-def test_command_saves_prints_and_explain_shows(nsa, registry, monkeypatch):
+def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeypatch):
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     arguments = ("--shape", "2/1/8", "--blocks", "8,4,16,3,24", "--length", "48", "--device", "cpu")
     done = nsa("tune", *arguments, "--budget", "0.001")
@@ -121,7 +119,7 @@ def test_command_saves_prints_and_explain_shows(nsa, registry, monkeypatch):
     assert "win: tuned: 1 ms against slow 50 ms" in shown.out
 
 
-def test_command_leaves_with_1_when_a_backend_is_wrong(nsa, registry_with, monkeypatch):
+def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monkeypatch):
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     done = nsa(

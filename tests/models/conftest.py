@@ -1,4 +1,4 @@
-"""Small models and data that the tests of nsa_models.lm share."""
+"""Small models and data shared by the tests of nsa_models.lm."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ LAYER = NSAConfig(
 
 @pytest.fixture(params=["nsa", "dense"])
 def attention(request: pytest.FixtureRequest) -> str:
-    """Both kinds of attention."""
+    """Run a test with NSA and with dense attention."""
     return str(request.param)
 
 
 @pytest.fixture
 def config() -> LMConfig:
-    """Two layers of width 24 over bytes, with NSA."""
+    """Return two layers of width 24 over bytes, with NSA."""
     return LMConfig(LAYER, 2, mlp_dim=32)
 
 
 @pytest.fixture
 def documents() -> list[str]:
-    """Forty documents of 1 to 196 characters, some of more bytes than characters."""
+    """Return forty documents of 1 to 196 characters; some have more bytes than characters."""
     return [f"document {n}: " + "wörd " * n if n else "x" for n in range(0, 40)]
 
 
 @pytest.fixture
 def rows(documents):
-    """``rows(length, **options)``: the documents as rows of bytes."""
+    """Return ``rows(length, **options)``, which packs the documents into rows of bytes."""
     return lambda length, **options: TextRows(
         ListCorpus(documents, "words"), ByteTokenizer(), length, **options
     )

@@ -1,4 +1,4 @@
-"""As much of pyarrow and of tokenizers as nsa_models.lm uses, for machines that have neither."""
+"""Fakes of the parts of pyarrow and tokenizers that nsa_models.lm uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cell:
 
 
 class ParquetFile:
-    """A file of JSON in place of parquet: {"group": rows a group, "columns": {name: values}}."""
+    """A JSON file instead of parquet: {"group": rows per group, "columns": {name: values}}."""
 
     def __init__(self, path: pathlib.Path) -> None:
         try:

@@ -1,6 +1,4 @@
-"""Corpora and tokenizers: files of every kind give all of their text, and a missing library is
-named with its hint.
-"""
+"""Corpora and tokenizers: every file type gives all its text; a missing library has a hint."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import standins
 from nsa_bench.python_docs import library_documents, library_text
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
-from nsa_models.lm import corpus as room
+from nsa_models.lm import corpus as corpus_module
 from nsa_models.lm.corpus import open_corpus
 from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
@@ -25,21 +23,21 @@ def epoch(path, number=0, start=0, **options):
 
 
 @pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
-def test_a_long_text_is_cut_into_documents_and_loses_nothing(tmp_path, monkeypatch, mark):
-    monkeypatch.setattr(room, "_CUT", 50)
+def test_a_long_text_is_split_without_loss(tmp_path, monkeypatch, mark):
+    monkeypatch.setattr(corpus_module, "_CUT", 50)
     text = mark.join(f"pärt{n}" * 3 for n in range(200))
     file = tmp_path / "long.txt"
     file.write_text(text, encoding="utf-8")
-    found = epoch(file)
-    assert sum(map(len, found)) == len(text)
-    assert sorted("".join(found)) == sorted(text)  # no character was cut in two
-    assert all(f in text and len(f.encode()) <= 100 for f in found)
-    assert mark == "" or sum(f.endswith(mark) for f in found) >= len(found) - 1
+    parts = epoch(file)
+    assert sum(map(len, parts)) == len(text)
+    assert sorted("".join(parts)) == sorted(text)  # no character is split
+    assert all(part in text and len(part.encode()) <= 100 for part in parts)
+    assert mark == "" or sum(part.endswith(mark) for part in parts) >= len(parts) - 1
     file.write_text("short", encoding="utf-8")
     assert epoch(file) == ["short"]
 
 
-def test_a_folder_gives_its_text_and_nothing_else(tmp_path):
+def test_a_folder_gives_its_visible_text_files(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.md").write_text("two")
     (tmp_path / "a.txt").write_text("one")
@@ -52,7 +50,7 @@ def test_a_folder_gives_its_text_and_nothing_else(tmp_path):
     assert open_corpus(str(tmp_path)).name == tmp_path.name
 
 
-def test_an_epoch_has_an_order_of_its_own_and_starts_anywhere(tmp_path):
+def test_epochs_differ_in_order_and_start_at_any_document(tmp_path):
     lines = [json.dumps({"body": f"number {n}"}) for n in range(50)]
     for name, part in (("a.jsonl", lines[:20]), ("b.ndjson", lines[20:])):
         (tmp_path / name).write_text("\n".join(part))
@@ -66,29 +64,29 @@ def test_an_epoch_has_an_order_of_its_own_and_starts_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         (
             b'{"text": "good"}\n{"text": 3}\n',
             "line 2 has no text under 'text' (--text-field); it has text (int)",
         ),
         (b'{"text": "good"}\n[1]\n', "line 2 has no text under 'text' (--text-field); it has list"),
-        (b'{"text": "good"}\n{"text"\n', "line 2 is no JSON"),
+        (b'{"text": "good"}\n{"text"\n', "line 2 is not JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, content, said):
+def test_the_error_of_a_bad_line_names_it(tmp_path, content, text):
     file = tmp_path / "bad.jsonl"
     file.write_bytes(content)
     with pytest.raises(InvalidInput) as caught:
         epoch(file)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
-def test_what_is_no_data_is_refused(tmp_path):
+def test_paths_without_text_are_refused(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\1\2")
-    with pytest.raises(InvalidInput, match=r"x\.bin is no UTF-8 text"):
+    with pytest.raises(InvalidInput, match=r"x\.bin is not a UTF-8 text"):
         open_corpus(str(tmp_path / "x.bin"))
-    with pytest.raises(InvalidInput, match="holds no text"):
+    with pytest.raises(InvalidInput, match="contains no text"):
         open_corpus(str(tmp_path))
     with pytest.raises(InvalidInput, match="no such file or folder"):
         open_corpus(str(tmp_path / "nothing"))
@@ -109,7 +107,7 @@ def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library
 
 
 class Stream:
-    """As much of a streamed data set of Hugging Face as is used."""
+    """A fake of a streamed Hugging Face data set."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -118,19 +116,19 @@ class Stream:
         return self.rows[count:]
 
 
-def test_a_streamed_data_set_is_read_from_any_place(monkeypatch):
-    asked = []
+def test_a_streamed_data_set_starts_at_any_row(monkeypatch):
+    calls = []
 
     def load_dataset(*arguments, **options):
-        asked.append((arguments, options))
+        calls.append((arguments, options))
         return Stream([{"text": f"row {n}"} for n in range(9)])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    found = open_corpus("fineweb-edu")
-    assert list(found.epoch(0, 6)) == ["row 6", "row 7", "row 8"]
+    corpus = open_corpus("fineweb-edu")
+    assert list(corpus.epoch(0, 6)) == ["row 6", "row 7", "row 8"]
     open_corpus("hf:someone/plain")
     streamed = {"split": "train", "streaming": True}
-    assert asked == [
+    assert calls == [
         (("HuggingFaceFW/fineweb-edu", "sample-10BT"), streamed),
         (("someone/plain", None), streamed),
     ]
@@ -138,7 +136,7 @@ def test_a_streamed_data_set_is_read_from_any_place(monkeypatch):
 
 @pytest.fixture(params=["the library", "a stand-in"])
 def write_parquet(request, monkeypatch):
-    """``write(path, columns, rows a group)``, by pyarrow or for the stand-in."""
+    """Return ``write(path, columns, rows per group)`` for pyarrow or for its fake."""
     if request.param == "the library":
         arrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -155,16 +153,18 @@ def write_parquet(request, monkeypatch):
     )
 
 
-def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
+def test_parquet_is_read_in_shuffled_row_groups(tmp_path, write_parquet):
     file = tmp_path / "x.parquet"
     texts = [f"row {n}" for n in range(25)] + [None]
     write_parquet(file, {"text": texts, "n": list(range(26))}, 10)
-    found = epoch(file)
-    assert sorted(found) == sorted(t or "" for t in texts)
-    assert found != epoch(file, 1)
+    documents = epoch(file)
+    assert sorted(documents) == sorted(t or "" for t in texts)
+    assert documents != epoch(file, 1)
     for start in (3, 10, 17, 26):
-        assert epoch(file, start=start) == found[start:]
-    with pytest.raises(InvalidInput, match="has no column 'body'; it has text, n"):
+        assert epoch(file, start=start) == documents[start:]
+    with pytest.raises(
+        InvalidInput, match=r"has no column 'body' \(--text-field\); it has text, n"
+    ):
         open_corpus(str(file), field="body")
     file.write_bytes(b"PAR1")
     with pytest.raises(InvalidInput, match="cannot be read as parquet"):
@@ -172,28 +172,28 @@ def test_parquet_is_read_group_by_group(tmp_path, write_parquet):
 
 
 @pytest.mark.slow
-def test_the_documentation_inside_python():
-    found = library_documents()
-    assert len(found) == len(set(found)) > 1000
-    assert found[0].encode() == library_text(1)[: len(found[0].encode())]
+def test_python_docs_is_a_corpus_without_downloads():
+    documents = library_documents()
+    assert len(documents) == len(set(documents)) > 1000
+    assert documents[0].encode() == library_text(1)[: len(documents[0].encode())]
     data = open_data(DataSpec("python-docs", held_out_rows=3))
     assert (len(data.held_out), data.vocab_size) == (3, 256)
     assert next(data.rows) not in data.held_out
 
 
-def test_bytes_come_back():
-    words = ByteTokenizer()
+def test_the_byte_tokenizer_round_trips_text():
+    tokenizer = ByteTokenizer()
     text = "ünï \U0001f600 text\n"
-    assert words.decode([words.end, *words.encode(text), words.end]) == text
-    assert max(words.encode(text)) < words.end < words.vocab_size
-    assert tokenizer_from_dict(words.to_dict()).encode(text) == words.encode(text)
+    assert tokenizer.decode([tokenizer.end, *tokenizer.encode(text), tokenizer.end]) == text
+    assert max(tokenizer.encode(text)) < tokenizer.end < tokenizer.vocab_size
+    assert tokenizer_from_dict(tokenizer.to_dict()).encode(text) == tokenizer.encode(text)
     with pytest.raises(InvalidInput, match="got 'other'"):
         tokenizer_from_dict({"kind": "other"})
 
 
 @pytest.fixture(params=["the library", "a stand-in"])
 def tokenizers(request, monkeypatch):
-    """The library, or what stands in for it."""
+    """Return the library, or its fake."""
     if request.param == "the library":
         return pytest.importorskip("tokenizers")
     stand_in = types.SimpleNamespace(Tokenizer=standins.Tokenizer)
@@ -201,7 +201,7 @@ def tokenizers(request, monkeypatch):
     return stand_in
 
 
-def words_as_json(vocab):
+def tokenizer_json(vocab):
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
     return json.dumps(
         {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
@@ -209,22 +209,26 @@ def words_as_json(vocab):
 
 
 @pytest.mark.usefixtures("tokenizers")
-def test_a_tokenizer_of_hugging_face(tmp_path):
+def test_a_tokenizer_json_encodes_decodes_and_is_restored(tmp_path):
     vocab = {"[UNK]": 0, "one": 1, "two": 2, "</s>": 3}
-    (tmp_path / "tokenizer.json").write_text(words_as_json(vocab))
-    words = read_tokenizer(tmp_path / "tokenizer.json")
-    assert (words.encode("two one </s> three"), words.end, words.vocab_size) == ([2, 1, 0], 3, 64)
-    assert words.decode([3, 2, 1, 60, 3]) == "two one"
-    again = tokenizer_from_dict(json.loads(json.dumps(words.to_dict())))
-    assert again.encode("two one") == [2, 1]
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(vocab))
+    tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.encode("two one </s> three"), tokenizer.end, tokenizer.vocab_size) == (
+        [2, 1, 0],
+        3,
+        64,
+    )
+    assert tokenizer.decode([3, 2, 1, 60, 3]) == "two one"
+    restored = tokenizer_from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert restored.encode("two one") == [2, 1]
     del vocab["</s>"]
-    assert FileTokenizer(words_as_json(vocab)).end == 3  # one more than it has
+    assert FileTokenizer(tokenizer_json(vocab)).end == 3  # a new id after the last one
     for broken in ("{}", "no JSON"):
         with pytest.raises(InvalidInput, match=r"cannot be read as a tokenizer\.json"):
             FileTokenizer(broken)
 
 
-def test_a_tokenizer_without_its_library(tmp_path, monkeypatch):
+def test_a_tokenizer_json_without_its_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BackendUnavailable, match="needs tokenizers, which is not installed"):

@@ -1,6 +1,4 @@
-"""Rows: every token once, boundaries kept, nothing on both sides of the split, and a position that
-can be kept.
-"""
+"""Rows: every token once per epoch, document boundaries, a strict split, a resumable position."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ END = ByteTokenizer.end
 SHARE = 0.3
 
 
-def pieces(row: Row):
-    """(tokens, targets) of each document of a row."""
+def parts_of(row: Row):
+    """Return (tokens, targets) of each document of a row."""
     ends = [0, *itertools.accumulate(row.documents)]
     assert ends[-1] == len(row.tokens) == len(row.targets)
     return [(row.tokens[a:b], row.targets[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("length", [2, 16, 37, 64, 1000])
-def test_every_token_is_trained_on_once_an_epoch(rows, documents, length):
+def test_every_token_is_a_target_once_per_epoch(rows, documents, length):
     stream = [
         r for held in (False, True) for r in rows(length, held_out=held, share=SHARE, epochs=1)
     ]
@@ -41,17 +39,15 @@ def test_every_token_is_trained_on_once_an_epoch(rows, documents, length):
     expected[END] = len(documents)
     assert counted == expected
     assert sum(counted.values()) + unused == length * len(stream)
-    assert unused < 2 * length  # at most what is left of the last row of each side
+    assert unused < 2 * length  # less than one row per side of the split
 
 
-def test_rows_are_the_documents_in_order(rows, documents):
-    """Joined again the pieces are the documents: each begins at END or where the one before was
-    cut.
-    """
+def test_joined_rows_are_the_documents(rows, documents):
+    """Each part of a row begins at END or where the previous part of its document was cut."""
     texts, current = [], []
     for row in rows(16, share=SHARE, epochs=1):
         assert all(n >= 1 for n in row.documents)
-        for tokens, targets in pieces(row):
+        for tokens, targets in parts_of(row):
             if targets[0] == IGNORED:
                 continue
             assert tokens[1:] == targets[:-1]
@@ -66,38 +62,38 @@ def test_rows_are_the_documents_in_order(rows, documents):
     assert sorted(texts) == sorted(t for t in documents if not is_held_out(t, SHARE))
 
 
-def test_the_entropy_of_tokens_without_what_precedes():
+def test_unigram_entropy_of_two_rows():
     rows = [Row([0] * 4, [1, 2, 1, IGNORED], [4]), Row([0], [3], [1])]
     assert unigram_entropy(rows) == pytest.approx(1.5 * math.log(2))
 
 
-def test_no_document_is_on_both_sides(rows, documents):
+def test_no_document_is_on_both_sides_of_the_split(rows, documents):
     sides = [{t for t in documents if is_held_out(t, SHARE) == held} for held in (False, True)]
     assert all(sides)
-    twice = ListCorpus(documents + documents, "copies")
-    for held, wanted in enumerate(sides):
-        stream = TextRows(twice, ByteTokenizer(), 4000, held_out=bool(held), share=SHARE, epochs=1)
-        found = bytes(t for row in stream for t in row.targets if t not in (IGNORED, END))
-        assert sum(len(t.encode()) for t in wanted) * 2 == len(found)
+    copies = ListCorpus(documents + documents, "copies")
+    for held, side in enumerate(sides):
+        stream = TextRows(copies, ByteTokenizer(), 4000, held_out=bool(held), share=SHARE, epochs=1)
+        content = bytes(t for row in stream for t in row.targets if t not in (IGNORED, END))
+        assert sum(len(t.encode()) for t in side) * 2 == len(content)
     assert abs(sum(is_held_out(str(n), 0.1) for n in range(5000)) - 500) < 100
 
 
-def test_an_epoch_follows_another_in_an_order_of_its_own(rows):
+def test_epochs_follow_each_other_in_different_orders(rows):
     stream = rows(50, share=SHARE)
-    once = len(list(rows(50, share=SHARE, epochs=1)))
-    found = [next(stream) for _ in range(3 * once)]
+    rows_per_epoch = len(list(rows(50, share=SHARE, epochs=1)))
+    collected = [next(stream) for _ in range(3 * rows_per_epoch)]
     assert stream.state_dict()["epoch"] in (2, 3)
-    assert all(t != IGNORED for row in found for t in row.targets)
+    assert all(t != IGNORED for row in collected for t in row.targets)
     first, second = (
-        b"".join(bytes(t for t in r.targets if t != END) for r in found[n:][:once])
-        for n in (0, once)
+        b"".join(bytes(t for t in r.targets if t != END) for r in collected[n:][:rows_per_epoch])
+        for n in (0, rows_per_epoch)
     )
     assert first[:60] != second[:60]
     assert collections.Counter(first).keys() == collections.Counter(second).keys()
 
 
 @pytest.mark.parametrize("make", ["text", "uniform", "recall"])
-def test_a_stream_goes_on_from_any_position(rows, make):
+def test_a_stream_resumes_from_any_position(rows, make):
     def stream():
         return {
             "text": lambda: rows(20, share=SHARE),
@@ -105,16 +101,16 @@ def test_a_stream_goes_on_from_any_position(rows, make):
             "recall": lambda: RecallRows(32, 20),
         }[make]()
 
-    whole = stream()
-    found = [next(whole) for _ in range(250)]  # text: more than an epoch
+    reference = stream()
+    expected = [next(reference) for _ in range(250)]  # text: more than an epoch
     first = stream()
     for number in range(249):
         second = stream()
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert next(second) == next(first) == found[number]
+        assert next(second) == next(first) == expected[number]
 
 
-def test_a_side_without_documents_is_refused():
+def test_a_split_side_without_documents_is_refused():
     corpus = ListCorpus(["only this"], "one")
     assert not is_held_out("only this", 0.05)
     with pytest.raises(
@@ -129,13 +125,13 @@ def test_a_side_without_documents_is_refused():
         ),
     ):
         TextRows(corpus, ByteTokenizer(), 8, share=0.999999).begin()
-    with pytest.raises(InvalidInput, match="empty holds no text"):
+    with pytest.raises(InvalidInput, match="empty contains no text"):
         next(TextRows(ListCorpus(["", ""], "empty"), ByteTokenizer(), 8))
     with pytest.raises(InvalidInput, match="length must be at least 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)
 
 
-def test_a_batch_keeps_the_boundaries():
+def test_a_packed_batch_has_document_boundaries():
     rows = [Row([1, 2, 3, 4], [2, 3, 4, IGNORED], [3, 1]), Row([5, 6, 7, 8], [6, 7, 8, 9], [4])]
     packed = batch_of(rows, packed=True)
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 8, 8, 8, 8, 8, 8]
@@ -149,25 +145,25 @@ def test_a_batch_keeps_the_boundaries():
     assert len(many.cu_seqlens) == 17
 
 
-def test_uniform_rows_are_fresh_and_uniform():
-    train, apart = UniformRows(8, 50), UniformRows(8, 50, held_out=True)
-    found = [next(train) for _ in range(60)] + [next(apart) for _ in range(60)]
-    assert len({tuple(row.tokens) for row in found}) == 120
-    assert all(row.tokens[1:] == row.targets[:-1] for row in found)
-    counts = torch.tensor([t for row in found for t in row.targets]).bincount(minlength=8)
+def test_uniform_rows_never_repeat_and_are_uniform():
+    train, held_out = UniformRows(8, 50), UniformRows(8, 50, held_out=True)
+    rows = [next(train) for _ in range(60)] + [next(held_out) for _ in range(60)]
+    assert len({tuple(row.tokens) for row in rows}) == 120
+    assert all(row.tokens[1:] == row.targets[:-1] for row in rows)
+    counts = torch.tensor([t for row in rows for t in row.targets]).bincount(minlength=8)
     assert (counts - 750).abs().max() < 130  # five standard deviations
     assert UniformRows(8, 50, seed=1).__next__() != UniformRows(8, 50).__next__()
 
 
-def test_recall_asks_for_what_was_shown():
+def test_recall_targets_are_the_values_of_the_queried_keys():
     row = next(RecallRows(32, 24))
     keys, values = row.tokens[0:12:2], row.tokens[1:12:2]
     assert len(set(keys)) == 6
     assert max(keys) < 16 <= min(values)
-    shown = dict(zip(keys, values))
+    value_of = dict(zip(keys, values))
     assert row.tokens[12::2] != keys  # in another order
     assert sorted(row.tokens[12::2]) == sorted(keys)
-    assert row.targets[12::2] == [shown[key] for key in row.tokens[12::2]]
+    assert row.targets[12::2] == [value_of[key] for key in row.tokens[12::2]]
     assert set(row.targets[:12] + row.targets[13::2]) == {IGNORED}
     with pytest.raises(InvalidInput, match="multiple of 4 for recall, got 10"):
         RecallRows(32, 10)

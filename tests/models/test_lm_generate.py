@@ -1,4 +1,4 @@
-"""Generation, and what the chosen blocks hold."""
+"""Generation, and the mass of the selected blocks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nsa_models.lm.model import LanguageModel
 
 @pytest.fixture
 def model(config, attention) -> LanguageModel:
-    made = LanguageModel(dataclasses.replace(config, attention=attention)).double()
+    language_model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
     with torch.no_grad():
-        made.embed.weight *= 20  # so that one token is clearly likelier than the rest
-    return made
+        language_model.embed.weight *= 20  # makes one token clearly more likely than all others
+    return language_model
 
 
-def test_the_likeliest_token_is_taken_each_time(model):
+def test_temperature_0_takes_the_most_likely_token(model):
     prompt = torch.randint(256, (2, 9))
     new = generate(model, prompt, 12, temperature=0)
     everything = torch.cat((prompt, new), 1)
     assert torch.equal(new, model(everything).argmax(-1)[:, 8:-1])
 
 
-def test_advance_tells_what_comes_after_all_it_was_given(model):
+def test_advance_equals_the_logits_of_the_whole_sequence(model):
     tokens = torch.randint(256, (2, 20))
     expected = model(tokens)[:, -1].float()
     caches = model.new_caches(2, 20)
@@ -39,62 +39,65 @@ def test_advance_tells_what_comes_after_all_it_was_given(model):
         advance(model, caches, tokens[:, :1])
 
 
-def test_nothing_is_read_again(model):
-    """Of each step the layers see the new token alone."""
+def test_each_step_reads_only_the_new_token(model):
+    """After the prompt the layers get one token per step."""
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     generate(model, torch.randint(256, (1, 9)), 4)
     assert seen == [9, 1, 1, 1]
 
 
-def test_draws_are_the_seeds_and_of_the_likeliest(model):
+def test_sampling_follows_seed_top_k_and_temperature(model):
     prompt = torch.randint(256, (1, 5))
 
-    def made(**options):
+    def sample(**options):
         return generate(model, prompt, 8, **options)
 
-    assert torch.equal(made(seed=3), made(seed=3))
-    assert len({tuple(made(seed=s, temperature=3.0)[0].tolist()) for s in range(4)}) > 1
-    for near in ({"top_k": 1}, {"temperature": 1e-40}, {"temperature": 5e-324}):
-        assert torch.equal(made(seed=5, **near), made(temperature=0))
+    assert torch.equal(sample(seed=3), sample(seed=3))
+    assert len({tuple(sample(seed=s, temperature=3.0)[0].tolist()) for s in range(4)}) > 1
+    for options in ({"top_k": 1}, {"temperature": 1e-40}, {"temperature": 5e-324}):
+        assert torch.equal(sample(seed=5, **options), sample(temperature=0))
     for seed in range(4):
-        everything = torch.cat((prompt, made(seed=seed, top_k=3, temperature=50.0)), 1)
-        likeliest = model(everything)[:, 4:-1].topk(3).indices
-        assert (likeliest == everything[:, 5:, None]).any(-1).all()
+        everything = torch.cat((prompt, sample(seed=seed, top_k=3, temperature=50.0)), 1)
+        top = model(everything)[:, 4:-1].topk(3).indices
+        assert (top == everything[:, 5:, None]).any(-1).all()
 
 
-def test_it_stops_when_every_sequence_has_ended(model, monkeypatch):
+def test_generation_stops_when_every_sequence_has_ended(model, monkeypatch):
     fixed = torch.tensor([[1, 2, 9, 4, 5], [3, 9, 6, 7, 8]])
     calls = iter(fixed.T)
-    monkeypatch.setattr("nsa_models.lm.generate._draw", lambda *_: next(calls))
+    monkeypatch.setattr("nsa_models.lm.generate._sample", lambda *_: next(calls))
     assert generate(model, fixed[:, :1], 5, end=9).tolist() == [[1, 2, 9], [3, 9, 9]]
     assert generate(model, fixed[:, :1], 0).shape == (2, 0)
 
 
-def test_wrong_arguments_are_all_named(model):
+def test_the_error_names_every_wrong_argument(model):
     with pytest.raises(InvalidInput) as caught:
         generate(model, torch.zeros(1, 0, dtype=torch.long), -1, temperature=-2.0, top_k=0)
-    for said in (r"prompt must be [B, S]", "max_new_tokens must", "temperature must", "top_k must"):
-        assert said in str(caught.value)
+    for text in (r"prompt must be [B, S]", "max_new_tokens must", "temperature must", "top_k must"):
+        assert text in str(caught.value)
 
 
-def test_the_mass_inside_the_chosen_blocks(config):
-    """Against the definition, key by key, in the first layer."""
+def test_selected_mass_equals_a_sum_key_by_key(config):
+    """Compare the first layer with a sum over the selected keys."""
     model = LanguageModel(config).double()
     lengths, layer = [30, 5, 22], config.layer
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tokens = torch.randint(256, (57,))
     block = model.blocks[0]
     x = block.attn_norm(model.embed(tokens))
-    made = block.attn.project(x, bounds)
+    projected = block.attn.project(x, bounds)
     plan = block.attn.plan
-    _, lse = plan.cmp(made.q, made.k_cmp, made.v_cmp, cu_seqlens=bounds)
-    blocks = plan.select(made.q, made.k_cmp, lse, cu_seqlens=bounds)
+    _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp, cu_seqlens=bounds)
+    blocks = plan.select(projected.q, projected.k_cmp, lse, cu_seqlens=bounds)
     masses, shares = [], []
     for first, length in zip(bounds.tolist(), lengths):
         for t in range(layer.num_selected_blocks * layer.select_block_size, length):
             for head in range(4):
-                q, k = made.q[first + t, head], made.k[1][first : first + t + 1, head // 2]
+                q, k = (
+                    projected.q[first + t, head],
+                    projected.k[1][first : first + t + 1, head // 2],
+                )
                 p = (k @ q * layer.softmax_scale).softmax(0)
                 chosen = blocks[first + t, head // 2].tolist()
                 inside = torch.tensor(
@@ -102,17 +105,17 @@ def test_the_mass_inside_the_chosen_blocks(config):
                 )
                 masses.append(p[inside].sum())
                 shares.append(inside.double().mean())
-    found = selected_mass(model, tokens, bounds, rows=1000)
-    assert len(found) == 2
-    assert found[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
-    assert found[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
+    result = selected_mass(model, tokens, bounds, rows=1000)
+    assert len(result) == 2
+    assert result[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
+    assert result[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
     assert selected_mass(model, tokens[:30], rows=5)[1].selected < 1
 
 
-def test_where_nothing_is_chosen_there_is_no_mass(config):
+def test_selected_mass_needs_nsa_and_a_long_document(config):
     with pytest.raises(InvalidInput, match="longer than num_selected_blocks blocks, 16 tokens"):
         selected_mass(LanguageModel(config), torch.zeros(16, dtype=torch.long))
-    with pytest.raises(InvalidInput, match="attention 'dense' chooses no blocks"):
+    with pytest.raises(InvalidInput, match="attention 'dense' selects no blocks"):
         selected_mass(
             LanguageModel(dataclasses.replace(config, attention="dense")),
             torch.zeros(40, dtype=torch.long),

@@ -1,4 +1,4 @@
-"""What training itself proves: nothing leaks, what can be learned is learned."""
+"""Properties proven by training: no leak of future tokens, and a learnable task is learned."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ MODEL = LMConfig(LAYER, 1, VOCAB, 32)
 
 
 def leaking(visible):
-    """A cmp slot whose token t sees the compressed tokens of ``visible(t, i)``, in place of those
-    that have ended.
-    """
+    """Return a cmp slot with the given visibility ``visible(t, i)`` of compressed tokens."""
 
     def cmp(q, k_cmp, v_cmp, **packing):
         t, i = torch.arange(q.shape[1])[:, None], torch.arange(k_cmp.shape[1])
@@ -63,30 +61,30 @@ LEAKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [WINDOW, 2 * WINDOW, 4 * WINDOW])
-def test_nothing_leaks(length):
-    found = leak_sentinel(MODEL, length)
-    assert found.floor == math.log(VOCAB)
-    assert found.quiet, found
+def test_training_on_random_tokens_shows_no_leak(length):
+    sentinel = leak_sentinel(MODEL, length)
+    assert sentinel.floor == math.log(VOCAB)
+    assert sentinel.quiet, sentinel
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leak", LEAKS)
-def test_the_sentinel_finds_a_leak_that_was_planted(leak, monkeypatch):
+def test_the_sentinel_detects_a_planted_leak(leak, monkeypatch):
     monkeypatch.setattr(
         projection,
         "default_plan",
-        lambda *asked: dataclasses.replace(default_plan(*asked), cmp=leaking(LEAKS[leak])),
+        lambda *arguments: dataclasses.replace(default_plan(*arguments), cmp=leaking(LEAKS[leak])),
     )
     recipe = Recipe(steps=200, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
-    found = leak_sentinel(MODEL, 2 * WINDOW, recipe=recipe, last=50)
-    if leak == "none":  # the planting itself leaks nothing
-        assert found.quiet, found
+    sentinel = leak_sentinel(MODEL, 2 * WINDOW, recipe=recipe, last=50)
+    if leak == "none":  # the replaced slot itself does not leak
+        assert sentinel.quiet, sentinel
     else:
-        assert found.loss < found.floor - 2 * LIMIT, found
+        assert sentinel.loss < sentinel.floor - 2 * LIMIT, sentinel
 
 
 @pytest.mark.slow
-def test_associative_recall_is_solved():
+def test_associative_recall_is_learned():
     layer = dataclasses.replace(
         LAYER, dim=64, n_heads=4, n_kv_heads=2, select_block_size=8, window_size=8
     )

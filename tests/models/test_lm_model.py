@@ -1,6 +1,4 @@
-"""The model: its sizes, what packing and recomputation leave as it is, and where its attention
-comes from.
-"""
+"""The language model: sizes, packing, causality, recomputation, and dense attention."""
 
 from __future__ import annotations
 
@@ -14,16 +12,16 @@ import torch.nn.functional as F
 from nsa_core import InvalidInput, NSAConfig
 from nsa_core.errors import NSAError
 from nsa_core.layer.rope import rope_table, rotate
-from nsa_models.lm import model as room
+from nsa_models.lm import model as model_module
 from nsa_models.lm.config import SIZES, LMConfig, size
 from nsa_models.lm.dense import DenseAttention
 from nsa_models.lm.model import IGNORED, LanguageModel, parameter_count
 
 
-def test_every_wrong_field_is_named(config):
+def test_the_error_names_every_wrong_field(config):
     with pytest.raises(InvalidInput) as caught:
         LMConfig(config.layer, 0, vocab_size=1, mlp_dim=-3, attention="sparse")
-    for said in (
+    for text in (
         "n_layers must be",
         "got 0",
         "vocab_size",
@@ -32,21 +30,21 @@ def test_every_wrong_field_is_named(config):
         "got -3",
         "nsa, dense, got 'sparse'",
     ):
-        assert said in str(caught.value)
+        assert text in str(caught.value)
     with pytest.raises(InvalidInput, match="layer must be an NSAConfig, got dict"):
         LMConfig({}, 2)
     with pytest.raises(InvalidInput, match="one of tiny, toy, m7c_125m, got 'huge'"):
         size("huge")
 
 
-def test_a_configuration_survives_json(config):
-    for made in (config, *SIZES.values()):
-        assert LMConfig.from_dict(made.to_dict()) == made
-    with pytest.raises(InvalidInput, match="no configuration of a language model"):
+def test_a_configuration_is_restored_from_its_dict(config):
+    for model_config in (config, *SIZES.values()):
+        assert LMConfig.from_dict(model_config.to_dict()) == model_config
+    with pytest.raises(InvalidInput, match="not the configuration of a language model"):
         LMConfig.from_dict({"n_layers": 2})
 
 
-def test_the_size_of_the_reports():
+def test_the_size_m7c_125m_is_that_of_the_reports():
     large = SIZES["m7c_125m"]
     layer = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
     assert (large.layer, large.n_layers, large.mlp_dim) == (layer, 12, 2048)
@@ -63,13 +61,13 @@ def test_the_size_of_the_reports():
     assert (toy.layer.dim, toy.n_layers) == (128, 1)
 
 
-def test_at_the_start_every_token_is_as_likely(config, attention):
+def test_an_untrained_model_predicts_uniformly(config, attention):
     model = LanguageModel(dataclasses.replace(config, attention=attention))
     tokens = torch.randint(256, (2, 40))
     assert abs(model(tokens, targets=tokens.roll(-1, 1)).item() / 80 - math.log(256)) < 0.1
 
 
-def test_dense_attention_is_the_formula(config):
+def test_dense_attention_equals_its_formula(config):
     layer = dataclasses.replace(config.layer, qk_norm=True)
     attn, x = DenseAttention(layer).double(), torch.randn(2, 13, 24, dtype=torch.float64)
     q, k, v = attn.qkv(x).split([32, 16, 12], -1)
@@ -83,17 +81,17 @@ def test_dense_attention_is_the_formula(config):
     torch.testing.assert_close(attn(x), expected)
 
 
-def test_packed_documents_are_separate_ones(config, attention):
+def test_packed_forward_equals_separate_documents(config, attention):
     model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
     lengths = [1, 17, 0, 40, 6, 0]
     tokens = torch.randint(256, (sum(lengths),))
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    together = model(tokens, bounds, 40)
-    apart = torch.cat([model(part[None])[0] for part in tokens.split(lengths) if len(part)])
-    torch.testing.assert_close(together, apart)
+    packed = model(tokens, bounds, 40)
+    separate = torch.cat([model(part[None])[0] for part in tokens.split(lengths) if len(part)])
+    torch.testing.assert_close(packed, separate)
 
 
-def test_nothing_of_the_future_is_seen(config, attention):
+def test_logits_do_not_depend_on_future_tokens(config, attention):
     model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
     tokens = torch.randint(256, (1, 50))
     other = torch.cat((tokens[:, :33], torch.randint(256, (1, 17))), 1)
@@ -101,14 +99,14 @@ def test_nothing_of_the_future_is_seen(config, attention):
     assert not torch.equal(model(tokens)[:, 33:], model(other)[:, 33:])
 
 
-def test_every_parameter_learns_from_the_first_step_on(config, attention):
+def test_every_parameter_gets_a_gradient_in_the_first_step(config, attention):
     model = LanguageModel(dataclasses.replace(config, attention=attention)).double()
     tokens = torch.randint(256, (2, 44))
     model(tokens, targets=tokens.roll(-1, 1)).backward()
-    still = {
+    without_gradient = {
         n: p.grad is None or not float(p.grad.norm()) > 1e-6 for n, p in model.named_parameters()
     }
-    assert not any(still.values()), still
+    assert not any(without_gradient.values()), without_gradient
 
 
 def gradients(model, tokens, targets):
@@ -118,52 +116,54 @@ def gradients(model, tokens, targets):
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
 
-def test_recomputing_changes_no_bit(config):
+def test_recomputation_gives_equal_bits(config):
     model, tokens = LanguageModel(config), torch.randint(256, (2, 40))
-    before, kept = gradients(model, tokens, tokens)
+    before, expected = gradients(model, tokens, tokens)
     calls = []
     model.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     model.recompute = True
-    after, again = gradients(model, tokens, tokens)
+    after, recomputed = gradients(model, tokens, tokens)
     assert len(calls) == 2
     assert torch.equal(before, after)
-    assert all(map(torch.equal, kept, again))
+    assert all(map(torch.equal, expected, recomputed))
 
 
-def test_the_loss_in_parts_is_the_loss(config, monkeypatch):
+def test_the_loss_in_parts_equals_the_loss(config, monkeypatch):
     model = LanguageModel(config).double()
     tokens = torch.randint(256, (3, 20))
     targets = tokens.masked_fill(torch.rand(3, 20) < 0.3, IGNORED)
-    whole, kept = gradients(model, tokens, targets)
+    loss, gradients_at_once = gradients(model, tokens, targets)
     expected = F.cross_entropy(
         model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
     )
-    torch.testing.assert_close(whole, expected.detach())
-    seen = []
-    monkeypatch.setattr(room, "_LOGITS_AT_ONCE", 7 * 256)
+    torch.testing.assert_close(loss, expected.detach())
+    part_sizes = []
+    monkeypatch.setattr(model_module, "_LOGITS_AT_ONCE", 7 * 256)
     monkeypatch.setattr(
-        room, "_nats", lambda x, *rest, of=room._nats: seen.append(len(x)) or of(x, *rest)
+        model_module,
+        "_summed_loss",
+        lambda x, *rest, of=model_module._summed_loss: part_sizes.append(len(x)) or of(x, *rest),
     )
-    parted, again = gradients(model, tokens, targets)
-    assert max(seen) == 7
-    torch.testing.assert_close(whole, parted)
-    for one, other in zip(kept, again):
+    loss_in_parts, gradients_in_parts = gradients(model, tokens, targets)
+    assert max(part_sizes) == 7
+    torch.testing.assert_close(loss, loss_in_parts)
+    for one, other in zip(gradients_at_once, gradients_in_parts):
         torch.testing.assert_close(one, other)
 
 
-def test_wrong_shapes_are_refused(config):
+def test_tokens_and_targets_of_wrong_shapes_are_refused(config):
     model = LanguageModel(config)
     with pytest.raises(
         InvalidInput, match=r"tokens must be \[B, S\], or \[T\] with cu_seqlens; got \[8\]"
     ):
         model(torch.zeros(8, dtype=torch.long))
     with pytest.raises(
-        InvalidInput, match=r"targets must be \[1, 8\], as tokens are, got \[1, 7\]"
+        InvalidInput, match=r"targets must have the shape of tokens, \[1, 8\], got \[1, 7\]"
     ):
         model(torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 7, dtype=torch.long))
 
 
-def test_an_error_names_its_layer(config):
+def test_an_error_inside_a_layer_names_its_number(config):
     model = LanguageModel(config)
     model.blocks[1].attn.check = True
     with torch.no_grad():

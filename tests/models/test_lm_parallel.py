@@ -1,4 +1,4 @@
-"""Several processes under torchrun train as one does, and go on where one stopped."""
+"""Several processes under torchrun train like one process, and resume a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nsa_models.lm import log
 from nsa_models.lm.parallel import join
 
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.slow  # two processes start, and plan, and train
+pytestmark = pytest.mark.slow  # starts several training processes
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def trained(folder, steps, *options, together=True):
-    """The records of `nsa train` on one process, or on two by gloo."""
+def train_records(folder, steps, *options, together=True):
+    """Run `nsa train` on one process, or on two with gloo; return the records of its log."""
     command = [
         sys.executable,
         *(TWO if together else []),
@@ -36,7 +36,7 @@ def trained(folder, steps, *options, together=True):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_give_the_loss_of_one(tmp_path, kind):
+def test_two_processes_have_the_losses_of_one(tmp_path, kind):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(40):
@@ -54,16 +54,16 @@ def test_two_processes_give_the_loss_of_one(tmp_path, kind):
         "1",
     ]
     data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
-    alone = trained(tmp_path / "alone", 4, *data, together=False)
-    trained(tmp_path / "shared", 2, *data, "--parallel", kind)
-    shared = trained(tmp_path / "shared", 4, "--resume")
+    alone = train_records(tmp_path / "alone", 4, *data, together=False)
+    train_records(tmp_path / "shared", 2, *data, "--parallel", kind)
+    shared = train_records(tmp_path / "shared", 4, "--resume")
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
 
 
-def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(dist, "get_node_local_rank", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,6 +1,4 @@
-"""Training: a resumed run is the run, parts and packing change nothing, what goes wrong is said and
-loses nothing.
-"""
+"""Training: exact resumption, equal losses over parts and packing, and errors without data loss."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import torch
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
 from nsa_models.lm import checkpoint, log
-from nsa_models.lm import train as room
+from nsa_models.lm import train as train_module
 from nsa_models.lm.data import batch_of
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
@@ -36,21 +34,25 @@ RECIPE = Recipe(steps=6, batch=4, warmup=2, eval_every=3, save_every=2)
 
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matrix rate of the machine takes time to measure, and no test is about it."""
-    peaks = room.measure_peaks.__globals__["Peaks"](1e9, 1e9)
-    monkeypatch.setattr(room, "measure_peaks", lambda *_: peaks)
+    """Skip the slow measurement of the machine's matrix rate."""
+    peaks = train_module.measure_peaks.__globals__["Peaks"](1e9, 1e9)
+    monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
 
 
 @pytest.fixture
 def trainer(config, rows):
-    """``trainer(recipe, kept)`` over the documents, always the same."""
+    """Return ``trainer(recipe, resume_from)``, which trains deterministically on the documents."""
 
-    def make(recipe: Recipe = RECIPE, kept: checkpoint.Checkpoint | None = None) -> Trainer:
+    def make(recipe: Recipe = RECIPE, resume_from: checkpoint.Checkpoint | None = None) -> Trainer:
         torch.manual_seed(1)
         held_out = list(rows(24, held_out=True, share=0.2, epochs=1))
         data = Data(DataSpec("words", 24), rows(24, share=0.2), held_out, 256, ByteTokenizer())
         return Trainer(
-            LanguageModel(config) if kept is None else kept.model(), data, recipe, HERE, kept
+            LanguageModel(config) if resume_from is None else resume_from.model(),
+            data,
+            recipe,
+            HERE,
+            resume_from,
         )
 
     return make
@@ -60,61 +62,62 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
     return [trainer.step().read()[0] for _ in range(steps)]
 
 
-def test_three_steps_and_three_more_are_six(trainer, tmp_path):
-    whole = trainer()
-    expected = losses(whole, 6)
+def test_three_steps_resumed_for_three_equal_six_steps(trainer, tmp_path):
+    uninterrupted = trainer()
+    expected = losses(uninterrupted, 6)
     first = trainer()
-    found = losses(first, 3)
+    resumed_losses = losses(first, 3)
     first.save(tmp_path / checkpoint.FILE)
     torch.manual_seed(99)
-    second = trainer(kept=checkpoint.read(tmp_path))
-    assert torch.equal(torch.get_rng_state(), first_random(tmp_path))
+    second = trainer(resume_from=checkpoint.read(tmp_path))
+    assert torch.equal(torch.get_rng_state(), saved_random_state(tmp_path))
     assert (second.step_number, second.tokens) == (3, 3 * 4 * 24)
-    found += losses(second, 3)
-    assert found == expected
-    for one, other in zip(whole.model.parameters(), second.model.parameters()):
+    resumed_losses += losses(second, 3)
+    assert resumed_losses == expected
+    for one, other in zip(uninterrupted.model.parameters(), second.model.parameters()):
         assert torch.equal(one, other)
-        for key, kept in whole.optimizer.state[one].items():
-            assert torch.equal(kept, second.optimizer.state[other][key]), key
-    assert whole.data.rows.state_dict() == second.data.rows.state_dict()
+        for key, value in uninterrupted.optimizer.state[one].items():
+            assert torch.equal(value, second.optimizer.state[other][key]), key
+    assert uninterrupted.data.rows.state_dict() == second.data.rows.state_dict()
 
 
-def first_random(folder: pathlib.Path) -> torch.Tensor:
+def saved_random_state(folder: pathlib.Path) -> torch.Tensor:
     return checkpoint.read(folder).tensors["random.cpu"]
 
 
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_the_loop_resumed_is_the_loop(trainer, tmp_path, number, ends):
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    whole.mkdir(), parted.mkdir()
-    expected = train(trainer(), whole)
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+    trainer, tmp_path, number, ends
+):
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    uninterrupted.mkdir(), resumed.mkdir()
+    expected = train(trainer(), uninterrupted)
     stopped = trainer()
     with pytest.raises(ends) as end:
-        train(stopped, parted, lambda p: p.step == 3 and signal.raise_signal(number))
+        train(stopped, resumed, lambda p: p.step == 3 and signal.raise_signal(number))
     assert ends is KeyboardInterrupt or end.value.code == 143
-    assert stopped.step_number == 4  # the step that was under way
-    with open(
-        parted / log.FILE, "a"
-    ) as file:  # a step that was logged and then lost with its process
+    assert stopped.step_number == 4  # the current step is finished
+    # A step that was logged before its process was killed.
+    with open(resumed / log.FILE, "a") as file:
         file.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
-    train(trainer(kept=checkpoint.read(parted)), parted)
-    (_, one), (_, other) = log.read_log(whole / log.FILE), log.read_log(parted / log.FILE)
+    train(trainer(resume_from=checkpoint.read(resumed)), resumed)
+    (_, one), (_, other) = log.read_log(uninterrupted / log.FILE), log.read_log(resumed / log.FILE)
     numbers = [
         [(r["step"], r.get("loss"), r.get("held_out_loss")) for r in records]
         for records in (one, other)
     ]
     assert numbers[0] == numbers[1]
     assert [p.step for p in expected] == [0, 1, 2, 3, 4, 5, 6]
-    one, other = (checkpoint.read(folder) for folder in (whole, parted))
+    one, other = (checkpoint.read(folder) for folder in (uninterrupted, resumed))
     assert one.facts == other.facts
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises, which it does not in a job that a shell put into the background."""
+    """Make SIGINT raise KeyboardInterrupt; jobs that a shell runs in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -123,7 +126,7 @@ def interruptible():
 def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
     def twice(progress):
         for _ in range(2):
-            # os.kill may hand both to a thread that takes them as one
+            # os.kill could merge the two signals into one
             signal.raise_signal(signal.SIGINT)
 
     before, unsaved = signal.getsignal(signal.SIGINT), trainer()
@@ -133,25 +136,25 @@ def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_stop_that_another_process_was_asked_for(trainer, tmp_path):
-    made = trainer()
-    step = made.step
-    # told with the sums of step 3
-    made.step = lambda stopping: step(stopping=made.step_number == 2)
+def test_a_stop_signal_of_another_process_ends_the_run(trainer, tmp_path):
+    stopped = trainer()
+    step = stopped.step
+    # Reported with the sums of step 3.
+    stopped.step = lambda stopping: step(stopping=stopped.step_number == 2)
     with pytest.raises(KeyboardInterrupt):
-        train(made, tmp_path)
+        train(stopped, tmp_path)
     assert checkpoint.read(tmp_path).facts["step"] == 3
 
 
-def test_the_log_says_what_it_is(trainer, tmp_path):
-    found = train(trainer(), tmp_path)
+def test_the_log_has_a_header_and_every_step(trainer, tmp_path):
+    reported = train(trainer(), tmp_path)
     header, records = log.read_log(tmp_path / log.FILE)
     assert (header["kind"], header["schema_version"]) == ("nsa-train-log", 1)
     assert header["train"] == dataclasses.asdict(RECIPE)
     assert [r["step"] for r in records] == list(range(7))
     assert [r["step"] for r in records if "held_out_loss" in r] == [0, 3, 6]
     assert records[6]["held_out_loss"] < records[0]["held_out_loss"]
-    for record, progress in zip(records[1:], found[1:]):
+    for record, progress in zip(records[1:], reported[1:]):
         assert {
             "loss",
             "learning_rate",
@@ -168,45 +171,45 @@ def test_the_log_says_what_it_is(trainer, tmp_path):
         log.read_log(tmp_path / checkpoint.FILE)
 
 
-def test_a_document_that_cannot_be_read_costs_no_step_before_it(trainer, tmp_path):
+def test_steps_before_an_unreadable_document_are_saved(trainer, tmp_path):
     recipe = dataclasses.replace(RECIPE, save_every=6)
-    made, whole, count = trainer(recipe), losses(trainer(), 6), itertools.count(1)
-    read = type(made.data.rows).__next__
+    failing, expected, count = trainer(recipe), losses(trainer(), 6), itertools.count(1)
+    read = type(failing.data.rows).__next__
 
-    class Broken(type(made.data.rows)):  # where the third step has read two of its four rows
+    class Broken(type(failing.data.rows)):  # fails after two of the third step's four rows
         def __next__(self):
             if next(count) == 11:
-                raise InvalidInput("line 7 is no JSON")
+                raise InvalidInput("line 7 is not JSON")
             return read(self)
 
-    made.data.rows.__class__ = Broken
+    failing.data.rows.__class__ = Broken
     with pytest.raises(InvalidInput, match="line 7"):
-        train(made, tmp_path)
-    kept = checkpoint.read(tmp_path)
-    assert kept.facts["step"] == 2
-    assert losses(trainer(kept=kept), 4) == whole[2:]
+        train(failing, tmp_path)
+    saved = checkpoint.read(tmp_path)
+    assert saved.facts["step"] == 2
+    assert losses(trainer(resume_from=saved), 4) == expected[2:]
 
 
-@pytest.mark.parametrize("at", ["loss", "gradient"])
-def test_what_is_not_finite_ends_the_run_and_names_the_step(trainer, tmp_path, at):
-    made = trainer()
-    step, last = made.step, []
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_non_finite_loss_or_gradient_ends_the_run(trainer, tmp_path, where):
+    failing = trainer()
+    step, steps = failing.step, []
 
     def broken(stopping):
-        done = step(stopping)
-        if done.step == 3:
-            done.values[0 if at == "loss" else 2] = math.nan
-        last.append(done.step)
-        return done
+        result = step(stopping)
+        if result.step == 3:
+            result.values[0 if where == "loss" else 2] = math.nan
+        steps.append(result.step)
+        return result
 
-    made.step = broken
+    failing.step = broken
     with pytest.raises(NotFinite, match="step 3: the loss is"):
-        train(made, tmp_path)
-    assert last == [1, 2, 3]
+        train(failing, tmp_path)
+    assert steps == [1, 2, 3]
     assert checkpoint.read(tmp_path).facts["step"] == 2
 
 
-def test_accumulated_parts_are_the_step(trainer):
+def test_accumulation_has_the_losses_of_undivided_steps(trainer):
     expected = losses(trainer(), 3)
     for parts in (2, 4):
         assert losses(trainer(dataclasses.replace(RECIPE, accumulate=parts)), 3) == pytest.approx(
@@ -218,9 +221,9 @@ def test_accumulated_parts_are_the_step(trainer):
         trainer(dataclasses.replace(RECIPE, accumulate=3))
 
 
-def test_report_row_6_packed_rows_train_as_rows_do(config, attention):
-    """Rows of one document each, as [B, S] and as packed documents: the same loss over 20 steps."""
-    found = []
+def test_report_row_6_packed_rows_have_the_losses_of_separate_rows(config, attention):
+    """Rows with one document each have equal losses as [B, S] and packed, over 20 steps."""
+    curves = []
     for packed in (False, True):
         torch.manual_seed(0)
         data = open_data(DataSpec("uniform", 24, vocab_size=256))
@@ -229,35 +232,37 @@ def test_report_row_6_packed_rows_train_as_rows_do(config, attention):
         trainer = Trainer(
             LanguageModel(dataclasses.replace(config, attention=attention)), data, recipe, HERE
         )
-        found.append(losses(trainer, 20))
-    assert found[0] == pytest.approx(found[1], abs=1e-3)
-    assert found[0] != found[0][:1] * 20
+        curves.append(losses(trainer, 20))
+    assert curves[0] == pytest.approx(curves[1], abs=1e-3)
+    assert curves[0] != curves[0][:1] * 20
 
 
-def test_the_loss_is_that_of_all_targets(trainer):
-    made = trainer()
-    rows = [next(made.data.rows) for _ in range(4)]
-    made.data.rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
+def test_the_loss_is_the_mean_over_all_targets(trainer):
+    fresh = trainer()
+    rows = [next(fresh.data.rows) for _ in range(4)]
+    fresh.data.rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
     batch = batch_of(rows, packed=True)
     expected = (
-        made.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets).item()
+        fresh.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets).item()
         / batch.counted
     )
-    assert made.step().read()[0] == pytest.approx(expected, rel=1e-6)
-    apart = [batch_of([row], packed=True) for row in made.data.held_out]
-    total = sum(made.model(b.tokens, b.cu_seqlens, b.max_seqlen, b.targets).item() for b in apart)
-    assert made.held_out_loss() == pytest.approx(total / sum(b.counted for b in apart), rel=1e-5)
+    assert fresh.step().read()[0] == pytest.approx(expected, rel=1e-6)
+    batches = [batch_of([row], packed=True) for row in fresh.data.held_out]
+    total = sum(
+        fresh.model(b.tokens, b.cu_seqlens, b.max_seqlen, b.targets).item() for b in batches
+    )
+    assert fresh.held_out_loss() == pytest.approx(total / sum(b.counted for b in batches), rel=1e-5)
 
 
-def test_gradients_are_clipped_and_the_norm_is_told(trainer):
-    made = trainer(dataclasses.replace(RECIPE, clip=1e-3))
-    norm = made.step().read()[2]
-    left = torch.stack([p.grad.norm() for p in made.model.parameters()]).norm().item()
+def test_gradients_are_clipped_and_the_norm_before_is_reported(trainer):
+    clipping = trainer(dataclasses.replace(RECIPE, clip=1e-3))
+    norm = clipping.step().read()[2]
+    norm_after = torch.stack([p.grad.norm() for p in clipping.model.parameters()]).norm().item()
     assert norm > 0.1
-    assert left == pytest.approx(1e-3, rel=1e-2)
+    assert norm_after == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_the_learning_rate_rises_and_falls():
+def test_the_learning_rate_ramps_up_and_follows_a_cosine():
     recipe = Recipe(steps=101, learning_rate=1.0, warmup=10, final_rate=0.1)
     rates = [recipe.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(1 / 11)
@@ -268,16 +273,16 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[100] == pytest.approx(0.1)
 
 
-def test_matrices_decay_and_vectors_do_not(trainer):
-    made = trainer()
-    decays, plain = made.optimizer.param_groups
+def test_only_matrices_have_weight_decay(trainer):
+    fresh = trainer()
+    decays, plain = fresh.optimizer.param_groups
     assert (decays["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() > 1 for p in decays["params"]} == {True}
     assert {p.dim() > 1 for p in plain["params"]} == {False}
-    assert len(decays["params"]) + len(plain["params"]) == len(list(made.model.parameters()))
+    assert len(decays["params"]) + len(plain["params"]) == len(list(fresh.model.parameters()))
 
 
-def test_every_wrong_field_of_a_recipe_is_named():
+def test_the_error_names_every_wrong_field_of_a_recipe():
     with pytest.raises(InvalidInput) as caught:
         Recipe(
             steps=0,
@@ -288,7 +293,7 @@ def test_every_wrong_field_of_a_recipe_is_named():
             precision="int8",
             parallel="tensor",
         )
-    for said in (
+    for text in (
         "steps must",
         "learning_rate must",
         "warmup must",
@@ -297,12 +302,12 @@ def test_every_wrong_field_of_a_recipe_is_named():
         "got 'int8'",
         "got 'tensor'",
     ):
-        assert said in str(caught.value)
+        assert text in str(caught.value)
     with pytest.raises(InvalidInput, match="graph=True needs one process on one GPU, got"):
         Trainer(None, None, Recipe(graph=True), HERE)
 
 
-def test_a_checkpoint_that_is_none_is_refused(trainer, tmp_path, monkeypatch):
+def test_files_that_are_not_checkpoints_are_refused(trainer, tmp_path, monkeypatch):
     file = tmp_path / checkpoint.FILE
     with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
         checkpoint.read(tmp_path)
@@ -310,11 +315,11 @@ def test_a_checkpoint_that_is_none_is_refused(trainer, tmp_path, monkeypatch):
     with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
         checkpoint.read(tmp_path)
     trainer().save(file)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     monkeypatch.setattr(checkpoint, "FORMAT", "another 2")
     with pytest.raises(InvalidInput, match="is no 'another 2'"):
         checkpoint.read(tmp_path)
-    file.write_bytes(whole[:-50])
+    file.write_bytes(content[:-50])
     with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
         checkpoint.read(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -1,4 +1,4 @@
-"""`nsa train` and `nsa generate`: what they write, print and refuse."""
+"""`nsa train` and `nsa generate`: files, output and refused arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nsa_cli import train_options
 from nsa_cli.choices import said_as_options
 from nsa_core import InvalidInput
 from nsa_models.lm import checkpoint, log
-from nsa_models.lm import train as room
+from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import DataSpec
@@ -41,13 +41,13 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = room.measure_peaks.__globals__["Peaks"](1e9, 1e9)
-    monkeypatch.setattr(room, "measure_peaks", lambda *_: peaks)
+    peaks = train_module.measure_peaks.__globals__["Peaks"](1e9, 1e9)
+    monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
 
 
 @pytest.fixture
 def text(tmp_path: pathlib.Path) -> str:
-    """Sixty documents in a file."""
+    """Return the path of a file with sixty documents."""
     lines = (
         f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n'
         for n in range(60)
@@ -56,50 +56,56 @@ def text(tmp_path: pathlib.Path) -> str:
     return str(tmp_path / "text.jsonl")
 
 
-def test_a_run_its_checkpoint_its_log_its_plot_and_its_text(nsa, text, tmp_path):
+def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
     out, plot = tmp_path / "run", tmp_path / "loss.svg"
-    done = nsa(
+    trained = nsa(
         "train", "--out", str(out), "--data", text, "--steps", "4", *SMALL, "--svg", str(plot)
     )
-    assert (done.code, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines()[:-1]] == [
+    assert (trained.code, trained.err) == (0, "")
+    assert [line.split()[0] for line in trained.out.splitlines()[:-1]] == [
         "step",
         "0",
         "2",
         "4",
         "unigram",
     ]
-    assert f"256 tokens of {text}, kept in {out}" in done.out
+    assert f"256 tokens of {text}, kept in {out}" in trained.out
     assert sorted(p.name for p in out.iterdir()) == [checkpoint.FILE, log.FILE]
     assert plot.read_bytes().startswith(b"<?xml")
     assert checkpoint.read(out).facts["data"]["length"] == 32
 
-    again = nsa("train", "--out", str(out), "--resume", "--steps", "5")
-    entropy = done.out.splitlines()[-2]
-    assert (again.code, entropy in again.out) == (0, True)  # the same held-out rows
-    once_more = nsa("train", "--out", str(out), "--resume")
-    assert (once_more.code, "step 5 of 5 is done; give more --steps" in once_more.out) == (0, True)
+    resumed = nsa("train", "--out", str(out), "--resume", "--steps", "5")
+    entropy = trained.out.splitlines()[-2]
+    assert (resumed.code, entropy in resumed.out) == (0, True)  # the same held-out rows
+    resumed_at_end = nsa("train", "--out", str(out), "--resume")
+    assert (
+        resumed_at_end.code,
+        "step 5 of 5 is done; give more --steps" in resumed_at_end.out,
+    ) == (0, True)
     assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3, 4, 5]
 
-    said = [
+    texts = [
         nsa("generate", "--checkpoint", str(out), "--prompt", "this", "--max-new-tokens", "8")
         for _ in range(2)
     ]
-    assert said[0].code == 0
-    assert said[0].out == said[1].out
-    assert said[0].out.startswith("this")
-    hot = nsa("generate", "--checkpoint", str(out), "--temperature", "inf")
-    assert (hot.code, hot.err) == (2, "nsa: --temperature must be finite and >= 0, got inf\n")
+    assert texts[0].code == 0
+    assert texts[0].out == texts[1].out
+    assert texts[0].out.startswith("this")
+    refused = nsa("generate", "--checkpoint", str(out), "--temperature", "inf")
+    assert (refused.code, refused.err) == (
+        2,
+        "nsa: --temperature must be finite and >= 0, got inf\n",
+    )
 
 
-def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
+def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     done = nsa("train", "--out", str(out), "--data", text)
     assert (done.code, (out / "mine.txt").read_text()) == (2, "mine")
     assert "is not empty; give --resume to go on with it or --force" in done.err
-    for arguments, said in (
+    for arguments, message in (
         (["--out", str(tmp_path / "text.jsonl")], "is not a folder"),
         (["--out", str(tmp_path / "no" / "run")], "does not exist"),
         (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
@@ -145,13 +151,13 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
     ):
         done = nsa("train", *arguments)
         assert done.code == 2, done
-        assert said in done.err
+        assert message in done.err
         assert "Traceback" not in done.err
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--dtype float16", "--dtype must be one of float32, bfloat16, got 'float16'"),
         (
@@ -171,23 +177,23 @@ def test_what_is_there_is_not_replaced(nsa, text, tmp_path):
         ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
     ],
 )
-def test_what_is_wrong_is_called_as_it_was_typed(nsa, text, tmp_path, options, said):
+def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
     out = str(tmp_path / "new")
     done = nsa("train", "--out", out, "--device", "cpu", "--data", text, *SMALL, *options.split())
-    assert (done.code, done.err) == (2, f"nsa: {said}\n")
+    assert (done.code, done.err) == (2, f"nsa: {message}\n")
 
 
-def test_a_path_is_not_taken_for_a_field():
-    said = "my data 5/length must be read; {}batch 3 does not"
+def test_field_names_inside_a_path_are_not_replaced():
+    text = "my data 5/length must be read; {}batch 3 does not"
     with (
         pytest.raises(InvalidInput) as caught,
         said_as_options({"data": "data", "length": "length", "batch": "batch"}),
     ):
-        raise InvalidInput(said.format(""))
-    assert str(caught.value) == said.format("--")
+        raise InvalidInput(text.format(""))
+    assert str(caught.value) == text.format("--")
 
 
-def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_path, monkeypatch):
+def test_a_forced_new_run_removes_the_old_checkpoint(nsa, text, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path / "run"), "--data", text, "--steps", "1", *SMALL]
     assert nsa("train", *out).code == 0
 
@@ -205,21 +211,19 @@ def test_a_run_begun_anew_leaves_no_checkpoint_of_the_one_before(nsa, text, tmp_
 @pytest.mark.parametrize(
     "command", ["train --out new", "tune", "bench", "backends explain", "generate --checkpoint x"]
 )
-def test_a_device_that_is_not_there_is_refused_before_anything_is_done(
-    nsa, command, tmp_path, monkeypatch
-):
+def test_a_missing_device_is_refused_before_any_work(nsa, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for device, code, said in (
+    for device, code, text in (
         ("gpu", 2, "not one that torch knows"),
         ("cuda:99", None, "device 'cuda:99'"),
     ):
         done = nsa(*command.split(), "--device", device)
-        assert (done.code, said in done.err) == (code or done.code, True)
+        assert (done.code, text in done.err) == (code or done.code, True)
         assert done.code in (2, 3)
     assert not list(tmp_path.iterdir())
 
 
-def test_tasks_say_what_they_should_reach(nsa, tmp_path):
+def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path):
     options = ["--steps", "1", *SMALL, "--vocab", "16"]
     done = nsa("train", "--out", str(tmp_path / "u"), "--data", "uniform", *options)
     assert re.search(
@@ -231,7 +235,7 @@ def test_tasks_say_what_they_should_reach(nsa, tmp_path):
     assert (done.code, "trained on the task recall: it has no text" in done.err) == (2, True)
 
 
-def test_a_dense_run_starts_one_with_nsa(nsa, text, tmp_path):
+def test_a_run_with_nsa_starts_from_a_dense_run(nsa, text, tmp_path):
     dense = ["--data", text, "--attention", "dense", "--steps", "1", *SMALL]
     assert nsa("train", "--out", str(tmp_path / "dense"), *dense).code == 0
     start = ["--from-dense", str(tmp_path / "dense"), "--data", text, "--steps", "1", *SMALL]
@@ -239,10 +243,11 @@ def test_a_dense_run_starts_one_with_nsa(nsa, text, tmp_path):
     assert checkpoint.read(tmp_path / "nsa").config.attention == "nsa"
     start[1] = str(tmp_path / "nsa")
     done = nsa("train", "--out", str(tmp_path / "again"), *start)
-    assert (done.code, "is no dense model; its attention is nsa" in done.err) == (2, True)
+    assert done.code == 2
+    assert "is not a dense model; its attention is nsa" in done.err
 
 
-def test_options_name_what_there_is():
+def test_options_cover_existing_fields_and_sizes():
     assert set(train_options.FREE) <= set(Recipe.__dataclass_fields__)
     assert set(train_options.RENAMED) <= set(Recipe.__dataclass_fields__) | set(
         DataSpec.__dataclass_fields__
@@ -251,7 +256,7 @@ def test_options_name_what_there_is():
     assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
 
 
-def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
+def test_ctrl_c_saves_and_exits_with_130(text, tmp_path):
     out = tmp_path / "run"
     command = [
         sys.executable,
@@ -267,7 +272,7 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
         *SMALL,
     ]
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    # a job in the background ignores SIGINT
+    # Background jobs ignore SIGINT by default.
     code += f"from nsa_cli.app import main; main({command[3:]!r})"
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
@@ -285,7 +290,7 @@ def test_ctrl_c_saves_and_leaves_with_130(text, tmp_path):
     assert checkpoint.read(out).facts["step"] == records[-1]["step"]
 
 
-def test_sigterm_says_that_the_run_is_saved(nsa, text, tmp_path, monkeypatch):
+def test_sigterm_saves_and_exits_with_143(nsa, text, tmp_path, monkeypatch):
     report = log.Log.write
     monkeypatch.setattr(
         log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM))
@@ -298,13 +303,13 @@ def test_sigterm_says_that_the_run_is_saved(nsa, text, tmp_path, monkeypatch):
     assert checkpoint.read(tmp_path / "run").facts["step"] == 1
 
 
-def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
+def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "train.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    known = nsa("train", "--help").out + nsa("generate", "--help").out
+    help_text = nsa("train", "--help").out + nsa("generate", "--help").out
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     for word in re.findall(r"(?<!torchrun )--[a-z][a-z-]*", page):
-        assert re.search(rf"{word}\b", known) or word == "--nproc-per-node", word
+        assert re.search(rf"{word}\b", help_text) or word == "--nproc-per-node", word
     assert len(commands) == 4
     monkeypatch.chdir(tmp_path)
     train, generate = (shlex.split(command)[1:] for command in commands[:2])
@@ -316,7 +321,7 @@ def test_the_commands_of_the_page_are_commands(nsa, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_benchmark(monkeypatch):
-    """Run a script of benchmarks/ in this process, which has imported torch."""
+    """Run a script of benchmarks/ in this process, which has already imported torch."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
     def run(script: str, *arguments: str) -> None:
@@ -326,7 +331,7 @@ def run_benchmark(monkeypatch):
     return run
 
 
-def test_the_benchmark_runs_every_section_small(run_benchmark, tmp_path):
+def test_the_training_benchmark_runs_every_section(run_benchmark, tmp_path):
     file = tmp_path / "train.json"
     run_benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
@@ -336,15 +341,15 @@ def test_the_benchmark_runs_every_section_small(run_benchmark, tmp_path):
     assert any("R2" in row for row in rows)
 
 
-def test_the_comparison_with_dense_attention_trains_both(run_benchmark, tmp_path):
+def test_the_quality_benchmark_trains_nsa_and_dense_attention(run_benchmark, tmp_path):
     file = tmp_path / "quality.json"
     small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
     texts = tmp_path / "texts"
     texts.mkdir()
-    for i in range(100):  # of which a hash holds some out
+    for i in range(100):  # a hash of the text decides which are held out
         (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 12)
     options = ["--device", "cpu", "--json", str(file), *small, "--data", str(texts)]
     run_benchmark("train_quality.py", *options)
-    found = json.loads(file.read_text())
-    assert [len(found[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
-    assert (len(found["nsa"]["selected_mass"]), found["dense"]["selected_mass"]) == (3, [])
+    document = json.loads(file.read_text())
+    assert [len(document[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
+    assert (len(document["nsa"]["selected_mass"]), document["dense"]["selected_mass"]) == (3, [])

@@ -1,3 +1,1 @@
-"""Timing NSA backends against dense attention: correctness first, all candidates interleaved in one
-run.
-"""
+"""Benchmarks of NSA backends against dense attention; only kernels that pass a check are timed."""

@@ -1,6 +1,4 @@
-"""The rivals: dense causal attention by the kernels PyTorch carries and by flash-attn, on the
-bench's own tensors.
-"""
+"""Baselines: dense causal attention by PyTorch's SDPA kernels and by flash-attn."""
 
 from __future__ import annotations
 
@@ -18,12 +16,15 @@ from nsa_core.util.text import describe_error
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
-    """A dense kernel: ``forward(inputs)`` gives o; ``reason`` says why it cannot run, "" that it
-    can.
+class Baseline:
+    """An implementation that NSA is compared with.
 
-    Or, with another ``kind``, somebody else's NSA (nsa_bench.rivals), which computes that of
-    ``config``.
+    Attributes:
+        name: Its name in result files.
+        forward: Maps the inputs of a problem to the output o [B, S, Hq, Dv].
+        reason: Why it cannot run on this machine; "" if it can.
+        kind: "dense", or "rival" for another library's NSA (see :mod:`nsa_bench.rivals`).
+        config: For a rival, the NSA configuration that it computes.
     """
 
     name: str
@@ -37,22 +38,22 @@ _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 _SDPA["efficient"] = SDPBackend.EFFICIENT_ATTENTION
 
 
-def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[Dense]:
-    """Every dense kernel known, those that cannot run here with the reason."""
+def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[Baseline]:
+    """Return every known dense kernel; those that cannot run here carry the reason."""
     names = list(_SDPA) if device.startswith("cuda") else ["flash"]
-    found = [_sdpa(name, config, device, dtype) for name in names]
+    baselines = [_sdpa(name, config, device, dtype) for name in names]
     if device.startswith("cuda"):
-        found.append(_flash_attn(config, device, dtype))
-    return found
+        baselines.append(_flash_attn(config, device, dtype))
+    return baselines
 
 
-def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Dense:
+def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
     backend, scale, groups = _SDPA[name], config.softmax_scale, config.n_heads // config.n_kv_heads
 
     def grouped(x: Inputs) -> torch.Tensor:
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
         assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left: only for as many queries as keys"
+            "is_causal aligns top-left, so it needs as many queries as keys"
         )
         with sdpa_kernel([backend]):
             o = F.scaled_dot_product_attention(
@@ -66,7 +67,7 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Dens
             *(t.transpose(1, 2).repeat_interleave(groups, 1) for t in (x.k, x.v)),
         )
         assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left: only for as many queries as keys"
+            "is_causal aligns top-left, so it needs as many queries as keys"
         )
         with sdpa_kernel([backend]):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -74,16 +75,15 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Dens
 
     label = f"dense {name}"
     reason = _refusal(grouped, config, device, dtype)
-    if (
-        reason and groups > 1
-    ):  # a kernel without grouped heads is given the heads it wants, inside the time
-        again = _refusal(repeated, config, device, dtype)
-        if not again:
-            return Dense(f"{label}, repeated k/v", repeated)
-    return Dense(label, grouped, reason)
+    # A kernel without grouped-query support gets repeated k/v heads; the copy counts as its time.
+    if reason and groups > 1:
+        repeated_reason = _refusal(repeated, config, device, dtype)
+        if not repeated_reason:
+            return Baseline(f"{label}, repeated k/v", repeated)
+    return Baseline(label, grouped, reason)
 
 
-def _flash_attn(config: NSAConfig, device: str, dtype: torch.dtype) -> Dense:
+def _flash_attn(config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
     def forward(x: Inputs) -> torch.Tensor:
         from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
@@ -93,14 +93,14 @@ def _flash_attn(config: NSAConfig, device: str, dtype: torch.dtype) -> Dense:
         return o
 
     if importlib.util.find_spec("flash_attn") is None:
-        return Dense("dense flash-attn", forward, "the package flash-attn is not installed")
-    return Dense("dense flash-attn", forward, _refusal(forward, config, device, dtype))
+        return Baseline("dense flash-attn", forward, "the package flash-attn is not installed")
+    return Baseline("dense flash-attn", forward, _refusal(forward, config, device, dtype))
 
 
 def _refusal(
     forward: Callable[[Inputs], torch.Tensor], config: NSAConfig, device: str, dtype: torch.dtype
 ) -> str:
-    """Why a forward and backward on 64 tokens fails; "" when it does not."""
+    """Run forward and backward on 64 tokens; return the error text, or "" on success."""
     x = make_inputs("random", config, batch=1, length=64, dtype=dtype, device=device, seed=0)
     try:
         torch.autograd.grad(forward(x), [x.q, x.k, x.v], x.do)

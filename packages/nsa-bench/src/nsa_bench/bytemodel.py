@@ -1,9 +1,8 @@
-"""A language model of one NSA layer over bytes: where "real" activations come from, untrained or
-from a checkpoint.
+"""A byte-level language model with one NSA layer: the source of "real" activations.
 
-Not a model of nsa_models.lm, whose layer sees single bytes: a layer by itself, or above another
-that is as new, has not learned to choose after the hundred steps that benchmarks/real_blocks.py
-takes.
+The models of nsa_models.lm embed single bytes. A single such layer, or one on top of another
+untrained layer, does not learn to select blocks within the hundred steps that
+benchmarks/real_blocks.py trains. This model therefore embeds the recent context of each byte.
 """
 
 from __future__ import annotations
@@ -23,29 +22,32 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.util import safetensors_io
 
-# What a token knows without attention, as lower layers would tell it: the last bytes one by one,
-# enough to look for an earlier occurrence of them, and the sum of the last 16 and 64, which changes
-# slowly from token to token.
+# The context in each token's embedding, in place of lower layers: the last RECENT bytes one by one
+# (enough to search for an earlier occurrence), and the sums over the last 16 and 64 bytes (which
+# change slowly from token to token).
 RECENT, BAGS = 4, (16, 64)
 FORMAT = "nsa-byte-model 1"
 
 
 class Activations(NamedTuple):
-    """What the layer hands to its kernels."""
+    """The tensors that the layer passes to the attention kernels."""
 
     q: torch.Tensor  # [B, S, Hq, Dk]
-    # k_cmp [B, n_c, G, Dk], then those of sel and win [B, S, G, Dk]
+    # k_cmp [B, n_c, G, Dk], k_sel [B, S, G, Dk], k_win [B, S, G, Dk]
     k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    # v_cmp [B, n_c, G, Dv], then those of sel and win [B, S, G, Dv]
+    # v_cmp [B, n_c, G, Dv], v_sel [B, S, G, Dv], v_win [B, S, G, Dv]
     v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     gates: torch.Tensor  # [B, S, Hq, 3]
 
 
 class ByteModel(nn.Module):
-    """logits of the next byte = W norm(x + NSAttention(norm(x))), x the sum of embeddings of what
-    precedes.
+    """logits of the next byte = W norm(x + NSAttention(norm(x))).
 
-    ``backends`` is that of :class:`nsa_core.NSAttention`.
+    x is the sum of the embeddings of the preceding bytes (see ``RECENT`` and ``BAGS``).
+
+    Args:
+        config: The NSA layer; its width is the model's.
+        backends: As in :class:`nsa_core.NSAttention`.
     """
 
     def __init__(self, config: NSAConfig, backends: str | None = None) -> None:
@@ -60,17 +62,17 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.head.weight, std=config.dim**-0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, S] of 0..255 -> logits [B, S, 256] of the byte after each."""
+        """Map tokens [B, S] in 0..255 to logits [B, S, 256] of each next byte."""
         x = self._embedded(tokens)
         logits: torch.Tensor = self.head(self.head_norm(x + self.attn(self.norm(x))))
         return logits
 
     def activations(self, tokens: torch.Tensor) -> Activations:
-        """Queries, keys, values and gates of the layer over tokens [B, S]."""
+        """Return the layer's queries, keys, values and gates for tokens [B, S]."""
         x = self.norm(self._embedded(tokens))
-        made = self.attn.project(x)
-        k, v = (made.k_cmp, *made.k[1:]), (made.v_cmp, *made.v[1:])
-        return Activations(made.q, k, v, self.attn.gate(x))
+        projected = self.attn.project(x)
+        k, v = (projected.k_cmp, *projected.k[1:]), (projected.v_cmp, *projected.v[1:])
+        return Activations(projected.q, k, v, self.attn.gate(x))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         padded, length = F.pad(tokens, (RECENT - 1, 0)), tokens.shape[1]
@@ -85,34 +87,37 @@ class ByteModel(nn.Module):
 
 
 def untrained(config: NSAConfig, seed: int, backends: str | None = None) -> ByteModel:
-    """A model as it is before training, on the CPU; the caller's random state is left as it was."""
+    """Return a freshly initialised model on the CPU; the caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ByteModel(config, backends)
 
 
-def tokens_of(
+def byte_tokens(
     text: bytes, batch: int, length: int, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
-    """The first batch * length bytes of ``text``, repeated where it is shorter: int64 [batch,
-    length].
+    """Return the first batch * length bytes of ``text`` as int64 [batch, length].
+
+    A shorter text is repeated.
 
     Raises:
-        InvalidInput: the text is empty.
+        InvalidInput: The text is empty.
     """
     if not text:
-        raise InvalidInput("real inputs need a text, got 0 bytes")
-    wanted = batch * length
-    data = bytearray((text * -(-wanted // len(text)))[:wanted])
+        raise InvalidInput("real inputs need a non-empty text, got 0 bytes")
+    count = batch * length
+    data = bytearray((text * -(-count // len(text)))[:count])
     return torch.frombuffer(data, dtype=torch.uint8).long().to(device).view(batch, length)
 
 
 def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = False) -> None:
-    """Write the model in bf16 as safetensors, its configuration and ``facts`` (JSON) in the header.
+    """Write the model's weights in bf16 as safetensors.
+
+    The header holds the configuration and ``facts`` as JSON.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file exists and ``force`` is False.
+        InvalidInput: The file exists and ``force`` is False.
     """
     tensors = {
         name: t.detach().to("cpu", torch.bfloat16).contiguous()
@@ -123,12 +128,14 @@ def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = F
 
 
 def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
-    """The model in a file that :func:`save` wrote, in fp32 on the CPU, and the facts beside it.
-    Never unpickles.
+    """Read a model that :func:`save` wrote; never unpickles.
+
+    Returns:
+        The model in fp32 on the CPU, and the facts from the header.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file cannot be read, or is no such model.
+        InvalidInput: The file cannot be read, or does not hold such a model.
     """
     with safetensors_io.reading(path, FORMAT) as (header, tensors):
         config, facts = NSAConfig(**header["config"]), dict(header["facts"])
@@ -141,12 +148,16 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
 
 
 def load_for(path: Path, shape: Shape) -> ByteModel:
-    """As :func:`load`, for a shape that is known.
+    """Read a model with :func:`load` and check its shape.
 
     Raises:
-        InvalidInput: also where the checkpoint is of another shape.
+        BackendUnavailable: As :func:`load`.
+        InvalidInput: As :func:`load`, or the checkpoint has another shape.
     """
     model, _ = load(path)
-    if (found := Shape.of(model.config)) != shape:
-        raise InvalidInput(f"{path} is a layer of shape {found.name}, not {shape.name}")
+    if (actual := Shape.of(model.config)) != shape:
+        raise InvalidInput(
+            f"{path} holds a layer of shape {actual.name}, not {shape.name};"
+            " give a checkpoint of that shape"
+        )
     return model

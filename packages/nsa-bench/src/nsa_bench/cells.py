@@ -1,5 +1,6 @@
-"""The works of one cell on the same tensors: combinations whole, each of their kernels alone, the
-dense rivals.
+"""The workloads of one cell, on the same tensors.
+
+They are the whole core of each combination, each of its kernels alone, and the baselines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.baselines import Dense
+from nsa_bench.baselines import Baseline
 from nsa_bench.inputs import Inputs
 from nsa_bench.rivals import guarded
 from nsa_bench.timing import Workload
@@ -27,7 +28,7 @@ LEAVES = ("q", "k", "v", "gates")  # of Inputs; dense attention has no gates
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of the grid."""
+    """One configuration to measure: shape, dtype, inputs, phase, batch and length."""
 
     config: NSAConfig
     shape: str
@@ -39,50 +40,53 @@ class Cell:
 
 
 def part_key(slot: str, plan: Plan) -> str:
-    """The key of a slot's kernel: combinations that share it share its time."""
+    """Return the key of a slot's kernel; combinations with the same kernel share its time."""
     return f"{slot} {plan.choices[slot].backend}"
 
 
-def works_of(
+def cell_workloads(
     x: Inputs,
     config: NSAConfig,
     phase: str,
     plans: Mapping[str, Plan],
-    rivals: Sequence[Dense],
+    baselines: Sequence[Baseline],
     parts: bool = True,
 ) -> list[Workload]:
-    """Everything to time on ``x``: dense kernels, "total <combo>", other rivals, and with ``parts``
-    each kernel alone.
+    """Return every workload of a cell, the most important first.
 
-    In this order, which is that of importance: a time limit cuts from the end. Rivals go by their
-    name, a kernel alone is "<slot> <backend>", or "compress".
+    The order is dense kernels, "total <combo>", other rivals and, if ``parts``, each kernel alone.
+    A time limit drops workloads from the end. The key of a baseline is its name; the key of a
+    kernel alone is "<slot> <backend>", or "compress".
     """
-    works: list[Workload] = []
-    for rival in (r for r in rivals if r.kind == "dense"):
-        works.append(
-            Workload(rival.name, _phased(_rival(rival, x), _leaves(x)[:3], x.do, phase), True)
+    workloads: list[Workload] = []
+    for baseline in (b for b in baselines if b.kind == "dense"):
+        workloads.append(
+            Workload(
+                baseline.name,
+                _phased(_baseline_call(baseline, x), _leaves(x)[:3], x.do, phase),
+                True,
+            )
         )
     for name, plan in plans.items():
-        works.append(
+        workloads.append(
             Workload(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
         )
-    for rival in (r for r in rivals if r.kind != "dense"):
-        make = _phased(_rival(rival, x), _leaves(x), x.do, phase)
-        works.append(Workload(rival.name, guarded(make), True))
+    for baseline in (b for b in baselines if b.kind != "dense"):
+        make = _phased(_baseline_call(baseline, x), _leaves(x), x.do, phase)
+        workloads.append(Workload(baseline.name, guarded(make), True))
     if not parts:
-        return works
+        return workloads
     seen: set[str] = set()
     for plan in plans.values():
         for slot in SLOTS:
             key = part_key(slot, plan)
-            if key not in seen and not (
-                slot == "select" and phase == "backward"
-            ):  # it has no backward
+            has_phase = slot != "select" or phase != "backward"  # select has no backward
+            if key not in seen and has_phase:
                 seen.add(key)
-                works.append(part_work(x, config, plan, slot, phase))
+                workloads.append(kernel_workload(x, config, plan, slot, phase))
     if plans:
-        works.append(Workload("compress", _compress(x, config, phase)))
-    return works
+        workloads.append(Workload("compress", _compress(x, config, phase)))
+    return workloads
 
 
 Call = Callable[[], Any]
@@ -91,10 +95,10 @@ Call = Callable[[], Any]
 def _phased(
     forward: Callable[..., Any], leaves: Sequence[torch.Tensor], do: Any, phase: str
 ) -> Callable[[], Call]:
-    """A setup that returns the call of ``phase`` of ``forward``, a function of ``leaves``.
+    """Return a setup function for one phase of ``forward(*leaves)``.
 
-    Each setup has leaves of its own over the same memory: autograd ends a backward on the stream
-    where a leaf was first used, and a CUDA graph that captures on another stream would be invalid.
+    Each setup creates new leaves over the same memory. Autograd finishes a backward on the stream
+    on which a leaf was first used; a CUDA graph captured on another stream would be invalid.
     """
 
     def make() -> Call:
@@ -122,8 +126,8 @@ def _core(config: NSAConfig, plan: Plan) -> Callable[..., Any]:
     return lambda q, k, v, gates: nsa_attention(q, k, v, gates, config=config, plan=plan)
 
 
-def _rival(rival: Dense, x: Inputs) -> Callable[..., Any]:
-    return lambda *leaves: rival.forward(dataclasses.replace(x, **dict(zip(LEAVES, leaves))))
+def _baseline_call(baseline: Baseline, x: Inputs) -> Callable[..., Any]:
+    return lambda *leaves: baseline.forward(dataclasses.replace(x, **dict(zip(LEAVES, leaves))))
 
 
 def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
@@ -135,11 +139,11 @@ def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
     return _phased(forward, [x.k, x.v], do, phase)
 
 
-def part_work(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
-    """One kernel, alone, on the tensors it receives in ``plan``."""
+def kernel_workload(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
+    """Return the workload of one kernel alone, on the tensors that it receives in ``plan``."""
 
     def make() -> Call:
-        tensors = [t.detach() for t in _received(x, config, plan, slot)]
+        tensors = [t.detach() for t in _kernel_inputs(x, config, plan, slot)]
         if slot == "select":
             kernel = plan.select
             return lambda: kernel(*tensors)
@@ -158,7 +162,7 @@ def _first(result: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _received(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch.Tensor]:
+def _kernel_inputs(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch.Tensor]:
     if slot == "win":
         return [x.q, x.k, x.v]
     k_cmp, v_cmp = (mean_compress(t, config.geometry) for t in (x.k, x.v))
@@ -168,7 +172,7 @@ def _received(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch
     if slot == "select":
         return [x.q, k_cmp, lse]
     if slot == "combine":
-        # the values do not matter, three buffers do
+        # Any values will do, but the three branches need separate buffers.
         return [
             x.gates,
             o_cmp,

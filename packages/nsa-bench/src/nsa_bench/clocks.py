@@ -1,10 +1,12 @@
-"""Clocks: how a call is set up, warmed up, and one sample of it taken.
+"""Clocks: set up a call, warm it up, and take one sample of its time.
 
-CUDA: events around one call, the L2 cache flushed before each by writing a buffer larger than it
-(as triton.testing.do_bench does); a call that the host may hold up is captured into a CUDA graph
-and replayed, so that what is timed is the kernels. CPU: torch.utils.benchmark over as many calls as
-fill 5 ms, at a stated thread count; a call that takes longer by itself is timed by perf_counter,
-because Timer would make it three times for one sample. Caches are as the previous work left them.
+CUDA: events around one call. Before each call a buffer larger than the L2 cache is written, which
+flushes it (as triton.testing.do_bench does). Launch-bound calls are captured into a CUDA graph and
+replayed, so that the time is the kernels' time.
+
+CPU: torch.utils.benchmark over enough calls to fill 5 ms, at a stated thread count. A longer call
+is timed with perf_counter, because Timer would run it three times per sample. Caches stay as the
+previous workload left them.
 """
 
 from __future__ import annotations
@@ -25,56 +27,55 @@ from nsa_bench.timing import Prepared, Workload
 from nsa_core.errors import NSAError
 from nsa_core.util.text import describe_error
 
-HOST_SHARE = 0.05  # of a call's time, up to which the host's part in it is let stand
-SLOW_MS = 200.0  # calls above are warmed up once only, and the next call is a sample already
-EAGER_SAMPLES = 5  # of a call that is captured
+HOST_SHARE = 0.05  # largest tolerated share of host launch time in an eagerly timed call
+SLOW_MS = 200.0  # a slower call is warmed up once, and its second run is already a sample
+EAGER_SAMPLES = 5  # eager samples of a captured call
 SAMPLE_MS = 5.0  # shortest CPU sample
-HIGHEST_THRESHOLD = 32 << 20  # of glibc's mmap
+HIGHEST_THRESHOLD = 32 << 20  # highest value of glibc's dynamic mmap threshold, in bytes
 
 
-# a call that tells its argument the name of each part that has ended
+# A call in named parts. It calls its argument with the name of each part that has ended.
 Run = Callable[[Callable[[str], None]], Any]
 
 
-def host_may_bind(event_ms: float, host_ms: float) -> bool:
-    """Whether the host may add more than HOST_SHARE to a call that takes ``event_ms`` by CUDA
-    events.
+def may_be_launch_bound(event_ms: float, host_ms: float) -> bool:
+    """Return whether a call may be launch-bound: host time above HOST_SHARE of its event time.
 
-    A call takes at most the kernels' own time and the ``host_ms`` in which the host launches them:
-    of ``event_ms``, no more than host_ms / event_ms is the host's, whichever of the two the call
-    waits for.
+    ``event_ms`` is at most the kernels' time plus ``host_ms``, the time of the launches. So the
+    host adds at most host_ms / event_ms of it.
     """
     return host_ms > HOST_SHARE * event_ms
 
 
-class _Ended(Exception):
-    """The last part that is wanted has ended."""
+class _Stop(Exception):
+    """Raised when the last requested part of a run has ended."""
 
 
-def _until(run: Run, last: str) -> None:
-    """``run`` up to the end of its part ``last``."""
+def _run_until(run: Run, last: str) -> None:
+    """Run the parts of ``run`` up to and including ``last``."""
 
-    def ended(part: str) -> None:
+    def part_ended(part: str) -> None:
         if part == last:
-            raise _Ended
+            raise _Stop
 
-    with contextlib.suppress(_Ended):
-        run(ended)
+    with contextlib.suppress(_Stop):
+        run(part_ended)
 
 
 class CpuClock:
     """Wall time on the CPU.
 
-    glibc returns freed memory above a threshold to the system, and faults it in again at the next
-    call, until a larger block has been freed once: the first cells would be up to four times slower
-    than the same cells later on. So a block of about the highest threshold is freed first.
+    glibc returns freed blocks above a threshold to the system, and the next call faults the pages
+    in again. Freeing a larger block raises the threshold. Without that, the first cells would be up
+    to four times slower than the same cells later. So the constructor frees a block of almost the
+    highest threshold.
     """
 
     def __init__(self) -> None:
         torch.empty(HIGHEST_THRESHOLD - (1 << 16), dtype=torch.uint8)
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call over ``calls`` calls."""
+        """Return the milliseconds per call over ``calls`` calls."""
         if calls > 1:
             timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
             return float(timer.timeit(calls).mean) * 1e3
@@ -83,28 +84,28 @@ class CpuClock:
         return (time.perf_counter_ns() - start) / 1e6
 
     def slot_times(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
-        """What takes, at each call, milliseconds of each part of ``run``; and the method."""
+        """Return (sample, method); ``sample()`` runs ``run`` and returns the ms of each part."""
 
-        def taken() -> dict[str, float]:
+        def sample() -> dict[str, float]:
             times, last = {}, time.perf_counter_ns()
 
-            def ended(part: str) -> None:
+            def part_ended(part: str) -> None:
                 nonlocal last
                 times[part] = (time.perf_counter_ns() - last) / 1e6
                 last = time.perf_counter_ns()
 
-            run(ended)
+            run(part_ended)
             return times
 
-        taken()
-        return taken, "within"
+        sample()
+        return sample, "within"
 
-    def prepare(self, work: Workload) -> Prepared:
-        """Set up and warm up: what is allocated once and kept is not the call's."""
-        call = work.make()
+    def prepare(self, workload: Workload) -> Prepared:
+        """Set up and warm up; memory that the setup allocates and keeps is not counted."""
+        call = workload.make()
         first = self.sample(call, 1)
         estimate = self.sample(call, 1) if first < 200 else first
-        peak = self._peak_bytes(call) if work.measure_memory else 0
+        peak = self._peak_bytes(call) if workload.measure_memory else 0
         calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
         return Prepared(call, "benchmark" if calls > 1 else "perf_counter", calls, estimate, peak)
 
@@ -113,7 +114,7 @@ class CpuClock:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             call()
-        assert profiled.profiler is not None  # it ran
+        assert profiled.profiler is not None  # the profiler has run
         events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
         held = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
@@ -131,29 +132,27 @@ class CudaClock:
         self._flush = torch.empty(size // 4, dtype=torch.int32, device=device)
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds of one call after an L2 flush."""
+        """Return the milliseconds of one call after an L2 flush."""
         return self._timed(call)[0]
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """Milliseconds of one call after an L2 flush, and those after which the host has launched
-        all of it.
-        """
+        """Return (event time, host launch time) of one call after an L2 flush, in ms."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         start.record()
-        began = time.perf_counter_ns()
+        host_start = time.perf_counter_ns()
         call()
-        host_ms = (time.perf_counter_ns() - began) / 1e6
+        host_ms = (time.perf_counter_ns() - host_start) / 1e6
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)), host_ms
 
-    def prepare(self, work: Workload) -> Prepared:
-        """Set up, warm up, and capture what the host may hold up.
+    def prepare(self, workload: Workload) -> Prepared:
+        """Set up and warm up; capture a launch-bound call as a CUDA graph.
 
-        The first call compiles: later ones tell how long it takes.
+        The first call compiles kernels, so only later calls are timed.
         """
-        call = work.make()
+        call = workload.make()
         self.sample(call, 1)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -163,17 +162,17 @@ class CudaClock:
         prepared = Prepared(call, "events", 1, event_ms, peak, host_ms=host_ms)
         if event_ms > SLOW_MS:
             prepared.samples = [event_ms]
-            if host_may_bind(event_ms, host_ms):
+            if may_be_launch_bound(event_ms, host_ms):
                 prepared.not_captured = f"a call takes over {SLOW_MS:g} ms"
             return prepared
-        again = self._timed(call)
+        second = self._timed(call)
         prepared.estimate_ms, prepared.host_ms = (
-            min(pair) for pair in zip((event_ms, host_ms), again)
+            min(pair) for pair in zip((event_ms, host_ms), second)
         )
-        if not host_may_bind(prepared.estimate_ms, prepared.host_ms):
+        if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
-        eager = [event_ms, again[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
-        replay, prepared.not_captured = self._captured(work.make)
+        eager = [event_ms, second[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
+        replay, prepared.not_captured = self._captured(workload.make)
         if replay is None:
             return prepared
         return dataclasses.replace(
@@ -181,72 +180,76 @@ class CudaClock:
         )
 
     def slot_times(self, run: Run) -> tuple[Callable[[], dict[str, float]], str]:
-        """What takes, at each call, milliseconds of each part of ``run``, a graph if it can be one;
-        and the method.
+        """Return (sample, method); ``sample()`` runs ``run`` and returns the ms of each part.
 
-        A part's time is that of ``run`` up to its end less that up to its beginning, each a graph
-        of its own: an event that a graph records between two kernels takes 3 us itself, some
-        kernels no longer.
+        A part's time is the time of ``run`` up to the part's end minus the time up to its start.
+        Each of the two is a CUDA graph where capture succeeds. Events recorded inside one graph
+        would not do: an event takes 3 us, as long as some of the kernels.
         """
         parts: list[str] = []
         run(parts.append)
-        begun = [functools.partial(_until, run, part) for part in parts]
-        graphs = [self._captured(lambda call=call: call)[0] for call in begun]  # type: ignore[misc]
-        whole = all(graphs)
-        calls = graphs if whole else begun
+        prefixes = [functools.partial(_run_until, run, part) for part in parts]
+        graphs = [self._captured(lambda call=call: call)[0] for call in prefixes]  # type: ignore[misc]
+        all_captured = all(graphs)
+        calls = graphs if all_captured else prefixes
 
-        def taken() -> dict[str, float]:
+        def sample() -> dict[str, float]:
             ends = [0.0, *(self.sample(call, 1) for call in calls if call is not None)]
             return {
                 part: end - start for part, (start, end) in zip(parts, itertools.pairwise(ends))
             }
 
-        return taken, "within graph" if whole else "within events"
+        return sample, "within graph" if all_captured else "within events"
 
     def _captured(
         self, make: Callable[[], Callable[[], Any]]
     ) -> tuple[Callable[[], Any] | None, str]:
-        """The call as a graph; or None, and why it cannot be captured (it waits for the device,
-        say).
+        """Capture the call as a CUDA graph.
+
+        Returns:
+            (replay function, ""), or (None, reason) if it cannot be captured, for example because
+            it synchronises with the device.
         """
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        graph, pool, captures = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+        graph, pool, capturing = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
         try:
             with torch.cuda.stream(stream):
-                # a backward runs on its forward's stream: both on the one that captures
+                # A backward runs on its forward's stream, so the setup runs on the capture stream.
                 call = make()
                 call()
-                with _waiting_raises():
+                with _synchronisation_raises():
                     call()
             torch.cuda.synchronize()
-            captures = True
+            capturing = True
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 call()
-            captures = False
+            capturing = False
             graph.replay()
             torch.cuda.synchronize()
         except (RuntimeError, NSAError) as error:
-            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture fails
+            # After a failed capture torch.cuda.graph leaves its own stream current.
+            torch.cuda.set_stream(current)
             torch.cuda.synchronize()
-            if captures:
-                _give_back(pool)
+            if capturing:
+                _release_pool(pool)
             return None, describe_error(error)
 
         def replay() -> Any:
             graph.replay()
-            return call  # kept alive as long as the graph reads its tensors
+            return call  # keeps the tensors alive that the graph reads
 
         return replay, ""
 
 
 @contextlib.contextmanager
-def _waiting_raises() -> Iterator[None]:
-    """Make what waits for the device raise RuntimeError: met in a capture, it would leave the
-    allocator in disorder.
+def _synchronisation_raises() -> Iterator[None]:
+    """Make calls that synchronise with the device raise RuntimeError.
+
+    A synchronisation during capture would leave the allocator in an inconsistent state.
     """
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # that the mode is a prototype
+    with warnings.catch_warnings():  # PyTorch warns that the mode is a prototype
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -255,28 +258,25 @@ def _waiting_raises() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _give_back(pool: Any) -> None:
-    """End the capture into ``pool``, which has failed, for the allocator too.
+def _release_pool(pool: Any) -> None:
+    """End the allocator's recording into ``pool`` after a failed capture.
 
-    torch (2.11 is one) leaves it open there: then no cached memory is freed any more, and a GPU
-    fills up.
+    Some PyTorch versions (2.11 for one) leave it open. The allocator then frees no cached memory,
+    and the GPU fills up.
     """
-    with contextlib.suppress(
-        RuntimeError, AttributeError
-    ):  # a torch that has ended it itself, or hides how
+    # RuntimeError: PyTorch has ended it itself. AttributeError: these functions do not exist.
+    with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 class EagerClock:
-    """Wall time on the current CUDA device: the longer of what the host takes to launch and the
-    device to run.
-    """
+    """Wall time on the current CUDA device: the longer of host launches and kernel execution."""
 
     CALLS = 20
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call over ``calls`` calls."""
+        """Return the milliseconds per call over ``calls`` calls."""
         torch.cuda.synchronize()
         start = time.perf_counter_ns()
         for _ in range(calls):
@@ -284,9 +284,9 @@ class EagerClock:
         torch.cuda.synchronize()
         return (time.perf_counter_ns() - start) / 1e6 / calls
 
-    def prepare(self, work: Workload) -> Prepared:
+    def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up."""
-        call = work.make()
+        call = workload.make()
         self.sample(call, 3)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -297,5 +297,5 @@ class EagerClock:
 
 
 def clock_for(device: str) -> CpuClock | CudaClock:
-    """The timer of a device."""
+    """Return the clock of a device."""
     return CudaClock(device) if device.startswith("cuda") else CpuClock()

@@ -1,4 +1,4 @@
-"""Two result files side by side: what became slower beyond the noise."""
+"""Compare two result files: which times changed by more than the noise."""
 
 from __future__ import annotations
 
@@ -13,75 +13,83 @@ Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One figure in both files. ``ratio`` is new over old, None where one is missing."""
+    """One time in two result files."""
 
-    # kind, subject, shape, dtype, inputs, phase, batch, length, part ("total", "eager" or a branch)
+    # kind, subject, shape, dtype, inputs, phase, batch, length, part ("total", "eager" or a slot)
     key: Key
     old_ms: float | None
     new_ms: float | None
-    ratio: float | None
+    ratio: float | None  # new over old; None if one of them is missing
     verdict: str  # slower, faster, same, lost, gained, missing
-    note: str = ""  # where the methods differ
+    note: str = ""  # set if the two were timed with different methods
 
 
 def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) -> list[Change]:
-    """Every figure of ``old`` beside ``new``'s, the figures that only ``new`` has left out.
+    """Compare each time in ``old`` with the same time in ``new``.
 
-    Where one is of a CUDA graph and the other is not, eager times are compared where both have
-    them: another rule for what is captured makes nothing faster. What can no longer be captured has
-    lost its graph's time.
+    Times that only ``new`` has are ignored. If only one of the two was timed as a CUDA graph, the
+    eager times are compared where both have one, because a new capture rule makes no kernel faster.
+    A call that can no longer be captured is compared with its old graph time.
 
-    slower: the median grew by more than ``fail_over`` (0.05 is 5 %) and the quartiles do not
-    overlap; faster likewise. lost: a figure became null (its gate failed, out of memory). missing:
-    ``new`` did not measure it.
+    Args:
+        old: The reference result.
+        new: The result to judge.
+        fail_over: Tolerated relative growth of the median; 0.05 is 5 %.
+        force: Compare results of different machines or settings too.
+
+    Returns:
+        One change per time in ``old``. Its verdict is one of: "slower", if the median grew by more
+        than ``fail_over`` and the quartiles do not overlap; "faster", likewise; "lost", if a time
+        became null (failed gate, out of memory); "gained", the reverse; "missing", if ``new`` did
+        not measure it; otherwise "same".
 
     Raises:
-        InvalidInput: other devices, threads, blocks, or what real inputs are made of (unless
-            ``force``), or nothing in common.
+        InvalidInput: Devices, threads, blocks or the source of real inputs differ (unless
+            ``force``), or the results have no measurement in common.
     """
     both_real = all("real" in result.settings.get("inputs", []) for result in (old, new))
-    differ = [
-        f"{name} {_said(old, name)!r} and {_said(new, name)!r}"
+    differences = [
+        f"{name} {_setting(old, name)!r} and {_setting(new, name)!r}"
         for name in (
             "device",
             "threads",
             "blocks",
             *(("text_name", "text_bytes", "checkpoints") * both_real),
         )
-        if _said(old, name) != _said(new, name)
+        if _setting(old, name) != _setting(new, name)
     ]
-    if differ and not force:
+    if differences and not force:
         raise InvalidInput(
-            f"the results are not comparable: {'; '.join(differ)}; give --force to compare all the"
-            " same"
+            f"the results are not comparable: {'; '.join(differences)};"
+            " give --force to compare them anyway"
         )
-    before, after = _figures(old), _figures(new)
+    before, after = _performances(old), _performances(new)
     if not before.keys() & after.keys():
         raise InvalidInput("the results have no measurement in common")
     return [_change(key, before[key], after.get(key, "missing"), fail_over) for key in before]
 
 
 def regressed(changes: list[Change]) -> list[Change]:
-    """The changes that make a comparison fail."""
+    """Return the changes that make a comparison fail: slower and lost times."""
     return [change for change in changes if change.verdict in ("slower", "lost")]
 
 
-def _said(result: Result, name: str) -> object:
+def _setting(result: Result, name: str) -> object:
     return result.environment.get(name) if name == "device" else result.settings.get(name)
 
 
-def _figures(result: Result) -> dict[Key, Performance | None]:
-    found: dict[Key, Performance | None] = {}
+def _performances(result: Result) -> dict[Key, Performance | None]:
+    performances: dict[Key, Performance | None] = {}
     for m in result.measurements:
         if not m.reason.startswith(NOT_MEASURED):
-            found[_key(m, "total")] = m.performance
+            performances[_key(m, "total")] = m.performance
             if m.performance is not None and m.performance.eager is not None:
-                found[_key(m, "eager")] = m.performance.eager
+                performances[_key(m, "eager")] = m.performance.eager
             measured = {
                 n: part for n, part in m.parts.items() if not part.reason.startswith(NOT_MEASURED)
             }
-            found |= {_key(m, name): part.performance for name, part in measured.items()}
-    return found
+            performances |= {_key(m, name): part.performance for name, part in measured.items()}
+    return performances
 
 
 def _key(m: Measurement, part: str) -> Key:
@@ -109,7 +117,7 @@ def _change(
         return Change(
             key, before, after, None, "same" if old is new else "lost" if old else "gained"
         )
-    old, new, note = _alike(old, new)
+    old, new, note = _comparable(old, new)
     ratio = new.median_ms / old.median_ms
     verdict = "same"
     if ratio > 1 + fail_over and new.q1_ms > old.q3_ms:
@@ -119,10 +127,8 @@ def _change(
     return Change(key, old.median_ms, new.median_ms, ratio, verdict, note)
 
 
-def _alike(old: Performance, new: Performance) -> tuple[Performance, Performance, str]:
-    """What to compare of two figures, and a note where that is not as measured or not by one
-    method.
-    """
+def _comparable(old: Performance, new: Performance) -> tuple[Performance, Performance, str]:
+    """Return the pair to compare, and a note if the methods differ or eager times replace it."""
     if old.method == new.method or new.not_captured:
         return (
             old,
@@ -130,9 +136,9 @@ def _alike(old: Performance, new: Performance) -> tuple[Performance, Performance
             f"no longer captured: {new.not_captured}" if old.method != new.method else "",
         )
     if old.method == "events" and new.eager is not None:
-        return old, new.eager, "eager calls: only the new file's was captured"
+        return old, new.eager, "eager calls: captured only in the new file"
     if new.method == "events" and old.eager is not None:
-        return old.eager, new, "eager calls: only the old file's was captured"
+        return old.eager, new, "eager calls: captured only in the old file"
     return (
         old,
         new,

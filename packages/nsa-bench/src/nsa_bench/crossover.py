@@ -1,4 +1,4 @@
-"""The length from which a combination is faster than the fastest dense kernel of the same run."""
+"""Crossover: the length from which a combination beats the run's fastest dense kernel."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from nsa_bench.result import Crossover, Measurement, Series
 from nsa_bench.timing import Performance
 
-Took = Callable[[Performance], float]
+TimeOf = Callable[[Performance], float]  # the time to compare, in ms
 
 
 def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
-    """One per combination and series."""
+    """Return one crossover per combination and series."""
     curves: dict[tuple[str, Series], list[Measurement]] = {}
     for m in measurements:
         if m.kind == "combo":
             curves.setdefault((m.subject, m.series), []).append(m)
-    by_method, eagerly = (_fastest_dense(measurements, took) for took in (_median, _eager))
-    found = []
+    dense, eager_dense = (_fastest_dense(measurements, time_of) for time_of in (_median, _eager))
+    result = []
     for (subject, series), points in curves.items():
-        length, sentence = crossing(_pairs(points, by_method, _median))
-        eager_length, eager = crossing(_pairs(points, eagerly, _eager))
-        if eager != sentence:
-            sentence += f"; without CUDA graphs {eager}"
-        found.append(Crossover(subject, *series, length, sentence, eager_length))
-    return found
+        length, sentence = crossing(_pairs(points, dense, _median))
+        eager_length, eager_sentence = crossing(_pairs(points, eager_dense, _eager))
+        if eager_sentence != sentence:
+            sentence += f"; without CUDA graphs {eager_sentence}"
+        result.append(Crossover(subject, *series, length, sentence, eager_length))
+    return result
 
 
 def _median(performance: Performance) -> float:
@@ -37,42 +37,46 @@ def _eager(performance: Performance) -> float:
 
 
 def _fastest_dense(
-    measurements: Sequence[Measurement], took: Took
+    measurements: Sequence[Measurement], time_of: TimeOf
 ) -> dict[tuple[Series, int], float]:
-    """Per (series, length) the time of the fastest dense kernel."""
+    """Return the time of the fastest dense kernel per (series, length)."""
     best: dict[tuple[Series, int], float] = {}
     for m in measurements:
         if m.kind == "dense" and m.performance is not None:
             key = (m.series, m.length)
-            best[key] = min(took(m.performance), best.get(key, math.inf))
+            best[key] = min(time_of(m.performance), best.get(key, math.inf))
     return best
 
 
 def _pairs(
-    points: Sequence[Measurement], dense: Mapping[tuple[Series, int], float], took: Took
+    points: Sequence[Measurement], dense: Mapping[tuple[Series, int], float], time_of: TimeOf
 ) -> list[tuple[int, float]]:
-    """(length, own time over the fastest dense one's) of what both have a figure of, ascending."""
+    """Return (length, own time / fastest dense time) by ascending length, where both were timed."""
     return [
-        (m.length, took(m.performance) / dense[m.series, m.length])
+        (m.length, time_of(m.performance) / dense[m.series, m.length])
         for m in sorted(points, key=lambda m: m.length)
         if m.performance is not None and (m.series, m.length) in dense
     ]
 
 
 def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
-    """(length, sentence) for ascending (length, own time / dense time).
+    """Find where the ratio of own time to dense time falls below 1 for good.
 
-    The length after which every measured ratio is below 1, interpolated on log-log axes between the
-    two measured lengths around it; None where the longest ratio is not below 1, or nothing was
-    measured.
+    Args:
+        pairs: (length, own time / dense time), by ascending length.
+
+    Returns:
+        The length after which every measured ratio is below 1, interpolated on log-log axes between
+        its two measured neighbours, and a sentence. The length is None if the ratio at the longest
+        length is not below 1, or if nothing was measured.
     """
     if not pairs:
-        return None, "not known: no length where both were measured"
+        return None, "not known: no length was measured for both"
     last, ratio = pairs[-1]
     if ratio >= 1:
         return (
             None,
-            f"dense is faster up to {last} tokens ({_times(ratio)} times as fast at {last})",
+            f"dense is faster up to {last} tokens ({_rounded(ratio)} times as fast at {last})",
         )
     slower = [index for index, (_, r) in enumerate(pairs) if r >= 1]
     if not slower:
@@ -83,5 +87,5 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     return length, f"faster than dense from about {length} tokens (between {low} and {high})"
 
 
-def _times(ratio: float) -> str:
+def _rounded(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"

@@ -1,5 +1,6 @@
-"""One run of the decode bench: gates first, then every cell; whole steps, their slots, a layer's
-step, dense rivals.
+"""One run of the decode benchmark: gates first, then every cell.
+
+A cell times whole steps, the slots within a step, one step of a layer, and dense baselines.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
     DecodeCell,
     default_cells,
-    dense_works,
+    dense_workloads,
     fused_step,
     layer_config,
     layer_step,
@@ -53,14 +54,24 @@ from nsa_verify.checks.decode_fused import fused_step as judge_fused
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.combination import Combination, ready_combinations
 
-REPEATS = 5  # rounds at least: the spread of as many repeats is reported
+REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
 UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """What to measure; ``combos`` empty: all that are ready; ``cells`` empty: those of the
-    device.
+    """Settings of a decode benchmark.
+
+    Attributes:
+        cells: Shapes, batch sizes and cache lengths; empty for the device's default cells.
+        dtypes: Names of torch dtypes.
+        combos: Combinations to time; empty for all that are ready.
+        blocks: l, d, l', n, w.
+        device: "cpu", "cuda" or "cuda:N".
+        seed: Seed of the random tensors.
+        budget_s: Seconds of samples per workload.
+        cell_limit_s: Seconds after which a cell prepares no further workload.
+        time_limit_s: Seconds after which the run prepares no further workload.
     """
 
     cells: Sequence[DecodeCell] = ()
@@ -74,8 +85,8 @@ class DecodeSettings:
     time_limit_s: float = 420.0
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as a result file holds them."""
-        kept: dict[str, Any] = {
+        """Return the settings as a result file stores them."""
+        values: dict[str, Any] = {
             n: getattr(self, n)
             for n in ("device", "seed", "budget_s", "cell_limit_s", "time_limit_s")
         }
@@ -83,16 +94,16 @@ class DecodeSettings:
             f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}"
             for c in self.cells
         ]
-        kept |= {
+        values |= {
             "cells": cells,
             "dtypes": list(self.dtypes),
             "combos": [c.name for c in self.combos],
         }
-        kept |= {
+        values |= {
             "shapes": list(dict.fromkeys(c.shape.name for c in self.cells)),
             "blocks": list(self.blocks),
         }
-        return kept | {
+        return values | {
             "phases": ["decode"],
             "inputs": ["random"],
             "threads": torch.get_num_threads(),
@@ -101,7 +112,13 @@ class DecodeSettings:
 
 
 class DecodeBench:
-    """A run under way."""
+    """One run of the decode benchmark.
+
+    Args:
+        settings: What to measure.
+        registry: The installed backends.
+        versions: Facts for the result file's ``environment``, beside those of the machine.
+    """
 
     def __init__(
         self, settings: DecodeSettings, registry: Registry, versions: dict[str, Any]
@@ -119,23 +136,31 @@ class DecodeBench:
         self._combos: dict[str, dict[str, str]] = {}
 
     def cells(self) -> list[tuple[DecodeCell, str]]:
-        """The cells, each in each dtype."""
+        """Return every cell with every dtype."""
         return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
 
     def run(
         self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER
     ) -> Result:
-        """Measure everything, or what can be until ``stop`` comes; ``advance`` is told of each
-        finished cell.
+        """Measure every cell, or as many as finish before an interruption.
+
+        Args:
+            advance: Called with a label after each finished cell.
+            stop: Reports an interruption by a signal.
+
+        Returns:
+            The result; ``result.interrupted`` is set if cells are missing.
 
         Raises:
-            Unsupported, BackendUnavailable, InvalidInput: a combination asked for by name cannot
-                run here.
+            Unsupported, BackendUnavailable, InvalidInput: A combination in the settings cannot run
+                here.
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
         with stop.cuts_short():
-            plans = {(cell, dtype): self._open(cell, dtype) for cell, dtype in self.cells()}
+            plans = {
+                (cell, dtype): self._plan_and_judge(cell, dtype) for cell, dtype in self.cells()
+            }
             if not stop.came:
                 peaks |= {
                     name: roofline.measure_peaks(s.device, getattr(torch, name))
@@ -146,7 +171,7 @@ class DecodeBench:
                 if stop.came:
                     break
                 with torch.inference_mode():
-                    self._cell(cell, dtype, plans[cell, dtype], peaks[dtype])
+                    self._measure_cell(cell, dtype, plans[cell, dtype], peaks[dtype])
                 gc.collect()
                 left -= not stop.came
                 advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
@@ -163,8 +188,8 @@ class DecodeBench:
             interrupted=Interrupted.by(stop, left, len(self.cells())),
         )
 
-    def _open(self, cell: DecodeCell, dtype_text: str) -> dict[str, Plan]:
-        """The plans of a cell by combination, and the gates of its shape class."""
+    def _plan_and_judge(self, cell: DecodeCell, dtype_text: str) -> dict[str, Plan]:
+        """Plan each combination for a cell and judge it; return the plans by combination."""
         s, dtype = self.settings, getattr(torch, dtype_text)
         config = layer_config(cell.shape, tuple(s.blocks))
         options = PlanOptions(
@@ -183,7 +208,7 @@ class DecodeBench:
                 batch=cell.batch,
                 seq_len=cell.length,
             )
-            entries.note_combo(
+            entries.record_backends(
                 self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
             )
             self._judge(combo, config, cell, dtype)
@@ -192,7 +217,7 @@ class DecodeBench:
     def _judge(
         self, combo: Combination, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
     ) -> None:
-        """The combination's gate, once for a shape class and page size."""
+        """Judge a combination once per shape, dtype and page size."""
         key = (combo.name, cell.shape, cell.page_size, dtype)
         if key not in self._judged:
             self._judged.add(key)
@@ -203,66 +228,69 @@ class DecodeBench:
                 decode_gate(combo.name, combination, config, cell, dtype, self.settings.seed)
             )
 
-    def _cell(
+    def _measure_cell(
         self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
     ) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)
-        wrong = {
+        failed_combos = {
             g.combo
             for g in self._gates
             if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)
         }
-        timed = {name: plan for name, plan in plans.items() if name not in wrong}
-        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in wrong}
+        timed = {name: plan for name, plan in plans.items() if name not in failed_combos}
+        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
         try:
             x = make_state(cell, config, dtype, s.device, s.seed)
-            rivals, skipped = dense_works(x, config)
+            rivals, skipped = dense_workloads(x, config)
             self._skipped |= {
                 f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
             }
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
-            works = [*rivals]
+            workloads = [*rivals]
             for name, plan in timed.items():
-                works += self._steps(name, plan, x, cell, dtype)
+                workloads += self._steps(name, plan, x, cell, dtype)
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
             limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
-            outcomes |= measure(works, self._clock, **limits, least=REPEATS)
+            outcomes |= measure(workloads, self._clock, **limits, min_rounds=REPEATS)
             if cuda:
-                again = [
+                eager = [
                     dataclasses.replace(w, key=w.key + EAGER)
-                    for w in works
+                    for w in workloads
                     if w.key not in subjects or w.key in plans
                 ]
-                outcomes |= measure(again, EagerClock(), **limits)
+                outcomes |= measure(eager, EagerClock(), **limits)
             for name, plan in timed.items():
                 if self._stop.came or time.monotonic() > self._deadline:
-                    break  # a part without a time has the reason of its step, or none
-                found = within_step(plan, x, self._clock, s.budget_s)
-                outcomes |= {slot_key(name, slot): Outcome(lap) for slot, lap in found.items()}
+                    break  # a part without a time then has its step's reason, or none
+                slot_times = within_step(plan, x, self._clock, s.budget_s)
+                outcomes |= {slot_key(name, slot): Outcome(t) for slot, t in slot_times.items()}
         except torch.OutOfMemoryError:
             outcomes |= {
                 name: Outcome(reason="out of memory") for name in subjects if name not in outcomes
             }
         except (NSAError, RuntimeError) as error:
-            said = f"{FAILED}: {describe_error(error)}"
-            outcomes |= {name: Outcome(reason=said) for name in subjects if name not in outcomes}
+            reason = f"{FAILED}: {describe_error(error)}"
+            outcomes |= {name: Outcome(reason=reason) for name in subjects if name not in outcomes}
         self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
     def _steps(
         self, name: str, plan: Plan, x: Any, cell: DecodeCell, dtype: torch.dtype
     ) -> list[Workload]:
-        """The whole step, by its slots too where it is fused, and a layer's."""
+        """Return workloads: the step, its slots one by one if it is fused, and a layer's step."""
         device = self.settings.device
         slots = Workload(name, lambda: lambda: one_by_one(plan, x), True)
-        works = [slots]
+        workloads = [slots]
         if "step" in plan.fused:
-            works = [
+            workloads = [
                 Workload(name, lambda: lambda: fused_step(plan, x), True),
                 dataclasses.replace(slots, key=name + UNFUSED),
             ]
-        return [*works, Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)]
+        return [
+            *workloads,
+            Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True),
+        ]
 
     def _record(
         self,
@@ -280,19 +308,19 @@ class DecodeBench:
         config = layer_config(cell.shape, tuple(self.settings.blocks))
         element = torch.finfo(getattr(torch, dtype)).bits // 8
         costs = step_costs(config, cell.batch, cell.length, element)
-        made = []
+        measurements = []
         for subject, kind in kinds.items():
             plan = plans.get(subject.removesuffix(UNFUSED))
-            by_slots = plan is not None and (subject.endswith(UNFUSED) or "step" not in plan.fused)
+            has_parts = plan is not None and (subject.endswith(UNFUSED) or "step" not in plan.fused)
             parts = (
                 _parts(subject.removesuffix(UNFUSED), plan, outcomes, costs, peaks)
-                if plan is not None and by_slots
+                if plan is not None and has_parts
                 else {}
             )
             outcome = outcomes.get(
                 subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE)
             )
-            made.append(
+            measurements.append(
                 entries.measurement(
                     kind,
                     outcome,
@@ -308,7 +336,7 @@ class DecodeBench:
                     parts=parts,
                 )
             )
-        self._measurements += entries.beside_dense(made)
+        self._measurements += entries.add_dense_ratios(measurements)
 
 
 def decode_gate(
@@ -319,29 +347,36 @@ def decode_gate(
     dtype: torch.dtype,
     seed: int,
 ) -> Gate:
-    """Judge a combination's decode forms, the fused step among them, on a few steps of the cell's
-    class.
-    """
+    """Judge a combination's decode forms and fused step on a few small steps of the same shape."""
     started = time.perf_counter()
     case = dataclasses.replace(gate_case(config, combination.device, seed), rows=None)
     longest = case.lengths[0]
     lengths = (longest, longest - 1, longest // 2, longest // 3)
     page = cell.page_size
-    named = dataclasses.replace(
+    step_case = dataclasses.replace(
         case, name=f"{cell.shape.name} steps at {lengths} tokens, page {page or 'none'}"
     )
-    step = Step(named, lengths, (4,) * 4, rows=4, page_size=page)
+    step = Step(step_case, lengths, (4,) * 4, rows=4, page_size=page)
     try:
-        found = [*decode_parity(combination, step, dtype), *judge_fused(combination, step, dtype)]
-        wrong = [f"{f.slot or f.check} {f.quantity}: {f.detail}" for f in found if f.ok is False]
+        findings = [
+            *decode_parity(combination, step, dtype),
+            *judge_fused(combination, step, dtype),
+        ]
+        failures = [
+            f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
+            for finding in findings
+            if finding.ok is False
+        ]
     except (NSAError, RuntimeError) as error:
-        wrong = [describe_error(error)]
+        failures = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    return Gate(combo, cell.shape.name, dtype_name(dtype), not wrong, named.name, seconds, wrong)
+    return Gate(
+        combo, cell.shape.name, dtype_name(dtype), not failures, step_case.name, seconds, failures
+    )
 
 
 def slot_key(combo: str, slot: str) -> str:
-    """The key of a slot's time inside a combination's step."""
+    """Return the key of a slot's time within a combination's step."""
     return f"{slot} in {combo}"
 
 
@@ -357,7 +392,5 @@ def _parts(
 
 
 def shape_named(text: str) -> Shape:
-    """The shape of a decode cell: "reports" is 8/2/32, whose step they measured; else as everywhere
-    in the bench.
-    """
+    """Parse the shape of a decode cell: "reports" is 8/2/32, other names as in ``parse_shape``."""
     return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

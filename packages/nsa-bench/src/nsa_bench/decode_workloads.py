@@ -1,5 +1,6 @@
-"""The works of one decode cell on the same cache: whole steps, the slots within one, a layer's
-step, dense rivals.
+"""The workloads of one decode cell, on the same cache.
+
+They are whole steps, the slots within a step, the step of a layer, and dense baselines.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.module import NSAttention
 
-LAYER_ROOM = 2048  # tokens that a layer's timed steps may append
+LAYER_ROOM = 2048  # free space in a layer's cache for the timed steps, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCell:
-    """Sequences of ``length`` cached tokens, the step's own among them, in pages of ``page_size``
-    (None: one piece).
+    """A decode configuration to measure.
+
+    Attributes:
+        shape: The heads.
+        batch: Number of sequences.
+        length: Cached tokens per sequence, including the token of the step.
+        page_size: Tokens per page of the cache; None for a contiguous cache.
     """
 
     shape: Shape
@@ -39,13 +45,15 @@ class DecodeCell:
 
     @property
     def inputs(self) -> str:
-        """How the cache was made, as a result file says it."""
+        """Return the kind of cache as a result file names it."""
         return "random" if self.page_size is None else f"random, pages of {self.page_size}"
 
 
 def default_cells(device: str) -> list[DecodeCell]:
-    """The cells of docs/bench.md: 4 GiB of keys and values and the reports' step on a GPU, small
-    ones on the CPU.
+    """Return the default cells, as in docs/bench.md.
+
+    On a GPU: caches of 4 GiB, and the step that the earlier reports measured. On the CPU: small
+    cells.
     """
     reports = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
     if not device.startswith("cuda"):
@@ -59,7 +67,7 @@ def default_cells(device: str) -> list[DecodeCell]:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A cache in the middle of decoding, and the step's queries and gates."""
+    """A filled cache, and the queries and gates of one decode step."""
 
     q: torch.Tensor  # [B, 1, Hq, Dk]
     gates: torch.Tensor  # [B, 1, Hq, 3]
@@ -68,9 +76,7 @@ class State:
 
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole sequences [B, S, G, D]: the same memory, whatever page it is
-        of.
-        """
+        """Return keys and values [B, S, G, D] for dense attention: the same memory, unpaged."""
         batch, length = len(self.q), self.call.max_len
         k, v = (self.stores[name] for name in ("k_sel", "v_sel"))
         k, v = (x.view(batch, -1, *x.shape[2:])[:, :length] for x in (k, v))
@@ -80,7 +86,7 @@ class State:
 def make_state(
     cell: DecodeCell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int
 ) -> State:
-    """Random tensors; the pages lie in random order, as in a cache that has served for a while."""
+    """Create a state of random tensors; pages are in random order, as in a long-running server."""
     generator, geometry = torch.Generator(device).manual_seed(seed), config.geometry
     block = geometry.select_block_size
     size = cell.page_size or -(-cell.length // block) * block
@@ -107,7 +113,7 @@ def make_state(
 
 
 def one_by_one(plan: Plan, x: State, mark: Callable[[str], Any] = lambda slot: None) -> Any:
-    """The step by its slots; ``mark`` is told of each that has ended."""
+    """Run the step slot by slot; call ``mark`` with the name of each slot that has ended."""
     s = x.stores
     o_cmp, lse = plan.cmp(x.q, s["k_cmp"], s["v_cmp"], call=x.call)
     mark("cmp")
@@ -125,32 +131,33 @@ def one_by_one(plan: Plan, x: State, mark: Callable[[str], Any] = lambda slot: N
 def within_step(
     plan: Plan, x: State, clock: CpuClock | CudaClock, budget_s: float
 ) -> dict[str, Performance]:
-    """Each slot's time inside the step: alone, it would find its data in the caches, or pay for a
-    graph of its own.
+    """Time each slot within the step.
+
+    A slot timed alone would find its data in the caches, or pay for a graph launch of its own.
     """
     samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
-    taken, method = clock.slot_times(lambda ended: one_by_one(plan, x, ended))
+    sample, method = clock.slot_times(lambda part_ended: one_by_one(plan, x, part_ended))
     started = time.perf_counter()
     while len(samples["cmp"]) < MAX_ROUNDS and (
         len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s
     ):
-        for slot, lap in taken().items():
-            samples[slot].append(lap)
+        for slot, time_ms in sample().items():
+            samples[slot].append(time_ms)
     return {slot: summarise(times, method, 1) for slot, times in samples.items()}
 
 
 def fused_step(plan: Plan, x: State) -> Any:
-    """The step by the plan's fused form."""
+    """Run the step with the plan's fused kernel."""
     s = x.stores
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
 
 
 def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
-    """A step of a whole layer of the cell's heads, with the default options, over a cache as full
-    as the cell says.
+    """Return a call that runs one decode step of a whole layer with default options.
 
-    Every call appends a token; there is room for LAYER_ROOM of them.
+    The cache is filled to the cell's length. Every call appends a token; the cache has room for
+    LAYER_ROOM of them.
     """
     config = plan.config
     with torch.random.fork_rng(devices=[]):
@@ -174,35 +181,36 @@ def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) ->
 
 
 def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSAConfig:
-    """A layer of the shape with the default options: mlp compression, three key/value pairs."""
+    """Return a layer with default options: mlp compression, one key/value pair per branch."""
     return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
 
 
-def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:
-    """Dense attention of the step over the whole cache by SDPA and flash-attn; and why one cannot
-    run here.
+def dense_workloads(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:
+    """Return the dense decode baselines, and the reason for each that cannot run here.
+
+    They are SDPA and flash-attn, over the whole cache.
     """
     (k, v), scale = x.dense, config.softmax_scale
     groups = config.n_heads // config.n_kv_heads
 
     def sdpa() -> torch.Tensor:
         q, keys, values = (t.transpose(1, 2) for t in (x.q, k, v))
-        # all keys, no mask
+        # One query sees all keys, so no mask is needed.
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=groups > 1)
 
-    works, skipped = [Workload("dense SDPA", lambda: sdpa, True)], dict[str, str]()
+    workloads, skipped = [Workload("dense SDPA", lambda: sdpa, True)], dict[str, str]()
     if not x.q.is_cuda:
-        return works, skipped
+        return workloads, skipped
     name = "dense flash-attn with kvcache"
     if importlib.util.find_spec("flash_attn") is None:
         skipped[name] = "the package flash-attn is not installed"
     elif x.q.dtype not in (torch.bfloat16, torch.float16) or config.qk_dim != config.v_dim:
-        skipped[name] = "it takes bfloat16 and float16, and one head width"
+        skipped[name] = "it requires bfloat16 or float16, and equal query and value head widths"
     else:
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found, unused-ignore]
 
         lengths = x.call.lengths
-        works.append(
+        workloads.append(
             Workload(
                 name,
                 lambda: (
@@ -212,31 +220,30 @@ def dense_works(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, 
                 ),
             )
         )
-    return works, skipped
+    return workloads, skipped
 
 
 def step_costs(config: NSAConfig, batch: int, length: int, element_bytes: int) -> dict[str, Cost]:
-    """Cost of each slot, of the whole step ("total") and of dense attention ("dense"): every row
-    read once.
+    """Return the cost of each slot, of the whole step ("total") and of dense attention ("dense").
 
-    The total counts compressed keys once: a fused step may score them for cmp and select in one
-    reading.
+    Every row is read once. The total counts compressed keys once, because a fused step can read
+    them once for both cmp and select.
     """
     geometry, heads, kv = config.geometry, config.n_heads, config.n_kv_heads
-    dk, dv, t = config.qk_dim, config.v_dim, length - 1
+    dk, dv, last_token = config.qk_dim, config.v_dim, length - 1
     block = geometry.select_block_size
-    chosen = min(geometry.num_selected_blocks, t // block + 1)
+    chosen = min(geometry.num_selected_blocks, last_token // block + 1)
     tokens = {
         "cmp": geometry.num_compressed(length),
         "win": min(geometry.window_size, length),
         "dense": length,
     }
-    tokens["sel"] = (chosen - 1) * block + t % block + 1
-    rows = batch * heads * (dk + dv) * element_bytes  # q and o
+    tokens["sel"] = (chosen - 1) * block + last_token % block + 1
+    qo_bytes = batch * heads * (dk + dv) * element_bytes  # q and o
     costs = {
         name: Cost(
             2 * batch * heads * (dk + dv) * count,
-            batch * kv * (dk + dv) * count * element_bytes + rows,
+            batch * kv * (dk + dv) * count * element_bytes + qo_bytes,
         )
         for name, count in tokens.items()
     }
@@ -245,6 +252,6 @@ def step_costs(config: NSAConfig, batch: int, length: int, element_bytes: int) -
         2 * batch * heads * dk * tokens["cmp"], scored + batch * heads * dk * element_bytes
     )
     costs["combine"] = Cost(6 * batch * heads * dv, batch * heads * (4 * dv * element_bytes + 12))
-    keys = sum(costs[name].bytes - rows for name in ("cmp", "sel", "win"))
-    total = Cost(sum(costs[slot].flops for slot in SLOTS), keys + rows + batch * heads * 12)
+    kv_bytes = sum(costs[name].bytes - qo_bytes for name in ("cmp", "sel", "win"))
+    total = Cost(sum(costs[slot].flops for slot in SLOTS), kv_bytes + qo_bytes + batch * heads * 12)
     return costs | {"total": total}

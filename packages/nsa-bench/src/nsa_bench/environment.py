@@ -1,4 +1,4 @@
-"""What the figures were measured on: device, driver, clocks, and this source."""
+"""The measurement environment: device, driver, clocks, and the source that ran."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import Any
 
 import torch
 
-from nsa_bench.provenance import printed, source
+from nsa_bench.provenance import command_output, source
 from nsa_core.dispatch import tuned
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
 
 def device_name(device: str | torch.device) -> str:
-    """The GPU's name, or the processor's model."""
+    """Return the name of the GPU, or the model of the CPU."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return tuned.processor_name()
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Device facts for a result file; what cannot be found out is None."""
-    found: dict[str, Any] = {
+    """Return device and source facts for a result file; an unknown fact is None."""
+    facts: dict[str, Any] = {
         "device": device_name(device),
         "device_type": torch.device(device).type,
     }
-    found |= {"torch_cuda": torch.version.cuda, **source()}
+    facts |= {"torch_cuda": torch.version.cuda, **source()}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        facts |= {
             "cudnn": torch.backends.cudnn.version(),
             "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "driver": printed("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv") or None,
+            "driver": command_output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv") or None,
         }
-    return found
+    return facts

@@ -1,6 +1,4 @@
-"""Correctness first: a combination is judged against the oracle on a case of its shape class before
-it is timed.
-"""
+"""The correctness gate: judge a combination against the float64 oracle before timing it."""
 
 from __future__ import annotations
 
@@ -21,13 +19,14 @@ from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
 
-NOT_CORRECT = "not correct: its gate failed"  # why there is no figure
+NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """Whether a combination may be timed. ``failures``: a line per tensor that is not within its
-    budget.
+    """The verdict that decides whether a combination may be timed.
+
+    ``failures`` holds one line per tensor whose error exceeds its limit.
     """
 
     combo: str
@@ -40,11 +39,11 @@ class Gate:
 
 
 def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
-    """A small case of the class: the same group size, head widths and l, d, l'; at most two
-    key/value heads.
+    """Return a small case for a configuration, with at most two key/value heads.
 
-    On a GPU also the same n and w; on the CPU n = 4 blocks (or those forced) and w = l', so that it
-    stays short. About a hundred query rows are judged, every key row's gradient with them.
+    The group size, head widths, l, d and l' stay the same. On a GPU n and w stay the same too; on
+    the CPU n = 4 blocks (or the number of always-selected blocks, if larger) and w = l' keep the
+    case short. About a hundred query rows are judged, and the gradients of all key rows.
     """
     kv, geometry = min(2, config.n_kv_heads), config.geometry
     n, window = geometry.num_selected_blocks, geometry.window_size
@@ -59,8 +58,8 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
     )
     block = geometry.select_block_size
     length = (n + 2) * block + 1
-    # Not fewer: a key that one judged query alone sees carries that query's error whole into dv's
-    # bias.
+    # Fewer rows would not do: if only one judged query sees a key, that query's whole error goes
+    # into the bias of dv.
     rows = {*range(0, length, max(3, length // 96)), geometry.compress_block_size - 1, length - 1}
     name = f"{Shape.of(small).name} S={length} n={n} w={window}, {len(rows)} rows"
     return Case(name, small, (length,), rows=tuple(sorted(rows)), seed=seed)
@@ -69,45 +68,45 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
 def judge_plan(
     plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool
 ) -> list[str]:
-    """What is wrong with the plan's slots on ``case``, a line per tensor; empty: nothing."""
+    """Judge every slot of a plan on ``case``; return one line per tensor that fails."""
     data = case.data(dtype, device)
     geometry, scale = case.config.geometry, case.config.softmax_scale
     do = masked_do(case, data.do) if gradients else None
     runs: dict[str, SlotRun] = {}
-    wrong = []
+    failures = []
     for slot in SLOTS:
         runs[slot] = run = run_slot(
             plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data
         )
-        who = f"{slot} ({plan.choices[slot].backend})"
+        label = f"{slot} ({plan.choices[slot].backend})"
         if slot == "select":
-            choice = judge_selection(
+            selection = judge_selection(
                 **run.inputs,
                 blocks=run.outputs["blocks"],
                 geometry=geometry,
                 scale=scale,
                 rows=case.rows,
             )
-            wrong += [] if choice.ok else [f"{who} blocks: {choice.why}"]
+            failures += [] if selection.ok else [f"{label} blocks: {selection.why}"]
             continue
         verdicts = judge_slot(
             slot, run.inputs, run.outputs, geometry, scale, do=run.do, rows=case.rows
         )
-        wrong += [
-            f"{who} {name}: {verdict.why}" for name, verdict in verdicts.items() if not verdict.ok
+        failures += [
+            f"{label} {name}: {verdict.why}" for name, verdict in verdicts.items() if not verdict.ok
         ]
-    return wrong
+    return failures
 
 
-def pass_gate(
+def run_gate(
     combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool, shape: str
 ) -> Gate:
-    """Judge a combination; ``plan`` is for ``case.config``. A kernel that raises has failed."""
+    """Judge a combination, whose ``plan`` is for ``case.config``. A kernel that raises fails."""
     started = time.perf_counter()
     try:
-        wrong = judge_plan(plan, case, dtype, device, gradients)
+        failures = judge_plan(plan, case, dtype, device, gradients)
     except (NSAError, RuntimeError) as error:
-        wrong = [describe_error(error)]
+        failures = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
     name = dtype_name(dtype)
-    return Gate(combo, shape, name, not wrong, case.name, seconds, wrong)
+    return Gate(combo, shape, name, not failures, case.name, seconds, failures)

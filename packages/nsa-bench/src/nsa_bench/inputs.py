@@ -1,8 +1,7 @@
-"""What is timed on: random tensors, or the activations that a layer, trained or not, makes of a
-text.
+"""Inputs of a benchmark: random tensors, or the activations of a layer on a text.
 
-Block locality changes speed: neighbours of a trained layer choose alike, those of random tensors do
-not.
+Block locality changes speed: neighbouring tokens select similar blocks in a trained layer, and
+unrelated blocks in random tensors.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_bench.bytemodel import ByteModel, load, tokens_of, untrained
+from nsa_bench.bytemodel import ByteModel, byte_tokens, load, untrained
 from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 
 KINDS = ("random", "real")
-REAL_DIM = 256  # width of the untrained model: it sets no shape that is timed
+REAL_DIM = 256  # width of the untrained model; no timed shape depends on it
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Leaves of one problem; k and v serve all three branches."""
+    """The leaf tensors of one problem; k and v serve all three branches."""
 
     q: torch.Tensor  # [B, S, Hq, Dk]
     k: torch.Tensor  # [B, S, G, Dk]
     v: torch.Tensor  # [B, S, G, Dv]
-    gates: torch.Tensor  # [B, S, Hq, 3], fp32 (fp64 beside fp64)
+    gates: torch.Tensor  # [B, S, Hq, 3], fp32 (fp64 with float64 inputs)
     do: torch.Tensor  # [B, S, Hq, Dv]
 
 
@@ -47,14 +46,21 @@ def make_inputs(
     text: bytes = b"",
     model: ByteModel | None = None,
 ) -> Inputs:
-    """The tensors of a problem, made on ``device`` from ``seed``; q, k, v and gates require a
-    gradient.
+    """Create the tensors of a problem on ``device``; q, k, v and gates require a gradient.
 
-    "real": q, k, v and gates of ``model``, or of an untrained one of width 256, over the bytes of
-    ``text``, repeated where it is shorter than batch * length.
+    Args:
+        kind: "random", or "real" for the activations of a model on a text.
+        config: Heads, widths and block sizes.
+        batch: Number of sequences.
+        length: Tokens per sequence.
+        dtype: Dtype of q, k, v and do; gates are fp32 (fp64 with float64).
+        device: Where the tensors are created.
+        seed: Seed of the random tensors and of an untrained model.
+        text: The text of "real" inputs, repeated if shorter than batch * length bytes.
+        model: The model of "real" inputs; None for an untrained one of width 256.
 
     Raises:
-        InvalidInput: unknown kind, or "real" without text.
+        InvalidInput: The kind is unknown, or "real" has no text.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -67,8 +73,8 @@ def make_inputs(
     if kind == "real":
         model = model or untrained(dataclasses.replace(config, dim=REAL_DIM), seed)
         with torch.no_grad():
-            made = model.to(device).activations(tokens_of(text, batch, length, device))
-        q, k, v, gates = made.q, made.k[1], made.v[1], made.gates
+            real = model.to(device).activations(byte_tokens(text, batch, length, device))
+        q, k, v, gates = real.q, real.k[1], real.v[1], real.gates
     elif kind == "random":
         q, k, v = (
             normal(config.n_heads, config.qk_dim),
@@ -83,7 +89,7 @@ def make_inputs(
 
 
 class Checkpoint(NamedTuple):
-    """A trained model, and what a result file says about it."""
+    """A trained model, and its facts for a result file."""
 
     model: ByteModel
     facts: dict[str, Any]
@@ -92,24 +98,28 @@ class Checkpoint(NamedTuple):
 def load_models(
     checkpoints: Sequence[Path], shapes: Sequence[Shape], kinds: Sequence[str]
 ) -> dict[str, Checkpoint]:
-    """Shape name -> the trained model behind its real inputs; empty without checkpoints.
+    """Read the trained models of real inputs, by shape name; empty without checkpoints.
 
     Raises:
-        InvalidInput: a checkpoint cannot be read, or none is asked for; a shape has none, or two.
+        InvalidInput: A checkpoint cannot be read; checkpoints are given without real inputs; or a
+            shape has no checkpoint, or two.
         BackendUnavailable: safetensors is not installed.
     """
     if checkpoints and "real" not in kinds:
-        raise InvalidInput(f"a checkpoint makes real inputs, and inputs are {', '.join(kinds)}")
-    found: dict[str, Checkpoint] = {}
+        raise InvalidInput(
+            f"checkpoints are used by real inputs only, but inputs are {', '.join(kinds)};"
+            " add real to the inputs, or leave the checkpoints out"
+        )
+    models: dict[str, Checkpoint] = {}
     for path in checkpoints:
         model, facts = load(path)
         name = Shape.of(model.config).name
-        if name in found:
-            raise InvalidInput(f"{path} is a second checkpoint of shape {name}")
-        found[name] = Checkpoint(model, {"file": path.name, **facts})
-    wanted = {shape.name for shape in shapes}
-    if found and found.keys() != wanted:
+        if name in models:
+            raise InvalidInput(f"{path} is a second checkpoint of shape {name}; give one per shape")
+        models[name] = Checkpoint(model, {"file": path.name, **facts})
+    needed = {shape.name for shape in shapes}
+    if models and models.keys() != needed:
         raise InvalidInput(
-            f"checkpoints are of shapes {', '.join(found)}; needed: one each of {', '.join(wanted)}"
+            f"checkpoints have shapes {', '.join(models)}; needed: one each of {', '.join(needed)}"
         )
-    return found
+    return models

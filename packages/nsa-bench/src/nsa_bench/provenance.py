@@ -1,6 +1,4 @@
-"""The source of a measurement: its commit, where one can be found, and the tree ids of the files
-that ran.
-"""
+"""The source of a measurement: its commit, if one is known, and git tree ids of its packages."""
 
 from __future__ import annotations
 
@@ -27,68 +25,68 @@ PACKAGES = (
     "nsa_backend_fa2",
 )
 _LIMIT_S = 10
-# The repository may belong to someone else: git takes no lock in it and starts no program that it
-# names.
+# The repository may belong to another user: git must take no lock in it and start no program from
+# its configuration.
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def source() -> dict[str, Any]:
-    """The source that runs, for a result file.
+    """Return the running source, for a result file.
 
     Returns:
-        ``git_commit`` and ``git_commit_reason`` as :func:`git_commit`, and ``source_trees`` as
+        ``git_commit`` and ``git_commit_reason`` from :func:`git_commit`, and ``source_trees`` from
         :func:`source_trees`: git's tree id for the files of each package. A commit has the same
-        files where ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core`` prints the same id.
+        files if ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core`` prints the same id.
     """
     commit, reason = git_commit()
     return {"git_commit": commit, "git_commit_reason": reason, "source_trees": source_trees()}
 
 
 def git_commit() -> tuple[str | None, str]:
-    """The commit of the source that runs.
+    """Find the commit of the running source.
 
     The search visits the checkout around the installed files, the commits and folders that pip
-    noted when it installed them, and the checkout around the working directory. A checkout counts
-    only if it holds the very files of every installed package of :data:`PACKAGES`.
+    recorded at installation, and the checkout around the working directory. A checkout counts only
+    if its files equal those of every installed package in :data:`PACKAGES`.
 
     Returns:
-        (commit, ""), with "+" behind the commit where tracked files of its checkout differ from it;
-        or (None, reason).
+        (commit, ""), with "+" after the commit if the checkout has uncommitted changes to tracked
+        files; or (None, reason).
     """
     installed = {name: folder for name in PACKAGES if (folder := _folder(name))}
     reasons = []
-    for label, place in _places(installed):
-        if isinstance(place, str):
-            return place, ""
-        if place is None:
-            reasons.append(f"{label} is in no git checkout")
-        elif different := _differences(place, installed):
+    for label, origin in _origins(installed):
+        if isinstance(origin, str):
+            return origin, ""
+        if origin is None:
+            reasons.append(f"{label} is not in a git checkout")
+        elif different := _differences(origin, installed):
             names = ", ".join(different)
-            reasons.append(f"{label} does not hold the installed files of {names}")
-        elif commit := _commit(place):
+            reasons.append(f"{label} differs from the installed files of {names}")
+        elif commit := _commit(origin):
             return commit, ""
         else:
-            reasons.append(f"git told no commit of {label}")
+            reasons.append(f"git reports no commit for {label}")
     return None, "; ".join(reasons)
 
 
 def in_checkout(package: str) -> Path:
-    """The folder of a package of :data:`PACKAGES`, relative to the root of a checkout."""
+    """Return the folder of a package in :data:`PACKAGES`, relative to a checkout's root."""
     return Path("packages", package.replace("_", "-"), "src", package)
 
 
 def _folder(package: str) -> Path | None:
-    """The folder from which ``import package`` would load; nothing is imported."""
+    """Return the folder from which ``import package`` would load, without importing it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
 
 
 def _differences(root: Path, installed: Mapping[str, Path]) -> list[str]:
-    """The packages whose installed files are not those of the checkout."""
+    """Return the packages whose installed files differ from the checkout's."""
     return [
         name
         for name, folder in installed.items()
@@ -96,67 +94,71 @@ def _differences(root: Path, installed: Mapping[str, Path]) -> list[str]:
     ]
 
 
-def _places(installed: Iterable[str]) -> Iterator[tuple[str, Path | str | None]]:
-    """(label, root of a checkout or a commit) of each place to look, the most certain first."""
+def _origins(installed: Iterable[str]) -> Iterator[tuple[str, Path | str | None]]:
+    """Yield (label, checkout root or commit) of each possible origin, the most reliable first."""
     yield "the package", _root(Path(__file__).parent)
-    notes = [_direct_url(name.replace("_", "-")) for name in installed]
-    commits = {_noted_commit(note) for note in notes}
+    records = [_direct_url(name.replace("_", "-")) for name in installed]
+    commits = {_recorded_commit(record) for record in records}
     if len(commits) == 1 and (commit := commits.pop()):
         yield "the repository that pip installed from", commit
-    for root in dict.fromkeys(_root(folder) for note in notes for folder in _noted_folder(note)):
+    for root in dict.fromkeys(
+        _root(folder) for record in records for folder in _recorded_folder(record)
+    ):
         yield "the folder that pip installed from", root
     yield "the working directory", _root(Path.cwd())
 
 
 def _direct_url(distribution: str) -> dict[str, Any]:
-    """pip's note of the source of a distribution; empty where there is none."""
+    """Return pip's direct_url.json record of a distribution's source; empty if it has none."""
     try:
         text = importlib.metadata.distribution(distribution).read_text("direct_url.json")
-        noted = json.loads(text or "{}")
+        record = json.loads(text or "{}")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-def _noted_commit(note: Mapping[str, Any]) -> str | None:
-    versioned = note.get("vcs_info")
-    commit = versioned.get("commit_id") if isinstance(versioned, dict) else None
+def _recorded_commit(record: Mapping[str, Any]) -> str | None:
+    vcs_info = record.get("vcs_info")
+    commit = vcs_info.get("commit_id") if isinstance(vcs_info, dict) else None
     return commit if isinstance(commit, str) else None
 
 
-def _noted_folder(note: Mapping[str, Any]) -> list[Path]:
-    """The local folder that pip installed from, or nothing."""
-    address = urlsplit(str(note.get("url", "")))
-    return [Path(unquote(address.path))] * ("dir_info" in note and address.scheme == "file")
+def _recorded_folder(record: Mapping[str, Any]) -> list[Path]:
+    """Return the local folder that pip installed from, or an empty list."""
+    url = urlsplit(str(record.get("url", "")))
+    return [Path(unquote(url.path))] * ("dir_info" in record and url.scheme == "file")
 
 
 def _root(folder: Path) -> Path | None:
-    """The checkout around ``folder``."""
+    """Return the root of the checkout around ``folder``."""
     folder = folder.resolve()
-    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
+    return next((root for root in (folder, *folder.parents) if (root / ".git").exists()), None)
 
 
 def _commit(root: Path) -> str | None:
-    commit = _said(root, "rev-parse", "--verify", "HEAD")
+    commit = _git_output(root, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None
-    return commit + ("+" if _said(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit + (
+        "+" if _git_output(root, "status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
-def _said(root: Path, *words: str) -> str | None:
-    """What git prints about the checkout, as :func:`printed`.
+def _git_output(root: Path, *words: str) -> str | None:
+    """Run git in a checkout and return its output, as :func:`command_output`.
 
-    The checkout is named outright: a GIT_DIR of whoever started this process means another one.
+    The checkout is passed explicitly, because a GIT_DIR in the environment may name another one.
     """
-    return printed(
+    return command_output(
         *_GIT, f"--git-dir={root / '.git'}", f"--work-tree={root}", "-C", str(root), *words
     )
 
 
-def printed(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or takes longer than 10 s."""
+def command_output(*command: str) -> str | None:
+    """Return the output of a command; None if it is missing, fails or takes longer than 10 s."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -166,12 +168,13 @@ def printed(*command: str) -> str | None:
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def source_trees() -> dict[str, str]:
-    """Import name -> :func:`tree_id` of every installed package of ours and of every backend's
-    package; nothing is imported.
+    """Return the tree id of every package of ours and of every backend, by import name.
+
+    Nothing is imported.
     """
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     names = {*PACKAGES, *(point.value.split(":")[0].split(".")[0] for point in points)}
@@ -181,9 +184,7 @@ def source_trees() -> dict[str, str]:
 
 
 def tree_id(folder: Path) -> str | None:
-    """What git would call the tree of ``folder``'s files, byte code left out; None where there is
-    no such folder.
-    """
+    """Return git's tree id of a folder without byte code; None if the folder does not exist."""
     try:
         tree = _tree(folder)
     except OSError:
@@ -198,13 +199,15 @@ def _tree(folder: Path) -> bytes | None:
             continue
         if path.is_dir():
             inner = _tree(path)
-            if inner is not None:  # git knows no empty folders
+            if inner is not None:  # git does not track empty folders
                 entries.append((f"{path.name}/", b"40000 " + path.name.encode() + b"\0" + inner))
         else:
-            blob = _hashed(b"blob", path.read_bytes())
+            blob = _object_hash(b"blob", path.read_bytes())
             entries.append((path.name, b"100644 " + path.name.encode() + b"\0" + blob))
-    return _hashed(b"tree", b"".join(entry for _, entry in sorted(entries))) if entries else None
+    return (
+        _object_hash(b"tree", b"".join(entry for _, entry in sorted(entries))) if entries else None
+    )
 
 
-def _hashed(kind: bytes, content: bytes) -> bytes:
+def _object_hash(kind: bytes, content: bytes) -> bytes:
     return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False).digest()

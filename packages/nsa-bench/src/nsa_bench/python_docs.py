@@ -1,6 +1,4 @@
-"""Text that every Python carries, so that "real" inputs need no download and are the same for
-everybody.
-"""
+"""Text from the Python installation, so that "real" inputs need no download."""
 
 from __future__ import annotations
 
@@ -10,11 +8,10 @@ from pathlib import Path
 
 
 def library_text(at_least: int) -> bytes:
-    """The documentation inside Python: its language reference by topic, then its modules'
-    docstrings, by name.
+    """Return Python's own documentation: the language reference, then docstrings of its modules.
 
-    The docstrings are read only where the reference is shorter than ``at_least`` bytes. The result
-    may be shorter still, and differs between versions of Python.
+    Docstrings are read only if the reference is shorter than ``at_least`` bytes. The result may
+    still be shorter, and it differs between versions of Python.
     """
     text = "\n\n".join(_reference()).encode()
     return (
@@ -25,29 +22,27 @@ def library_text(at_least: int) -> bytes:
 
 
 def library_documents() -> list[str]:
-    """The same documentation as separate documents: a topic of the reference, then a docstring,
-    each.
-    """
+    """Return the same documentation as separate documents: reference topics, then docstrings."""
     return list(dict.fromkeys(_reference() + _docstrings()))
 
 
 def _reference() -> list[str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # a Python without its documentation
+    except ImportError:  # this Python was installed without its documentation
         return []
     return [topics[name] for name in sorted(topics)]
 
 
 def _docstrings() -> list[str]:
-    found = []
+    docstrings = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found += [
+        docstrings += [
             ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)
         ]
-    return list(filter(None, found))
+    return list(filter(None, docstrings))

@@ -1,6 +1,4 @@
-"""The result file: dataclasses, written as JSON with a schema_version, and read back with every
-field checked.
-"""
+"""The result file: dataclasses, written as JSON and read back with every field checked."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One step of the core on its own: compress, cmp, select, sel, win or combine."""
+    """One kernel of the core timed alone: compress, cmp, select, sel, win or combine."""
 
     backend: str
     performance: Performance | None
@@ -38,22 +36,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One subject (a combination, a dense kernel, a whole layer, or somebody else's NSA) on one
-    problem in one phase.
+    """One subject on one problem in one phase.
 
-    ``performance`` is null where ``reason`` says why: the gate failed, out of memory, time limit,
-    refused. ``ratio_to_dense`` is the fastest dense kernel's time over this one's: above 1 this is
-    faster.
+    A subject is a combination, a dense kernel, a whole layer, or another library's NSA. If
+    ``performance`` is null, ``reason`` states why: failed gate, out of memory, time limit, or
+    refused. ``ratio_to_dense`` is the fastest dense kernel's time over this one's; above 1 the
+    subject is faster.
     """
 
     kind: str  # combo, dense, layer or rival
     subject: str
     shape: str
     dtype: str
-    inputs: str  # random or real; of decode, how the cache lies: "random, pages of 128"
+    inputs: str  # random or real; for decode the kind of cache: "random, pages of 128"
     phase: str  # forward, backward, both or decode
     batch: int
-    length: int  # tokens; of decode, those in the cache
+    length: int  # tokens; for decode, tokens in the cache
     performance: Performance | None
     reason: str
     peak_memory_bytes: int | None
@@ -66,17 +64,17 @@ class Measurement:
 
     @property
     def series(self) -> Series:
-        """What is measured apart from the length and the subject."""
+        """Return the problem without its length: shape, dtype, inputs, phase and batch."""
         return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each slot's time over the whole time; of a decode step by its slots."""
+        """Return each part's time over the total; for decode, of the step run slot by slot."""
         if self.performance is None:
             return {}
-        whole = self.performance.median_ms
+        total_ms = self.performance.median_ms
         return {
-            name: part.performance.median_ms / whole
+            name: part.performance.median_ms / total_ms
             for name, part in self.parts.items()
             if part.performance
         }
@@ -84,11 +82,10 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Crossover:
-    """From which length on a combination is faster than the fastest dense kernel; null: at no
-    measured length.
+    """The length from which a combination is faster than the fastest dense kernel.
 
-    ``eager_length``: the same where both are called without a CUDA graph; ``sentence`` tells of it
-    where they differ.
+    ``length`` is null if the combination is slower at the longest measured length. ``eager_length``
+    is the crossover without CUDA graphs; ``sentence`` states it if the two differ.
     """
 
     subject: str
@@ -104,9 +101,7 @@ class Crossover:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """Which signal ended a run before its last cell, and how many cells it left, the one that it
-    cut short included.
-    """
+    """The signal that ended a run early, and the number of unfinished cells."""
 
     signal: str
     cells_left: int
@@ -114,18 +109,18 @@ class Interrupted:
 
     @classmethod
     def by(cls, stop: Interruption, left: int, cells: int) -> Interrupted | None:
-        """None where nothing was left."""
+        """Return the interruption of a run; None if no cell is left."""
         return cls(stop.name, left, cells) if left else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Everything one run of the bench found out."""
+    """Everything that one run of the benchmark measured."""
 
     settings: dict[str, Any]  # seed, lengths, shapes, blocks, threads, ...
     environment: dict[str, Any]  # device, driver, clocks, versions, git commit
     combos: dict[str, dict[str, str]]  # name -> slot -> "backend version"
-    skipped: dict[str, str]  # dense kernel or rival -> why it cannot run
+    skipped: dict[str, str]  # dense kernel or rival -> reason why it cannot run
     peaks: dict[str, Peaks]  # per dtype
     gates: list[Gate]
     measurements: list[Measurement]
@@ -137,7 +132,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Some combination is not correct, or broke while it was timed."""
+        """Return whether a combination is not correct, or failed while it was timed."""
         reasons = [
             r
             for m in self.measurements
@@ -149,12 +144,11 @@ class Result:
         )
 
     def to_json(self) -> str:
-        """The result file's text."""
+        """Return the text of the result file."""
         fields = []
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(
-                value, list
-            ):  # an entry a line: small, and a difference of two files can be read
+            # One entry per line keeps the file small and its diffs readable.
+            if isinstance(value, list):
                 rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
                 fields.append(f'"{name}": [\n  {rows}\n ]')
             else:
@@ -167,30 +161,31 @@ def _reasons(parts: dict[str, Part]) -> list[str]:
 
 
 def read_result(path: Path) -> Result:
-    """The result in a file.
+    """Read a result file.
 
     Raises:
-        InvalidInput: the file cannot be read, is no JSON, or is no result of this schema; the field
-            is named.
+        InvalidInput: The file cannot be read, is not JSON, or is not a result of this schema; the
+            message names the field.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise InvalidInput(f"{path} is not a result of nsa bench")
+        raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
     if document.get("schema_version") != SCHEMA_VERSION:
-        found = document.get("schema_version")
+        version = document.get("schema_version")
         raise InvalidInput(
-            f"{path} has schema_version {found!r}, this version reads {SCHEMA_VERSION}"
+            f"{path} has schema_version {version!r}; this version of nsa-bench reads"
+            f" {SCHEMA_VERSION}"
         )
     try:
         result = _value(Result, document, "")
     except _WrongError as error:
         raise InvalidInput(f"{path}: {error}") from error
-    assert isinstance(result, Result)  # _value makes what it is asked for
+    assert isinstance(result, Result)  # as requested from _value
     unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
     if unknown:
         raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
@@ -198,10 +193,10 @@ def read_result(path: Path) -> Result:
 
 
 class _WrongError(Exception):
-    """A field that does not have its type."""
+    """A field has the wrong type or is missing."""
 
 
-def _no_constant(word: str) -> NoReturn:
+def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number")
 
 
@@ -210,37 +205,37 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _value(kind: Any, found: Any, where: str) -> Any:
-    """``found`` as ``kind``: a dataclass, dict, list, union with None, or a plain type."""
+def _value(kind: Any, value: Any, path: str) -> Any:
+    """Convert JSON to ``kind``: a dataclass, dict, list, union with None, or a plain type."""
     if kind is Any:
-        return found
+        return value
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return None if found is None else _value(arguments[0], found, where)
+        return None if value is None else _value(arguments[0], value, path)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)  # a class, not an instance
-        return _record(kind, found, where)
-    if origin is dict and isinstance(found, dict):
-        return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in found.items()}
-    if origin is list and isinstance(found, list):
-        return [_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(found)]
-    if kind is float and isinstance(found, int) and not isinstance(found, bool):
-        return float(found)
-    if origin is None and isinstance(found, kind) and (kind is bool or not isinstance(found, bool)):
-        return found
+        return _record(kind, value, path)
+    if origin is dict and isinstance(value, dict):
+        return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_value(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
     raise _WrongError(
-        f"{where.lstrip('.')} must be {getattr(kind, '__name__', kind)}, got {str(found)[:60]!r}"
+        f"{path.lstrip('.')} must be {getattr(kind, '__name__', kind)}, got {str(value)[:60]!r}"
     )
 
 
-def _record(kind: type, found: Any, where: str) -> Any:
-    if not isinstance(found, dict):
+def _record(kind: type, value: Any, path: str) -> Any:
+    if not isinstance(value, dict):
         raise _WrongError(
-            f"{where.lstrip('.') or 'the file'} must be an object, got {str(found)[:60]!r}"
+            f"{path.lstrip('.') or 'the file'} must be an object, got {str(value)[:60]!r}"
         )
     fields, hints = dataclasses.fields(kind), _hints(kind)
-    missing = [f.name for f in fields if f.name not in found and f.default is dataclasses.MISSING]
+    missing = [f.name for f in fields if f.name not in value and f.default is dataclasses.MISSING]
     if missing:
-        raise _WrongError(f"{where.lstrip('.') or 'the file'} lacks {', '.join(missing)}")
-    given = [f.name for f in fields if f.name in found]  # files of before there was a field lack it
-    return kind(**{name: _value(hints[name], found[name], f"{where}.{name}") for name in given})
+        raise _WrongError(f"{path.lstrip('.') or 'the file'} lacks {', '.join(missing)}")
+    present = [f.name for f in fields if f.name in value]  # older files lack newer fields
+    return kind(**{name: _value(hints[name], value[name], f"{path}.{name}") for name in present})

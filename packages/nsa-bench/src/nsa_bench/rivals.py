@@ -1,7 +1,6 @@
-"""Other people's NSA, where it is installed: timed beside ours in the same run, on the same
-tensors, never judged.
+"""Other libraries' NSA: timed in the same run on the same tensors, but not judged.
 
-Whatever their code raises is a reason in its row of the result.
+Any exception of their code becomes the reason in its row of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.baselines import Dense
+from nsa_bench.baselines import Baseline
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
@@ -25,40 +24,39 @@ Call = Callable[[], Any]
 
 
 def check_rivals(names: Sequence[str]) -> None:
-    """Refuse names that are no rival.
+    """Check the names of rivals.
 
     Raises:
-        InvalidInput: naming them, and those there are.
+        InvalidInput: A name is unknown; the message lists the known names.
     """
     for name in names:
         if name not in KNOWN:
             raise InvalidInput(
-                f"rival must be of {', '.join(KNOWN)}, got {name!r}{did_you_mean(name, KNOWN)}"
+                f"rival must be one of {', '.join(KNOWN)}, got {name!r}{did_you_mean(name, KNOWN)}"
             )
 
 
 def rivals(
     names: Sequence[str] | None, config: NSAConfig, device: str, dtype: torch.dtype
-) -> list[Dense]:
-    """Those of ``names`` (None: all known on a GPU, none elsewhere), each that cannot run with the
-    reason.
+) -> list[Baseline]:
+    """Return the named rivals; those that cannot run here carry the reason.
+
+    ``names=None`` means all known rivals on a GPU and none elsewhere.
     """
     if names is None:
         names = list(KNOWN) if device.startswith("cuda") else []
-    found = []
+    selected = []
     for name in names:
         rival = KNOWN[name](config)
         reason = rival.reason or _refusal(rival, config, device, dtype)
-        found.append(dataclasses.replace(rival, reason=reason))
-    return found
+        selected.append(dataclasses.replace(rival, reason=reason))
+    return selected
 
 
 def guarded(make: Callable[[], Call]) -> Callable[[], Call]:
-    """A setup whose errors, and those of the call it returns, are RuntimeErrors that quote what was
-    raised.
-    """
+    """Wrap a setup function so that it and its call raise RuntimeError for any exception."""
 
-    def tried(function: Callable[..., Any]) -> Any:
+    def convert_errors(function: Callable[..., Any]) -> Any:
         try:
             return function()
         except torch.OutOfMemoryError:
@@ -66,16 +64,17 @@ def guarded(make: Callable[[], Call]) -> Callable[[], Call]:
         except Exception as error:
             raise RuntimeError(describe_error(error)) from error
 
-    def made() -> Call:
-        call: Call = tried(make)
-        return lambda: tried(call)
+    def guarded_make() -> Call:
+        call: Call = convert_errors(make)
+        return lambda: convert_errors(call)
 
-    return made
+    return guarded_make
 
 
-def _refusal(rival: Dense, config: NSAConfig, device: str, dtype: torch.dtype) -> str:
-    """Why a forward and backward over twice the chosen tokens fails; "" when it does not. Compiles
-    what compiles.
+def _refusal(rival: Baseline, config: NSAConfig, device: str, dtype: torch.dtype) -> str:
+    """Run forward and backward once; return the error text, or "" on success.
+
+    The sequence has twice as many tokens as the selection covers. This run also compiles kernels.
     """
     length = 2 * config.num_selected_blocks * config.select_block_size
 
@@ -92,9 +91,10 @@ def _refusal(rival: Dense, config: NSAConfig, device: str, dtype: torch.dtype) -
     return ""
 
 
-def _fla(config: NSAConfig) -> Dense:
-    """flash-linear-attention (fla-core): mean compression of whole selection blocks, window by
-    flash-attn.
+def _fla(config: NSAConfig) -> Baseline:
+    """flash-linear-attention (fla-core).
+
+    It compresses whole selection blocks by their mean and runs the window with flash-attn.
     """
     block, heads = config.select_block_size, config.n_heads // config.n_kv_heads
     computes = dataclasses.replace(config, compress_block_size=block, compress_stride=block)
@@ -120,13 +120,13 @@ def _fla(config: NSAConfig) -> Dense:
     if importlib.util.find_spec("fla") is None:
         reason = "the package fla-core is not installed"
     elif heads < 16 or heads & (heads - 1):
-        reason = f"needs 16, 32, 64, ... query heads to a kv head, got {heads}"
+        reason = f"needs 16, 32, 64, ... query heads per kv head, got {heads}"
     elif (config.init_blocks, config.local_blocks) != (1, 2):
         reason = (
-            f"always takes 1 first and 2 last blocks, not {config.init_blocks} and"
-            f" {config.local_blocks}"
+            f"always selects the first block and the last 2, not the first {config.init_blocks} and"
+            f" the last {config.local_blocks}"
         )
-    return Dense(f"fla NSA, l=d={block}", forward, reason, KIND, computes)
+    return Baseline(f"fla NSA, l=d={block}", forward, reason, KIND, computes)
 
 
-KNOWN: dict[str, Callable[[NSAConfig], Dense]] = {"fla": _fla}
+KNOWN: dict[str, Callable[[NSAConfig], Baseline]] = {"fla": _fla}

@@ -1,6 +1,4 @@
-"""Arithmetic and byte floors: what the mathematics needs at least, from shapes, at this machine's
-peak rates.
-"""
+"""Roofline floors: the minimum operations and bytes of a shape, at the machine's peak rates."""
 
 from __future__ import annotations
 
@@ -19,39 +17,42 @@ PARTS = ("compress", *SLOTS)
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Rates measured in this run: a large matrix product, and a large copy (bytes read and
-    written).
+    """Peak rates measured in this run.
+
+    Attributes:
+        flops_per_s: Rate of a large matrix product.
+        bytes_per_s: Rate of a large copy, counting bytes read and written.
     """
 
     flops_per_s: float
     bytes_per_s: float
 
     def floor_ms(self, cost: Cost) -> float:
-        """Time below which no kernel can do ``cost`` here."""
+        """Return the minimum time of ``cost`` at these rates, in ms."""
         return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s) * 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Floating point operations, and bytes that must cross the memory bus at least once."""
+    """Floating-point operations, and the bytes that must cross the memory bus at least once."""
 
     flops: int
     bytes: int
 
 
 def visible_pairs(geometry: BlockGeometry, length: int) -> dict[str, int]:
-    """(query, key) pairs per head of each branch over a sequence, and of dense causal attention.
+    """Count the visible (query, key) pairs per head of each branch and of dense causal attention.
 
-    Exact where the current block is always chosen (local_blocks >= 1), else the upper bound for
-    sel.
+    The count of sel is exact if the current block is always selected (local_blocks >= 1), otherwise
+    it is an upper bound.
     """
-    size, stride, block = (
+    compress_block, stride, block = (
         geometry.compress_block_size,
         geometry.compress_stride,
         geometry.select_block_size,
     )
     t = torch.arange(length, dtype=torch.int64)
-    cmp = ((t + 1 - size).div(stride, rounding_mode="floor") + 1).clamp(min=0)
+    cmp = ((t + 1 - compress_block).div(stride, rounding_mode="floor") + 1).clamp(min=0)
     chosen = (t // block + 1).clamp(max=geometry.num_selected_blocks)
     sel = (chosen - 1) * block + t % block + 1
     win = (t + 1).clamp(max=geometry.window_size)
@@ -66,11 +67,18 @@ def visible_pairs(geometry: BlockGeometry, length: int) -> dict[str, int]:
 def part_costs(
     config: NSAConfig, batch: int, length: int, element_bytes: int, phase: str
 ) -> dict[str, Cost]:
-    """Cost of each part of the core, of the whole core ("total") and of dense attention ("dense").
+    """Return the cost of each part of the core, of the core ("total") and of dense ("dense").
 
-    Forward: 2 (Dk + Dv) operations per pair and head (q.k and p.v), 2 Dk for selection. Backward: 5
-    products where forward has 2; selection has none. The total's bytes are the core's inputs and
-    outputs alone.
+    Forward needs 2 (Dk + Dv) operations per visible pair and head (q.k and p.v), and 2 Dk for
+    selection. Backward has 5 products where forward has 2, and none for selection. The bytes of the
+    total are those of the core's inputs and outputs alone.
+
+    Args:
+        config: Heads, widths and block sizes.
+        batch: Number of sequences.
+        length: Tokens per sequence.
+        element_bytes: Bytes per element of q, k, v and o.
+        phase: "forward", "backward" or "both".
     """
     if phase == "both":
         forward, backward = (
@@ -93,7 +101,7 @@ def part_costs(
         "blocks": tokens * kv * geometry.num_selected_blocks * 4,
         "gates": tokens * heads * 12,
     }
-    twice = 2 if is_backward else 1  # every input's gradient is written
+    twice = 2 if is_backward else 1  # backward also writes the gradient of every input
 
     def attention(name: str, keys: str, extra: int = 0) -> Cost:
         moved = twice * (sizes["q"] + sizes[keys]) + twice * sizes["o"] + sizes["lse"] + extra
@@ -121,7 +129,7 @@ def part_costs(
 
 
 def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:
-    """Best of several large matrix products in ``dtype`` and of several copies; about a second."""
+    """Measure peak rates in about a second: the best of several matrix products and of copies."""
     cuda = device.startswith("cuda")
     size, copied = (8192, 1 << 30) if cuda else (512, 1 << 25)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

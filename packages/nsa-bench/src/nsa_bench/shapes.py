@@ -1,4 +1,4 @@
-"""Shapes by name, and lengths: what a bench or a tuning is asked for."""
+"""Shapes and lengths, as the commands `nsa bench` and `nsa tune` accept them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ PAPER_BLOCKS = (32, 16, 64, 16, 512)  # l, d, l', n, w
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads of an attention: Hq query heads over G key/value heads, widths Dk and Dv; written
-    Hq/G/Dk[/Dv].
+    """The heads of an attention layer, written Hq/G/Dk[/Dv].
+
+    Attributes:
+        n_heads: Query heads Hq.
+        n_kv_heads: Key/value heads G.
+        head_dim: Width Dk of queries and keys.
+        v_head_dim: Width Dv of values.
     """
 
     n_heads: int
@@ -26,23 +31,23 @@ class Shape:
 
     @classmethod
     def of(cls, config: NSAConfig) -> Shape:
-        """The heads of a layer."""
+        """Return the heads of a layer."""
         return cls(config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim)
 
     @property
     def name(self) -> str:
-        """ "12/2/64", with Dv only where it differs from Dk."""
+        """Return "12/2/64", or "64/4/192/128" if Dv differs from Dk."""
         parts = [self.n_heads, self.n_kv_heads, self.head_dim]
         return "/".join(map(str, parts + [self.v_head_dim] * (self.v_head_dim != self.head_dim)))
 
     def config(self, blocks: Sequence[int] = PAPER_BLOCKS) -> NSAConfig:
-        """The layer that is timed: mean compression, one key/value pair for the three branches.
+        """Return the timed layer: mean compression, one key/value pair for the three branches.
 
         Args:
             blocks: l, d, l', n, w.
 
         Raises:
-            InvalidInput: the blocks or heads do not fit together.
+            InvalidInput: The blocks and heads are not a valid configuration.
         """
         if len(blocks) != 5:
             raise InvalidInput(f"blocks must be five integers l,d,l',n,w, got {list(blocks)}")
@@ -65,41 +70,48 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that "12/2/64", "64/4/192/128" or a name ("reports", "paper", "tiny") stands for.
+    """Parse "12/2/64", "64/4/192/128" or a name ("reports", "paper", "tiny").
 
     Raises:
-        InvalidInput: it is neither, or the heads do not divide.
+        InvalidInput: The text is not a shape, or Hq is not a multiple of G.
     """
     parts = NAMED.get(text.strip(), text.strip()).split("/")
     if len(parts) not in (3, 4) or not all(part.isdecimal() and int(part) > 0 for part in parts):
         known = ", ".join(f"{name} ({shape})" for name, shape in NAMED.items())
         hint = did_you_mean(text, NAMED)
         raise InvalidInput(
-            f"shape must be Hq/G/Dk or Hq/G/Dk/Dv or one of {known}, got {text!r}{hint}"
+            f"shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r}{hint}"
         )
     hq, g, dk, *dv = map(int, parts)
     if hq % g:
-        raise InvalidInput(f"shape {text!r}: {hq} query heads do not divide over {g}")
+        raise InvalidInput(
+            f"shape {text!r}: {hq} query heads do not divide over {g} kv heads;"
+            " give a multiple of the kv heads"
+        )
     return Shape(hq, g, dk, dv[0] if dv else dk)
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Ascending lengths: "512,2k,65536" lists them, "2k..64k" doubles from the first to the last.
+    """Parse lengths; return them in ascending order.
+
+    "512,2k,65536" is a list; "2k..64k" doubles from the first length up to the last.
 
     Raises:
-        InvalidInput: an entry is no length, or a range is empty.
+        InvalidInput: An entry is not a length, or a range is empty.
     """
-    found: set[int] = set()
+    lengths: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
         low = _length(first, text)
         high = _length(last, text) if dots else low
         if high < low:
-            raise InvalidInput(f"lengths {part!r}: the last is below the first")
+            raise InvalidInput(
+                f"lengths {part!r}: the last length must not be smaller than the first"
+            )
         while low <= high:
-            found.add(low)
+            lengths.add(low)
             low *= 2
-    return sorted(found)
+    return sorted(lengths)
 
 
 def _length(word: str, text: str) -> int:
@@ -107,5 +119,7 @@ def _length(word: str, text: str) -> int:
     factor = 1024 if word.endswith("k") else 1
     digits = word.removesuffix("k")
     if not digits.isdecimal() or int(digits) < 1:
-        raise InvalidInput(f"lengths must be like 512,2k,64k or 2k..64k, got {text!r}")
+        raise InvalidInput(
+            f"lengths must be a list such as 512,2k,64k or a range such as 2k..64k, got {text!r}"
+        )
     return int(digits) * factor

@@ -1,7 +1,7 @@
-"""Timing: works of one cell run round by round, interleaved, so that what drifts (clocks,
-neighbours) hits all alike.
+"""Timing: the workloads of a cell are sampled in rounds, interleaved.
 
-How a sample is taken: nsa_bench.clocks.
+Drift of the machine (clocks, other jobs) then affects all workloads alike. nsa_bench.clocks takes
+the samples.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
-NOT_MEASURED, FAILED = "not measured", "failed"  # how reasons begin
+NOT_MEASURED, FAILED = "not measured", "failed"  # prefixes of reasons
 LATE = f"{NOT_MEASURED}: the time limit was reached"
 INTERRUPTED = f"{NOT_MEASURED}: the run was interrupted"
 CELL_LATE = NOT_MEASURED + ": the cell's time limit of {:g} s was reached"
 METHODS = {
     "events": "CUDA events, cold L2",
     "graph": "CUDA graph replay, CUDA events, cold L2",
-    "benchmark": "torch.utils.benchmark, caches as left by the previous work",
-    "eager": "wall clock of successive calls with one synchronisation behind them, warm L2",
+    "benchmark": "torch.utils.benchmark, caches as left by the previous workload",
+    "eager": "wall clock of successive calls with one synchronisation at the end, warm L2",
     "within": "perf_counter between the slots of one step",
     "within graph": (
-        "CUDA graphs of the step up to a slot and up to the one before, their difference, cold L2"
+        "difference of two CUDA graphs, of the step up to a slot and up to the slot before, cold L2"
     ),
-    "within events": "as within graph, of steps that are not captured",
-    "perf_counter": "perf_counter, caches as left by the previous work",
+    "within events": "as within graph, but for steps that cannot be captured",
+    "perf_counter": "perf_counter, caches as left by the previous workload",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """Times of one work, ms per call. Result files of before they were there lack the fields with a
-    default.
-    """
+    """Times of one workload, in ms per call. Older result files lack the fields with defaults."""
 
     median_ms: float
     q1_ms: float
@@ -50,23 +48,27 @@ class Performance:
     method: str  # a key of METHODS
     calls_per_sample: int
     samples_ms: list[float]
-    # that the host takes to launch a call, where the method was chosen by it
+    # Host time of the launches, if it decided the method.
     host_ms: float | None = None
-    # why a call whose time the host may hold up was not captured all the same
+    # Why a launch-bound call was not captured as a CUDA graph.
     not_captured: str = ""
-    # where ``method`` is graph: the same call without it, by events
+    # For method "graph": the same call timed eagerly, with events.
     eager: Performance | None = None
 
     @property
     def eager_ms(self) -> float:
-        """Median of the call as Python makes it, the host's launches included."""
+        """Return the median of the call launched from Python, including host launches."""
         return self.median_ms if self.eager is None else self.eager.median_ms
 
 
 @dataclasses.dataclass
 class Workload:
-    """Something to time. ``make`` sets it up (a forward whose backward is timed, say) and returns
-    the call.
+    """Something to time.
+
+    Attributes:
+        key: Its name in the outcomes.
+        make: Sets it up, for example by a forward whose backward is timed, and returns the call.
+        measure_memory: Whether its peak memory is measured.
     """
 
     key: str
@@ -76,7 +78,7 @@ class Workload:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a work: its times and peak memory, or the reason why there are none."""
+    """The result of timing a workload: times and peak memory, or why they are missing."""
 
     performance: Performance | None = None
     peak_bytes: int | None = None
@@ -85,55 +87,64 @@ class Outcome:
 
 @dataclasses.dataclass
 class Prepared:
-    """A work that is set up, warmed up and ready to be sampled."""
+    """A workload that is set up, warmed up and ready to be sampled."""
 
     call: Callable[[], Any]
     method: str
     calls: int
     estimate_ms: float
-    peak_bytes: int  # most bytes that one call holds beyond what was held before it
+    peak_bytes: int  # peak memory of one call beyond the memory held before it
     samples: list[float] = dataclasses.field(default_factory=list)
     host_ms: float | None = None
     not_captured: str = ""
     eager: list[float] = dataclasses.field(default_factory=list)
 
     def performance(self) -> Performance:
-        """What the samples come to."""
-        found = summarise(self.samples, self.method, self.calls)
+        """Summarise the samples."""
+        performance = summarise(self.samples, self.method, self.calls)
         host_ms = None if self.host_ms is None else float(f"{self.host_ms:.4g}")
         eager = summarise(self.eager, "events", 1) if self.eager else None
         return dataclasses.replace(
-            found, host_ms=host_ms, not_captured=self.not_captured, eager=eager
+            performance, host_ms=host_ms, not_captured=self.not_captured, eager=eager
         )
 
 
 class Clock(Protocol):
-    """Prepares works and takes their samples."""
+    """Prepares workloads and takes their samples."""
 
-    def prepare(self, work: Workload) -> Prepared:
-        """Set up and warm up."""
+    def prepare(self, workload: Workload) -> Prepared:
+        """Set up and warm up a workload."""
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call over ``calls`` calls."""
+        """Return the milliseconds per call over ``calls`` calls."""
 
 
 def measure(
-    works: Sequence[Workload],
+    workloads: Sequence[Workload],
     clock: Clock,
     *,
     budget_s: float,
     deadline: float = float("inf"),
     limit_s: float = float("inf"),
-    least: int = MIN_ROUNDS,
+    min_rounds: int = MIN_ROUNDS,
     stop: Interruption = NEVER,
 ) -> dict[str, Outcome]:
-    """Time all works, interleaved: ``least`` to 20 rounds each, about ``budget_s`` seconds each
-    where that allows more.
+    """Time all workloads, interleaved in rounds.
 
-    Past ``deadline`` (time.monotonic), or ``limit_s`` seconds after the start, no further work is
-    prepared, and what is prepared is timed once; once ``stop`` has come, nothing more is timed at
-    all. A work that is left out, runs out of memory or whose kernel refuses has a reason instead of
-    times.
+    Args:
+        workloads: The workloads, the most important first.
+        clock: Takes the samples.
+        budget_s: Seconds of samples per workload; it sets the number of rounds between
+            ``min_rounds`` and 20.
+        deadline: Value of time.monotonic() after which no further workload is prepared and each
+            prepared workload gets one sample.
+        limit_s: The same limit, in seconds after the start of this call.
+        min_rounds: Minimum number of rounds.
+        stop: Reports an interruption; after it nothing more is timed.
+
+    Returns:
+        The outcome of each workload by key. A workload that is left out, runs out of memory or
+        fails has a reason instead of times.
     """
     limits = {LATE: deadline, CELL_LATE.format(limit_s): time.monotonic() + limit_s}
 
@@ -146,19 +157,19 @@ def measure(
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
-    for work in works:
+    for workload in workloads:
         if reason := late():
-            outcomes[work.key] = Outcome(reason=reason)
+            outcomes[workload.key] = Outcome(reason=reason)
             continue
-        outcomes[work.key] = outcome = Outcome()
+        outcomes[workload.key] = outcome = Outcome()
         with _reasons(outcome, stop):
-            ready[work.key] = clock.prepare(work)
-            outcome.peak_bytes = ready[work.key].peak_bytes if work.measure_memory else None
+            ready[workload.key] = clock.prepare(workload)
+            outcome.peak_bytes = ready[workload.key].peak_bytes if workload.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
             rounds = min(
                 MAX_ROUNDS,
-                max(least, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))),
+                max(min_rounds, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))),
             )
             if (
                 len(prepared.samples) >= rounds
@@ -178,33 +189,34 @@ def measure(
 
 @contextlib.contextmanager
 def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
-    """Turn what a kernel raises into the outcome's reason."""
+    """Turn an exception of a kernel into the outcome's reason."""
     try:
         yield
     except torch.OutOfMemoryError:
         outcome.reason = "out of memory"
         gc.collect()
     except (NSAError, RuntimeError) as error:
-        # A signal to a group of processes ends the compilers that run for a kernel, too: no fault
-        # of the kernel's.
+        # A signal to the process group also ends compilers that run for a kernel; that is not the
+        # kernel's failure.
         outcome.reason = INTERRUPTED if stop.came else f"{FAILED}: {describe_error(error)}"
 
 
 def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:
-    """Median and quartiles of samples in ms."""
+    """Return median and quartiles of samples in ms."""
     ordered = torch.tensor(sorted(samples), dtype=torch.float64)
-    q1, median, q3 = (float(ordered.quantile(at)) for at in (0.25, 0.5, 0.75))
-    kept = [float(f"{sample:.5g}") for sample in samples]
+    q1, median, q3 = (float(ordered.quantile(quantile)) for quantile in (0.25, 0.5, 0.75))
+    rounded = [float(f"{sample:.5g}") for sample in samples]
     q1, median, q3 = (float(f"{x:.6g}") for x in (q1, median, q3))
-    return Performance(median, q1, q3, method, calls, kept)
+    return Performance(median, q1, q3, method, calls, rounded)
 
 
 def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | None:
-    """Standard deviation over mean of the medians of ``repeats`` runs of successive samples; None
-    for too few.
+    """Return the coefficient of variation of the medians of ``repeats`` runs of samples.
+
+    The samples are split in order into ``repeats`` runs; None if there are fewer samples than runs.
     """
     samples = torch.tensor(performance.samples_ms, dtype=torch.float64)
     if len(samples) < repeats:
         return None
-    medians = torch.stack([part.quantile(0.5) for part in samples.tensor_split(repeats)])
+    medians = torch.stack([run.quantile(0.5) for run in samples.tensor_split(repeats)])
     return float(medians.std() / medians.mean())

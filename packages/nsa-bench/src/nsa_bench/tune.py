@@ -1,6 +1,4 @@
-"""Which backend is fastest for each slot of a shape class on this device: judged first, then timed
-side by side.
-"""
+"""Find the fastest correct backend for each slot on this device: judge first, then time."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_bench.cells import part_work
+from nsa_bench.cells import kernel_workload
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, pass_gate
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, run_gate
 from nsa_bench.inputs import make_inputs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import measure
@@ -30,7 +28,7 @@ PHASES = {"inference": "forward", "training": "both"}
 
 @dataclasses.dataclass(frozen=True)
 class SlotTime:
-    """A backend's time in one slot; ``time_ms`` None where ``reason`` says why."""
+    """A backend's time in one slot; ``time_ms`` is None if ``reason`` is set."""
 
     slot: str
     backend: str
@@ -42,7 +40,7 @@ class SlotTime:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What was measured, and the records that follow from it."""
+    """The measurements of a tuning run, and the records for `auto`."""
 
     device: str
     times: list[SlotTime]
@@ -61,14 +59,24 @@ def tune(
     budget_s: float = 0.5,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Tuning:
-    """Judge and time every backend that takes a slot, forward (inference) and forward with backward
-    (training).
+    """Judge and time every backend that accepts a slot, for inference and for training.
 
-    A backend that fails its gate is not timed, and leaves its slot's record out altogether: `auto`
-    must not be told to prefer, nor to pass over, what is wrong here.
+    Inference is forward; training is forward and backward. A backend that fails its gate is not
+    timed, and its slot gets no record: `auto` must neither prefer nor avoid a backend that is wrong
+    here.
+
+    Args:
+        config: The layer.
+        registry: The installed backends.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: Dtype of the inputs.
+        length: Tokens of the one sequence.
+        seed: Seed of the random inputs.
+        budget_s: Seconds of samples per workload.
+        advance: Called with a label after each gate and each use, :func:`steps` times in all.
 
     Raises:
-        Unsupported, BackendUnavailable: a slot has nobody to run it.
+        Unsupported, BackendUnavailable: No backend accepts a slot.
     """
     times: list[SlotTime] = []
     gates: list[Gate] = []
@@ -78,9 +86,9 @@ def tune(
         training = use == "training"
         plans = _plans(config, registry, device, dtype, training)
         case = gate_case(config, device, seed)
-        wrong: dict[tuple[str, str], str] = {}
+        gate_failures: dict[tuple[str, str], str] = {}
         for slot, backend in plans:
-            small = resolve(
+            gate_plan = resolve(
                 case.config,
                 device=device,
                 dtype=dtype,
@@ -88,26 +96,27 @@ def tune(
                 needs_grad=training,
                 registry=registry,
             )
-            gate = pass_gate(
-                f"{slot}={backend}", small, case, dtype, device, training, Shape.of(config).name
+            gate = run_gate(
+                f"{slot}={backend}", gate_plan, case, dtype, device, training, Shape.of(config).name
             )
             gates.append(gate)
-            named = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
-            if any(said in line for line in gate.failures for said in named):
-                wrong[slot, backend] = NOT_CORRECT
+            # How a failed verdict and an exception name the backend.
+            mentions = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
+            if any(mention in line for line in gate.failures for mention in mentions):
+                gate_failures[slot, backend] = NOT_CORRECT
             advance(f"gate {slot}={backend}, {use}")
         x = make_inputs(
             "random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed
         )
-        works = [
-            part_work(x, config, plan, slot, "forward" if slot == "select" else phase)
+        workloads = [
+            kernel_workload(x, config, plan, slot, "forward" if slot == "select" else phase)
             for (slot, backend), plan in plans.items()
-            if (slot, backend) not in wrong
+            if (slot, backend) not in gate_failures
         ]
-        outcomes = measure(works, clock_for(device), budget_s=budget_s)
+        outcomes = measure(workloads, clock_for(device), budget_s=budget_s)
         for (slot, backend), plan in plans.items():
             outcome = outcomes.get(f"{slot} {backend}")
-            reason = wrong.get((slot, backend)) or (outcome.reason if outcome else "")
+            reason = gate_failures.get((slot, backend)) or (outcome.reason if outcome else "")
             median = outcome.performance.median_ms if outcome and outcome.performance else None
             times.append(SlotTime(slot, backend, plan.choices[slot].version, use, median, reason))
         records += _records([t for t in times if t.use == use], plans, name, length)
@@ -116,19 +125,27 @@ def tune(
 
 
 def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
-    """How often :func:`tune` tells ``advance``: of each backend that takes a slot, and of each
-    use.
+    """Return how often :func:`tune` calls ``advance``.
+
+    It calls it once per slot, accepting backend and use, and once more per use.
     """
-    options = [PlanOptions(device=device, dtype=dtype, needs_grad=grad) for grad in (False, True)]
-    asked = [find_candidates(config, each, registry=registry).by_slot for each in options]
-    candidates = [c for by_slot in asked for of_slot in by_slot.values() for c in of_slot]
-    return len(PHASES) + sum(c.accepted for c in candidates)
+    options = [
+        PlanOptions(device=device, dtype=dtype, needs_grad=needs_grad)
+        for needs_grad in (False, True)
+    ]
+    candidates_by_slot = [
+        find_candidates(config, option, registry=registry).by_slot for option in options
+    ]
+    all_candidates = [
+        c for by_slot in candidates_by_slot for of_slot in by_slot.values() for c in of_slot
+    ]
+    return len(PHASES) + sum(c.accepted for c in all_candidates)
 
 
 def _plans(
     config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype, training: bool
 ) -> dict[tuple[str, str], Plan]:
-    """Per slot and accepting backend the plan that runs it there, everything else auto."""
+    """Return, per slot and accepting backend, a plan with that backend there and auto elsewhere."""
     options = PlanOptions(device=device, dtype=dtype, needs_grad=training)
     by_slot = find_candidates(config, options, registry=registry).by_slot
     return {
@@ -145,19 +162,19 @@ def _records(
     records = []
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     for slot in SLOTS:
-        of = [t for t in times if t.slot == slot]
-        known = {t.backend: t.time_ms for t in of if t.time_ms is not None}
-        if len(known) < len(of) or not of:
+        slot_times = [t for t in times if t.slot == slot]
+        time_of = {t.backend: t.time_ms for t in slot_times if t.time_ms is not None}
+        if len(time_of) < len(slot_times) or not slot_times:
             continue
-        request = plans[slot, of[0].backend].requests[slot]
-        versions = {t.backend: t.version for t in of}
+        request = plans[slot, slot_times[0].backend].requests[slot]
+        versions = {t.backend: t.version for t in slot_times}
         records.append(
             tuned.Record(
                 device,
                 tuned.torch_version(),
                 tuned.shape_class(request),
                 slot,
-                known,
+                time_of,
                 versions,
                 length,
                 today,

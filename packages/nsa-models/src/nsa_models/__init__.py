@@ -1,1 +1,1 @@
-"""Models built on NSAttention."""
+"""Models built on :class:`nsa_core.NSAttention`."""

@@ -1,1 +1,1 @@
-"""Tables, plots and HTML pages made from result files."""
+"""Tables, plots and HTML pages from result files."""

@@ -1,4 +1,4 @@
-"""Numbers as text, and the plain form of a table."""
+"""Format numbers as text, and define the plain form of a table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Rows: TypeAlias = tuple[str, list[str], list[list[str]]]  # title, columns, cell
 
 
 def milliseconds(performance: Performance | None) -> str:
-    """ "1.23" for a median of 1.23 ms; "-" where there is none."""
+    """Format a median: "1.23" for 1.23 ms, "-" for None."""
     return "-" if performance is None else number(performance.median_ms)
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, never in exponent form; "-" for None."""
+    """Format with three significant digits, never with an exponent; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def size(count: int | None) -> str:
-    """Bytes in MiB."""
+    """Format a number of bytes in MiB; "-" for None."""
     return "-" if count is None else number(count / 2**20)

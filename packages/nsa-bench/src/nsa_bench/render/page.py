@@ -1,4 +1,4 @@
-"""The HTML page of a bench result: one file, no script, nothing loaded from elsewhere."""
+"""The HTML page of a benchmark result: one file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ pre{overflow-x:auto;background:#f6f6f6;padding:1em}"""
 
 
 def page(result: Result) -> str:
-    """The report as one HTML file: no script, nothing loaded from elsewhere."""
+    """Return the report as one HTML file without scripts or external resources."""
     picture = base64.b64encode(render(result, "png")).decode()
-    told = list(summary(result))
-    lines = "".join(f"<li>{html.escape(line)}</li>" for style, line in told if style != MISSING)
-    missing = "".join(f"<li>{html.escape(line)}</li>" for style, line in told if style == MISSING)
+    sentences = list(summary(result))
+    lines = "".join(
+        f"<li>{html.escape(line)}</li>" for style, line in sentences if style != MISSING
+    )
+    missing = "".join(
+        f"<li>{html.escape(line)}</li>" for style, line in sentences if style == MISSING
+    )
     body = "".join(_html_table(rows) for rows in tables(result))
     facts = {"environment": result.environment, "settings": result.settings}
-    gaps = f"<h2>Figures that are missing</h2><ul>{missing}</ul>" if missing else ""
+    missing_section = f"<h2>Figures that are missing</h2><ul>{missing}</ul>" if missing else ""
     head = f'<meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
     image = f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">'
     settings = f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>"
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body><h1>nsa'
-        f" bench</h1><ul>{lines}</ul>{image}{body}{gaps}<h2>Machine and"
+        f" bench</h1><ul>{lines}</ul>{image}{body}{missing_section}<h2>Machine and"
         f" settings</h2>{settings}</body></html>\n"
     )
 

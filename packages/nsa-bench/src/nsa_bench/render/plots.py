@@ -1,5 +1,6 @@
-"""Plots of a bench result: time over length with the crossover, time per branch, roofline. Loads
-matplotlib lazily.
+"""Plots of a benchmark result: time over length with crossovers, time per branch, roofline.
+
+matplotlib is imported when a plot is draw.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.plots_decode import decode_figure
-from nsa_bench.render.style import BRANCH_COLOURS, colours_of, drawn
+from nsa_bench.render.style import BRANCH_COLOURS, colours_of, draw
 from nsa_core.util.atomic_files import write_bytes_atomic
 
 if TYPE_CHECKING:
     from nsa_bench.result import Measurement, Result
 
-_MARKS = {
+_MARKERS = {
     "compress": "P",
     "cmp": "s",
     "select": "D",
@@ -29,13 +30,13 @@ _MARKS = {
 
 
 def save(result: Result, path: Path, kind: str, force: bool) -> None:
-    """Write the figure; ``kind`` is png or svg. Whole or not at all."""
+    """Write the figure atomically; ``kind`` is "png" or "svg"."""
     write_bytes_atomic(path, render(result, kind), force)
 
 
 def render(result: Result, kind: str) -> bytes:
-    """The figure: a row per shape, dtype and kind of inputs."""
-    return drawn(lambda: _figure(result), kind)
+    """Draw the figure, with one row per shape, dtype and kind of inputs."""
+    return draw(lambda: _figure(result), kind)
 
 
 def _figure(result: Result) -> Any:
@@ -48,17 +49,17 @@ def _figure(result: Result) -> Any:
     columns = len(phases) + 2
     figure = Figure(figsize=(4.9 * columns, 4.6 * max(1, len(rows)) + 1.0), layout="constrained")
     grid = figure.subplots(max(1, len(rows)), columns, squeeze=False)
-    for axes in () if rows else grid.flat:  # a run that was interrupted before its first cell
-        _nothing(axes)
+    for axes in () if rows else grid.flat:  # the run was interrupted before its first cell
+        _draw_empty(axes)
     colours = colours_of(result)
     for axes, row in zip(grid, rows):
-        found = [m for m in result.measurements if (m.shape, m.dtype, m.inputs) == row]
+        measurements = [m for m in result.measurements if (m.shape, m.dtype, m.inputs) == row]
         title = f"{row[0]} {row[1]}, {row[2]} inputs"
-        for place, phase in zip(axes, phases):
-            _over_length(place, [m for m in found if m.phase == phase], result, colours)
-            place.set_title(f"{title}: {phase}")
-        _stacked(axes[-2], [m for m in found if m.parts and m.performance])
-        _roofline(axes[-1], [m for m in found if m.performance], result, colours)
+        for panel, phase in zip(axes, phases):
+            _over_length(panel, [m for m in measurements if m.phase == phase], result, colours)
+            panel.set_title(f"{title}: {phase}")
+        _stacked(axes[-2], [m for m in measurements if m.parts and m.performance])
+        _roofline(axes[-1], [m for m in measurements if m.performance], result, colours)
     figure.suptitle(f"nsa bench on {result.environment.get('device', '?')}")
     return figure
 
@@ -67,7 +68,7 @@ def _tokens(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def _nothing(axes: Any) -> None:
+def _draw_empty(axes: Any) -> None:
     axes.text(
         0.5, 0.5, "no figure", ha="center", va="center", transform=axes.transAxes, color="#888888"
     )
@@ -76,16 +77,14 @@ def _nothing(axes: Any) -> None:
 
 
 def _over_length(
-    axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]
+    axes: Any, measurements: list[Measurement], result: Result, colours: dict[str, str]
 ) -> None:
-    """Median over length with quartiles; a dotted line where a combination overtakes dense for
-    good.
-    """
+    """Plot medians with quartiles over length, and a dotted line at each crossover."""
     from matplotlib.ticker import NullLocator
 
-    timed = [m for m in found if m.performance]
+    timed = [m for m in measurements if m.performance]
     if not timed:
-        return _nothing(axes)
+        return _draw_empty(axes)
     for subject in dict.fromkeys(m.subject for m in timed):
         points = sorted((m for m in timed if m.subject == subject), key=lambda m: m.length)
         lengths = [m.length for m in points]
@@ -103,33 +102,37 @@ def _over_length(
         low, high = [t.q1_ms for t in times], [t.q3_ms for t in times]
         axes.fill_between(lengths, low, high, color=colours[subject], alpha=0.15, lw=0)
     measured = sorted({m.length for m in timed})
-    for c in result.crossovers:
+    for crossover in result.crossovers:
         if (
-            (c.shape, c.dtype, c.inputs, c.phase, c.batch) == timed[0].series
-            and c.length
-            and c.length > measured[0]
+            (crossover.shape, crossover.dtype, crossover.inputs, crossover.phase, crossover.batch)
+            == timed[0].series
+            and crossover.length
+            and crossover.length > measured[0]
         ):
-            label = f"{c.subject} overtakes dense: {c.length} tokens"
-            axes.axvline(c.length, ls=":", color=colours.get(c.subject, "#000000"), label=label)
+            label = f"{crossover.subject} overtakes dense: {crossover.length} tokens"
+            axes.axvline(
+                crossover.length,
+                ls=":",
+                color=colours.get(crossover.subject, "#000000"),
+                label=label,
+            )
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms per call (median, quartiles)")
     axes.set_xticks(measured, [_tokens(n) for n in measured])
-    # y keeps its own: a range within one decade has no other labels
+    # The y axis keeps its minor ticks: a range within one decade has no other labels.
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=2)
 
 
-def _stacked(axes: Any, found: list[Measurement]) -> None:
-    """Time per branch over that of the whole call at the longest length: a bar per combination and
-    phase.
-    """
-    if not found:
-        return _nothing(axes)
-    longest = max(m.length for m in found)
-    bars = [m for m in found if m.length == longest]
+def _stacked(axes: Any, measurements: list[Measurement]) -> None:
+    """Plot each kernel's time over the whole call's time at the longest length."""
+    if not measurements:
+        return _draw_empty(axes)
+    longest = max(m.length for m in measurements)
+    bars = [m for m in measurements if m.length == longest]
     widest = 1.0
-    for height, m in enumerate(bars):
-        assert m.performance is not None  # the caller's choice
+    for row, m in enumerate(bars):
+        assert m.performance is not None  # the caller passes timed measurements only
         left = 0.0
         for name, colour in BRANCH_COLOURS.items():
             part = m.parts.get(name)
@@ -139,18 +142,18 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
                 else 0.0
             )
             axes.barh(
-                height,
+                row,
                 width,
                 left=left,
                 color=colour,
                 height=0.6,
-                label=name if height == 0 else None,
+                label=name if row == 0 else None,
             )
             left += width
         widest = max(widest, left)
         axes.text(
             max(left, 1.0) + 0.02,
-            height,
+            row,
             f"{number(m.performance.median_ms)} ms",
             va="center",
             fontsize=8,
@@ -161,46 +164,51 @@ def _stacked(axes: Any, found: list[Measurement]) -> None:
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlim(0, widest * 1.3)
     axes.set(
-        xlabel="each kernel alone, over the whole call",
+        xlabel="time of each kernel alone / time of the whole call",
         title=f"time per branch at {_tokens(longest)} tokens",
     )
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)
 
 
-def _roofline(axes: Any, found: list[Measurement], result: Result, colours: dict[str, str]) -> None:
-    """Achieved rate over arithmetic intensity at the longest length of the first phase, under this
-    machine's roof.
+def _roofline(
+    axes: Any, measurements: list[Measurement], result: Result, colours: dict[str, str]
+) -> None:
+    """Plot achieved rate over arithmetic intensity, under the machine's roofline.
+
+    The points are those of the first phase at the longest length.
     """
-    if not found:
-        return _nothing(axes)
-    phase, longest = found[0].phase, max(m.length for m in found)
+    if not measurements:
+        return _draw_empty(axes)
+    phase, longest = measurements[0].phase, max(m.length for m in measurements)
     points = []
-    for m in (m for m in found if m.phase == phase and m.length == longest):
-        assert m.performance is not None  # the caller's choice
+    for m in (m for m in measurements if m.phase == phase and m.length == longest):
+        assert m.performance is not None  # the caller passes timed measurements only
         kind = "total" if m.kind == "combo" else m.kind
         points.append((m.subject, kind, m.flops, m.bytes, m.performance.median_ms))
         for name, part in m.parts.items():
             if part.performance and part.flops:
                 points.append((m.subject, name, part.flops, part.bytes, part.performance.median_ms))
     if not points:
-        return _nothing(axes)
-    xs = [flops / count for _, _, flops, count, _ in points]
-    peaks = result.peaks[found[0].dtype]
+        return _draw_empty(axes)
+    intensities = [flops / byte_count for _, _, flops, byte_count, _ in points]
+    peaks = result.peaks[measurements[0].dtype]
     ridge = peaks.flops_per_s / peaks.bytes_per_s
-    low, high = min(xs) / 3, max(*xs, ridge) * 3
+    low, high = min(intensities) / 3, max(*intensities, ridge) * 3
     roof = [(x, min(peaks.flops_per_s, x * peaks.bytes_per_s) / 1e12) for x in (low, ridge, high)]
     axes.plot(*zip(*roof), color="#444444", lw=1.2)
-    for subject, name, flops, count, time_ms in points:
-        rate, x = flops / time_ms / 1e9, flops / count
-        axes.plot([x], [rate], ls="", marker=_MARKS[name], ms=8, color=colours[subject], alpha=0.85)
+    for subject, name, flops, byte_count, time_ms in points:
+        rate, x = flops / time_ms / 1e9, flops / byte_count
+        axes.plot(
+            [x], [rate], ls="", marker=_MARKERS[name], ms=8, color=colours[subject], alpha=0.85
+        )
     for name in dict.fromkeys(name for _, name, *_ in points):
-        axes.plot([], [], ls="", marker=_MARKS[name], color="#444444", label=name)
+        axes.plot([], [], ls="", marker=_MARKERS[name], color="#444444", label=name)
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="operations per byte that must move",
         ylabel="TFLOP/s of counted work",
     )
-    axes.set_title(f"roofline, {phase} at {_tokens(longest)} tokens (colours as at left)")
+    axes.set_title(f"roofline, {phase} at {_tokens(longest)} tokens (same colours as left)")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, ncols=4)

@@ -1,4 +1,7 @@
-"""Colours of subjects and branches, and figures turned into files. Loads matplotlib lazily."""
+"""Colours of subjects and branches, and drawing of figures as PNG or SVG.
+
+matplotlib is imported when a figure is draw.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#6a3d9a", "#b15928")
 _GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
-_DPI, _COLOURS_KEPT = 100, 96
+_DPI, _PALETTE_SIZE = 100, 96
 BRANCH_COLOURS = {
     "compress": "#bdbdbd",
     "cmp": "#0072b2",
@@ -26,10 +29,10 @@ BRANCH_COLOURS = {
 
 
 def need_matplotlib() -> None:
-    """Refuse, before any work is done, where there is no matplotlib.
+    """Check that matplotlib is installed, before any measurement starts.
 
     Raises:
-        BackendUnavailable: with what to type.
+        BackendUnavailable: It is not; the message has the install command.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailable(
@@ -37,8 +40,8 @@ def need_matplotlib() -> None:
         )
 
 
-def drawn(make: Callable[[], Any], kind: str) -> bytes:
-    """The figure that ``make`` returns, as png or svg."""
+def draw(make: Callable[[], Any], kind: str) -> bytes:
+    """Return the figure that ``make`` creates, as png or svg."""
     need_matplotlib()
     import matplotlib as mpl
 
@@ -54,28 +57,28 @@ def drawn(make: Callable[[], Any], kind: str) -> bytes:
         figure.savefig(
             buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None
         )
-    return buffer.getvalue() if kind == "svg" else _small(buffer)
+    return buffer.getvalue() if kind == "svg" else _with_palette(buffer)
 
 
-def _small(png: io.BytesIO) -> bytes:
-    """The picture with a palette: a quarter of the bytes, and lines and text look the same."""
-    from PIL import Image  # matplotlib needs it too
+def _with_palette(png: io.BytesIO) -> bytes:
+    """Reduce the image to a palette: a quarter of the bytes; lines and text look the same."""
+    from PIL import Image  # a dependency of matplotlib
 
     reduced = io.BytesIO()
     with Image.open(png) as picture:
-        picture.convert("RGB").quantize(_COLOURS_KEPT).save(reduced, format="PNG", optimize=True)
+        picture.convert("RGB").quantize(_PALETTE_SIZE).save(reduced, format="PNG", optimize=True)
     return reduced.getvalue()
 
 
 def colours_of(result: Result) -> dict[str, str]:
-    """A colour for each subject: hues for combinations, greys for dense kernels."""
+    """Return a colour per subject: hues for combinations, greys for baselines."""
     names: dict[str, list[str]] = {"combo": [], "dense": [], "layer": [], "rival": []}
     for m in result.measurements:
         if m.subject not in names[m.kind]:
             names[m.kind].append(m.subject)
-    found = {
+    colours = {
         name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])
     }
-    return found | {
+    return colours | {
         name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])
     }

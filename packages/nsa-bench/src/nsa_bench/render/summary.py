@@ -1,6 +1,4 @@
-"""What a bench result says in sentences: failures, what is missing and why, crossovers, how it was
-measured.
-"""
+"""The summary of a benchmark result: failures, missing times, crossovers, and the method."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ if TYPE_CHECKING:
     from nsa_bench.result import Result
     from nsa_bench.timing import Performance
 
-MISSING = "yellow"  # style of a line that says why figures are missing
+MISSING = "yellow"  # style of a line about missing times
 
 
 def summary(result: Result) -> Iterator[tuple[str, str]]:
-    """(style, line): failures, what did not run, crossovers, and how it was measured."""
+    """Yield (style, line): failures, subjects that did not run, crossovers, and the method."""
     for gate in result.gates:
         for failure in gate.failures[:5]:
             yield (
@@ -35,15 +33,9 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
     for text in _with_reasons(
         result, lambda performance, reason: performance.not_captured if performance else ""
     ):
-        yield "", f"not captured, its figure holds the host's launches too: {text}"
-    for found in result.crossovers:
-        yield (
-            "",
-            (
-                f"{found.subject}, {found.shape} {found.dtype} {found.inputs}, {found.phase}:"
-                f" {found.sentence}"
-            ),
-        )
+        yield "", f"not captured, so its time includes host launches: {text}"
+    for c in result.crossovers:
+        yield "", f"{c.subject}, {c.shape} {c.dtype} {c.inputs}, {c.phase}: {c.sentence}"
     if any(m.phase == "decode" for m in result.measurements):
         yield from (("", line) for line in decode_notes(result))
     yield from (("", line) for line in _notes(result))
@@ -51,7 +43,7 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
 
 
 def _notes(result: Result) -> Iterator[str]:
-    """What the tables' columns mean, and the machine's measured rates."""
+    """Explain the columns of the tables and state the measured peak rates."""
     rates = "; ".join(
         f"{dtype} {peaks.flops_per_s / 1e12:.3g} TFLOP/s, {peaks.bytes_per_s / 1e9:.4g} GB/s"
         for dtype, peaks in result.peaks.items()
@@ -59,23 +51,23 @@ def _notes(result: Result) -> Iterator[str]:
     if rates:
         yield f"peak rates measured: {rates}"
     yield (
-        "of floor: the least time for the counted operations (ops) or bytes, whichever is"
-        " longer, over the time; x dense: fastest dense time over this one"
+        "of floor: minimum time for the counted operations (ops) or bytes, whichever is longer,"
+        " over the measured time; x dense: fastest dense time over this time"
     )
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
-            "eager: the same call as Python launches it; total is of a CUDA graph where the two"
-            " differ"
+            "eager: the same call launched from Python; where the two differ, total is the time of"
+            " a CUDA graph"
         )
 
 
 def _verdict(result: Result) -> tuple[str, str]:
-    """The last line, with its style: whether every gate passed, and how times were taken."""
+    """Return (style, last line): whether every gate passed, and the timing methods."""
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
     known = result.settings.get("methods", {})
     how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
-    where, threads = result.environment.get("device", "?"), result.settings.get("threads")
-    line = f"{where}, {threads} CPU thread(s), {how}; {result.seconds:.0f} s"
+    device, threads = result.environment.get("device", "?"), result.settings.get("threads")
+    line = f"{device}, {threads} CPU thread(s), {how}; {result.seconds:.0f} s"
     failed = sum(not gate.ok for gate in result.gates)
     if result.interrupted is not None:
         cut = result.interrupted
@@ -90,10 +82,11 @@ def _verdict(result: Result) -> tuple[str, str]:
 def _with_reasons(
     result: Result, reason_of: Callable[[Performance | None, str], str]
 ) -> Iterator[str]:
-    """A line per reason that ``reason_of`` finds in a figure and the reason it is missing, with all
-    that have it.
+    """Yield one line per reason, with every subject that has it.
+
+    ``reason_of(performance, reason)`` returns the reason of one time, or "".
     """
-    found: dict[tuple[str, ...], list[int]] = {}
+    lengths_by_reason: dict[tuple[str, ...], list[int]] = {}
     for m in result.measurements:
         reasons = {m.subject: reason_of(m.performance, m.reason)}
         reasons |= {
@@ -102,14 +95,13 @@ def _with_reasons(
         }
         for subject, reason in reasons.items():
             if reason:
-                found.setdefault((subject, m.shape, m.dtype, m.inputs, m.phase, reason), []).append(
-                    m.length
-                )
-    together: dict[tuple[str, str], list[str]] = {}
-    for (subject, shape, dtype, inputs, phase, reason), lengths in found.items():
+                key = (subject, m.shape, m.dtype, m.inputs, m.phase, reason)
+                lengths_by_reason.setdefault(key, []).append(m.length)
+    subjects_by_reason: dict[tuple[str, str], list[str]] = {}
+    for (subject, shape, dtype, inputs, phase, reason), lengths in lengths_by_reason.items():
         tokens = ", ".join(map(str, lengths))
-        together.setdefault(
+        subjects_by_reason.setdefault(
             (f"{shape} {dtype} {inputs}, {phase}, {tokens} tokens", reason), []
         ).append(subject)
-    for (what, reason), subjects in together.items():
-        yield f"{'; '.join(subjects)}, {what}: {reason}"
+    for (problem, reason), subjects in subjects_by_reason.items():
+        yield f"{'; '.join(subjects)}, {problem}: {reason}"

@@ -1,6 +1,4 @@
-"""The tables of a bench result: combinations, figures of prefill, and what differs between two
-results.
-"""
+"""The tables of a benchmark result, and of the changes between two results."""
 
 from __future__ import annotations
 
@@ -21,25 +19,25 @@ _PARTS = ("compress", *SLOTS)
 
 
 def tables(result: Result) -> list[Rows]:
-    """The combinations, then the figures."""
+    """Return all tables: the combinations, then the measurements."""
     return [_combos(result), *rows_of(result)]
 
 
 def rows_of(result: Result) -> Iterator[Rows]:
-    """A table per shape, dtype, kind of inputs and phase."""
+    """Yield one table per shape, dtype, kind of inputs and phase."""
     if any(m.phase == "decode" for m in result.measurements):
         yield from decode_rows(result)
         return
     all_series = list(dict.fromkeys(m.series for m in result.measurements))
-    for series in sorted(all_series, key=lambda p: (p[0], p[1], p[2])):
+    for series in sorted(all_series, key=lambda s: (s[0], s[1], s[2])):
         shape, dtype, inputs, phase, batch = series
         title = (
             f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all"
             " samples)"
         )
-        found = [m for m in result.measurements if m.series == series]
-        graphs = any(m.performance and m.performance.eager for m in found)
-        eager = ["eager"] * graphs
+        measurements = [m for m in result.measurements if m.series == series]
+        has_graphs = any(m.performance and m.performance.eager for m in measurements)
+        eager = ["eager"] * has_graphs
         columns = [
             "tokens",
             "subject",
@@ -51,21 +49,21 @@ def rows_of(result: Result) -> Iterator[Rows]:
             "of floor",
             "MiB",
         ]
-        rows = sorted(found, key=lambda m: (m.length, m.kind, m.subject))
-        yield title, columns, [_row(m, result.peaks[dtype], graphs) for m in rows]
+        rows = sorted(measurements, key=lambda m: (m.length, m.kind, m.subject))
+        yield title, columns, [_row(m, result.peaks[dtype], has_graphs) for m in rows]
 
 
-def _row(m: Measurement, peaks: Peaks, graphs: bool) -> list[str]:
+def _row(m: Measurement, peaks: Peaks, has_graphs: bool) -> list[str]:
     if m.performance is None:
-        # the summary says why
+        # The summary states the reason.
         return [
             str(m.length),
             m.subject,
             "-",
-            *[""] * (len(_PARTS) + 4 + graphs),
+            *[""] * (len(_PARTS) + 4 + has_graphs),
         ]
     p = m.performance
-    eager = [number(p.eager_ms)] * graphs
+    eager = [number(p.eager_ms)] * has_graphs
     parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
     share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
@@ -95,21 +93,21 @@ def _combos(result: Result) -> Rows:
     cells = [
         [
             name,
-            *(one_line(who.get(slot, "-")) for slot in SLOTS),
+            *(one_line(backends.get(slot, "-")) for slot in SLOTS),
             "; ".join(dict.fromkeys(gates.get(name, ["-"]))),
         ]
-        for name, who in result.combos.items()
+        for name, backends in result.combos.items()
     ]
     return "Combinations", ["combination", *SLOTS, "correct"], cells
 
 
 def changes_rows(changes: Sequence[Change]) -> Rows:
-    """What differs between two results."""
+    """Return the table of changes between two results."""
     columns, cells = ["subject", "problem", "part", "old ms", "new ms", "new/old", "verdict"], []
     for change in changes:
         _, subject, shape, dtype, inputs, phase, _, length, part = change.key
-        where = f"{shape} {dtype} {inputs} {phase} S={length}"
+        problem = f"{shape} {dtype} {inputs} {phase} S={length}"
         values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
         verdict = f"{change.verdict} ({one_line(change.note)})" if change.note else change.verdict
-        cells.append([one_line(subject), where, part, *values, verdict])
+        cells.append([one_line(subject), problem, part, *values, verdict])
     return "", columns, cells

@@ -1,4 +1,4 @@
-"""The table of a decode result, and how to read it."""
+"""The table of a decode result, and notes that explain it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def decode_rows(result: Result) -> Iterator[Rows]:
-    """A table per shape, dtype and kind of cache: a row per cell and subject."""
-    found = [m for m in result.measurements if m.phase == "decode"]
-    for group in dict.fromkeys((m.shape, m.dtype, m.inputs) for m in found):
+    """Yield one table per shape, dtype and kind of cache, with one row per cell and subject."""
+    measurements = [m for m in result.measurements if m.phase == "decode"]
+    for group in dict.fromkeys((m.shape, m.dtype, m.inputs) for m in measurements):
         title = (
-            f"{group[0]} {group[1]}, a step (cache: {group[2]}): ms (median), and a slot's share of"
-            " the step"
+            f"{group[0]} {group[1]}, one step (cache: {group[2]}): median ms, and each slot's share"
+            " of the step"
         )
         columns = [
             "B x tokens",
@@ -34,14 +34,14 @@ def decode_rows(result: Result) -> Iterator[Rows]:
             "of floor",
             "MiB",
         ]
-        rows = [m for m in found if (m.shape, m.dtype, m.inputs) == group]
+        rows = [m for m in measurements if (m.shape, m.dtype, m.inputs) == group]
         yield title, columns, [_row(m) for m in rows]
 
 
 def _row(m: Measurement) -> list[str]:
-    where, p = f"{m.batch} x {m.length}", m.performance
+    cell, p = f"{m.batch} x {m.length}", m.performance
     if p is None:
-        return [where, m.subject, "-", *[""] * (len(SLOTS) + 7)]  # the summary says why
+        return [cell, m.subject, "-", *[""] * (len(SLOTS) + 7)]  # the summary states the reason
     spread = spread_of_repeats(p)
     shares = m.shares
     parts = [
@@ -50,7 +50,7 @@ def _row(m: Measurement) -> list[str]:
     ]
     rate = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
     return [
-        where,
+        cell,
         m.subject,
         number(p.median_ms),
         f"{number(p.q1_ms)}..{number(p.q3_ms)}",
@@ -65,11 +65,11 @@ def _row(m: Measurement) -> list[str]:
 
 
 def decode_notes(result: Result) -> Iterator[str]:
-    """How to read the table."""
+    """Yield sentences that explain the table."""
     if any(m.subject.endswith(", slots one by one") for m in result.measurements):
         yield (
-            "shares are of the slots run one by one; the step itself is fused, and its parts are"
-            " not timed apart"
+            "shares: of the step run slot by slot; the step itself is fused, so its parts cannot be"
+            " timed separately"
         )
     steps = [m for m in result.measurements if m.phase == "decode"]
     methods = {
@@ -78,19 +78,19 @@ def decode_notes(result: Result) -> Iterator[str]:
     within = {method for method in methods if method.startswith("within")}
     if within:
         yield (
-            "slots: as they follow one another in a step; on a GPU graphs of the first slots, each"
-            " less the last one"
+            "slots: timed within a step; on a GPU, the time of a graph up to a slot minus that of"
+            " the graph up to the slot before"
         )
-    if methods - within:  # result files of before slots were timed so
+    if methods - within:  # older result files, which time each slot alone
         yield (
-            "slots: each alone, with a beginning and an end of its own: their sum may be more than"
-            " the step"
+            "slots: each timed alone, with its own start and end, so their sum may exceed the time"
+            " of the step"
         )
     yield (
-        "CV: deviation of 5 repeats over their mean; TB/s: bytes that a step must move over its"
-        " time"
+        "CV: standard deviation of 5 repeats over their mean; TB/s: bytes that a step must move,"
+        " over its time"
     )
     yield (
-        "layer step: attn(x, cache=cache), projections and appends included, on a default layer of"
-        " these heads"
+        "layer step: attn(x, cache=cache) of a default layer with these heads, including"
+        " projections and cache appends"
     )

@@ -1,1 +1,1 @@
-"""A small language model on NSA or dense attention: its sizes, data, training and generation."""
+"""A small language model on NSA or dense attention: sizes, data, training and generation."""

@@ -1,7 +1,7 @@
-"""Checkpoints: one safetensors file with the model, the optimizer and the random states, and JSON
-for all the rest.
+"""Checkpoints: one safetensors file with the model, the optimizer and the random states.
 
-Never a pickle; written whole or not at all.
+All other facts are JSON in the file's header. A checkpoint is never a pickle and is written
+atomically.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa_core.util import safetensors_io
 from nsa_core.util.text import describe_error
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.parallel import load_whole, share_of, whole
+from nsa_models.lm.parallel import load_unsharded, shard_like, unshard
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
 FORMAT = "nsa-language-model 1"
@@ -28,22 +28,25 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 @dataclasses.dataclass
 class Checkpoint:
-    """A checkpoint as it was read, on the CPU."""
+    """A checkpoint read from a file; its tensors are on the CPU."""
 
     path: Path
     config: LMConfig
-    facts: dict[str, Any]  # JSON beside the tensors: train, data, position, step, tokens
+    facts: dict[str, Any]  # JSON of the header: train, data, position, step, tokens
     tokenizer: dict[str, str] | None
     tensors: dict[str, torch.Tensor]
 
     def model(self, backends: str | Mapping[str, str] | None = None) -> LanguageModel:
-        """The model, on the CPU.
+        """Build the model on the CPU.
+
+        Args:
+            backends: As in :class:`nsa_core.NSAttention`.
 
         Raises:
-            InvalidInput: the tensors are not those of the configuration.
+            InvalidInput: The tensors do not match the configuration.
         """
         model = LanguageModel(self.config, backends)
-        state = self._of(_MODEL)
+        state = self._with_prefix(_MODEL)
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
@@ -51,42 +54,41 @@ class Checkpoint:
         return model
 
     def text(self) -> Tokenizer | None:
-        """The tokenizer; None where the model was trained on a task."""
+        """Build the tokenizer; None if the model was trained on a synthetic task."""
         return None if self.tokenizer is None else tokenizer_from_dict(self.tokenizer)
 
     def restore(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-        """Put parameters, moments and random states back; every process has to call this."""
-        load_whole(model, self._of(_MODEL))
-        state = self._of(_OPTIMIZER)
-        for name, parameter in (
-            model.named_parameters() if state else ()
-        ):  # none before the first step
-            kept = optimizer.state[parameter]
+        """Restore parameters, optimizer moments and random states; every process must call this."""
+        load_unsharded(model, self._with_prefix(_MODEL))
+        state = self._with_prefix(_OPTIMIZER)
+        # The optimizer has no state before the first step.
+        for name, parameter in model.named_parameters() if state else ():
+            moments = optimizer.state[parameter]
             for key in ("exp_avg", "exp_avg_sq"):
-                kept[key] = share_of(state[f"{name}.{key}"], parameter)
+                moments[key] = shard_like(state[f"{name}.{key}"], parameter)
             step = state[f"{name}.step"]
             fused = any(group.get("fused") for group in optimizer.param_groups)
-            kept["step"] = step.to(parameter.device) if fused else step
-        set_random_state(self._of(_RANDOM))
+            moments["step"] = step.to(parameter.device) if fused else step
+        set_random_state(self._with_prefix(_RANDOM))
 
-    def _of(self, prefix: str) -> dict[str, torch.Tensor]:
+    def _with_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
         return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
 
 
-def gathered(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Everything a checkpoint holds as tensors, whole and on the CPU; every process has to call
-    this.
-    """
-    found = {f"{_RANDOM}{name}": state for name, state in random_state().items()}
+def collect_tensors(
+    model: LanguageModel, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Collect a checkpoint's tensors, unsharded and on the CPU; every process must call this."""
+    tensors = {f"{_RANDOM}{name}": state for name, state in random_state().items()}
     for name, parameter in model.named_parameters():
-        found[f"{_MODEL}{name}"] = whole(parameter)
-        # What FSDP gathers for a forward are other parameters than those that it trains.
+        tensors[f"{_MODEL}{name}"] = unshard(parameter)
+        # During a forward FSDP shows gathered parameters, which are not those that it trains.
         assert parameter in optimizer.state or not optimizer.state, (
-            f"{name} is not what the optimizer has"
+            f"{name} is not a parameter of the optimizer; reshard the model first"
         )
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{_OPTIMIZER}{name}.{key}"] = whole(value)
-    return {name: tensor.cpu().contiguous().clone() for name, tensor in found.items()}
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = unshard(value)
+    return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def write(
@@ -96,11 +98,18 @@ def write(
     facts: Mapping[str, Any],
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Replace the checkpoint at ``path``.
+    """Write a checkpoint to ``path``, replacing an existing one.
+
+    Args:
+        path: The file.
+        tensors: The tensors of :func:`collect_tensors`.
+        config: Sizes of the model.
+        facts: JSON values for the header: train, data, position, step, tokens.
+        tokenizer: Tokenizer of text; None for a task.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        OSError: the system refuses; the old file is as it was.
+        OSError: Writing failed; the old file is unchanged.
     """
     header = {"config": config.to_dict(), "facts": dict(facts)}
     if tokenizer is not None:
@@ -109,11 +118,11 @@ def write(
 
 
 def read(path: str | Path) -> Checkpoint:
-    """The checkpoint in a file, or in the folder of a run. Never unpickles.
+    """Read a checkpoint from a file, or from the folder of a run; never unpickles.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file cannot be read, or is no such checkpoint.
+        InvalidInput: The file cannot be read, or is not a language model's checkpoint.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -123,15 +132,15 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """PyTorch's random states, of the CPU and of this process's GPU, as bytes."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return PyTorch's random states of the CPU and of this process's GPU, as bytes."""
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of :func:`random_state`; a GPU's state is left out where there is no GPU."""
+    """Restore the states of :func:`random_state`; a GPU's state is ignored without a GPU."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -1,6 +1,4 @@
-"""LMConfig: the sizes of a small decoder language model, validated when it is made, and the sizes
-that have a name.
-"""
+"""LMConfig: the validated sizes of a small decoder language model, and the named sizes."""
 
 from __future__ import annotations
 
@@ -16,16 +14,19 @@ ATTENTION = ("nsa", "dense")
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
-    """A decoder of ``n_layers`` pre-norm blocks, attention then SwiGLU, with one table for input
-    and output embedding.
+    """A decoder of pre-norm blocks (attention, then SwiGLU) with tied embeddings.
 
-    ``layer`` holds the width, the heads, and the sizes of NSA; with ``attention="dense"`` its
-    heads, rotary, q/k norm and scale alone are used, by causal attention over all keys. ``mlp_dim``
-    defaults to 8/3 of the width, rounded up to a multiple of 64, so that a block has as many
-    parameters as one of 4 x width without a gate.
+    Args:
+        layer: Width, heads and NSA sizes. With ``attention="dense"`` only its heads, rotary
+            embedding, q/k norm and scale are used.
+        n_layers: Number of blocks.
+        vocab_size: Number of token ids.
+        mlp_dim: Hidden units of SwiGLU. The default is 8/3 of the width, rounded up to a multiple
+            of 64: about as many parameters as an ungated MLP of 4 x width.
+        attention: "nsa" or "dense".
 
     Raises:
-        InvalidInput: a field is out of range; all offending fields are named with their values.
+        InvalidInput: A field is out of range; the message names every such field and its value.
     """
 
     layer: NSAConfig
@@ -35,43 +36,47 @@ class LMConfig:
     attention: str = "nsa"
 
     def __post_init__(self) -> None:
-        wrong = []
+        errors = []
         if not isinstance(self.layer, NSAConfig):
-            wrong.append(f"layer must be an NSAConfig, got {type(self.layer).__name__}")
+            errors.append(f"layer must be an NSAConfig, got {type(self.layer).__name__}")
         elif self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", -(-8 * self.layer.dim // 3 // 64) * 64)
-        for name, least in (("n_layers", 1), ("vocab_size", 2), ("mlp_dim", 1)):
+        for name, minimum in (("n_layers", 1), ("vocab_size", 2), ("mlp_dim", 1)):
             value = getattr(self, name)
-            if value is None and name == "mlp_dim":  # layer, which it follows, is at fault
+            if value is None and name == "mlp_dim":  # its default needs a valid layer
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                wrong.append(f"{name} must be an integer >= {least}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                errors.append(f"{name} must be an integer >= {minimum}, got {value!r}")
         if self.attention not in ATTENTION:
-            wrong.append(f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}")
-        if wrong:
-            raise InvalidInput("; ".join(wrong))
+            errors.append(
+                f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}"
+            )
+        if errors:
+            raise InvalidInput("; ".join(errors))
 
     @property
     def hidden(self) -> int:
-        """Hidden units of SwiGLU."""
+        """Return the hidden units of SwiGLU."""
         assert self.mlp_dim is not None  # set in __post_init__
         return self.mlp_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LMConfig:
-        """Inverse of :meth:`to_dict`.
+        """Build a configuration from the values of :meth:`to_dict`.
 
         Raises:
-            InvalidInput: a field is missing, unknown, or out of range.
+            InvalidInput: A field is missing, unknown, or out of range.
         """
         try:
             return cls(**{**values, "layer": NSAConfig(**values["layer"])})
         except (KeyError, TypeError) as error:
-            raise InvalidInput(f"this is no configuration of a language model: {error}") from error
+            raise InvalidInput(
+                f"the values are not the configuration of a language model: {error}"
+            ) from error
 
 
 def _small(dim: int, heads: int, window: int) -> NSAConfig:
@@ -88,8 +93,8 @@ def _small(dim: int, heads: int, window: int) -> NSAConfig:
 
 
 SIZES = {
-    # Trains on two CPU cores in minutes; its blocks are as many per row of 256 tokens as the large
-    # sizes have per 4k.
+    # Trains on two CPU cores in minutes. A row of 256 tokens has as many blocks as a row of 4k
+    # tokens in the large sizes.
     "tiny": LMConfig(_small(128, 4, 32), n_layers=2),
     # One layer of width 128 at the paper's block sizes: row 10 of docs/report-rows.md.
     "toy": LMConfig(NSAConfig(dim=128, n_heads=8, n_kv_heads=2), n_layers=1),
@@ -98,10 +103,10 @@ SIZES = {
 
 
 def size(name: str, **changes: Any) -> LMConfig:
-    """The configuration called ``name``, fields replaced by ``changes``.
+    """Return the configuration named ``name``, with fields replaced by ``changes``.
 
     Raises:
-        InvalidInput: no size has this name; the names are listed.
+        InvalidInput: The name is unknown; the message lists the names.
     """
     if name not in SIZES:
         raise InvalidInput(f"size must be one of {', '.join(SIZES)}, got {name!r}")

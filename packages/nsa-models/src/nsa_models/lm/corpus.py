@@ -1,8 +1,7 @@
-"""Where documents come from: text files, folders, JSONL, parquet, Hugging Face data sets, Python's
-documentation.
+"""Corpora: text files, folders, JSONL, parquet, Hugging Face data sets, Python's documentation.
 
-A corpus gives the documents of an epoch in an order that its seed fixes, from any place on, so that
-a position in it is two integers.
+The seed fixes the order of an epoch's documents, and an epoch can start at any document. A position
+in a corpus is therefore two integers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from nsa_core.util.extras import needed
 from nsa_core.util.text import describe_error
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
-_CUT = 16384  # bytes: a text file is cut at the first blank line, or line end, behind as many
+# Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
+# line there, else at a line end, else at a space, else at the limit.
+_CUT = 16384
 
 
 class Corpus(Protocol):
@@ -30,7 +31,7 @@ class Corpus(Protocol):
     name: str
 
     def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """The documents of an epoch in its order, from the ``start``-th on."""
+        """Yield the documents of an epoch in its order, beginning with number ``start``."""
         ...
 
 
@@ -41,59 +42,62 @@ class ListCorpus:
         self.documents, self.name, self.seed = documents, name, seed
 
     def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """In an order of the epoch's own."""
-        for number in shuffled(len(self.documents), self.seed, epoch)[start:].tolist():
+        """Yield the documents in a new order per epoch; see :class:`Corpus`."""
+        for number in permutation(len(self.documents), self.seed, epoch)[start:].tolist():
             yield self.documents[number]
 
 
 class FileCorpus:
-    """Documents of local files, read when they are wanted; their places alone are held.
+    """Documents of local files; only their positions are held in memory.
 
-    Lines of JSONL and pieces of text come in one order of the epoch's own; groups of rows of
-    parquet, which are costly to read, come one after another in such an order, and so do the rows
-    inside each.
+    Each epoch has its own order. Lines of JSONL and parts of text files are permutation together.
+    Parquet is expensive to read at random, so its row groups are read one after another in a
+    permutation order, and the rows are permutation within each group.
     """
 
     def __init__(self, paths: list[Path], name: str, field: str = "text", seed: int = 0) -> None:
         self.name, self.seed = name, seed
-        self._spans: list[_Spans] = []
-        self._tables: list[_Table] = []
+        self._spans: list[_TextFile] = []
+        self._tables: list[_ParquetFile] = []
         for path in paths:
             kind = path.suffix.lower()
             if kind == ".parquet":
-                self._tables.append(_Table(path, field))
+                self._tables.append(_ParquetFile(path, field))
             else:
                 self._spans.append(
-                    _Lines(path, field) if kind in (".jsonl", ".ndjson") else _Spans(path)
+                    _JsonLines(path, field) if kind in (".jsonl", ".ndjson") else _TextFile(path)
                 )
         self._firsts = torch.tensor([0, *(len(s) for s in self._spans)]).cumsum(0)
         self._groups = [(table, group) for table in self._tables for group in range(table.groups)]
 
     def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """See :class:`Corpus`."""
-        order = shuffled(len(self._groups) + 1, self.seed, epoch).tolist()
-        for run in order:
+        """Yield the documents of an epoch; see :class:`Corpus`."""
+        # Source 0 is all JSONL lines and text parts; source i is parquet row group i - 1.
+        sources = permutation(len(self._groups) + 1, self.seed, epoch).tolist()
+        for source in sources:
             size = (
-                self._groups[run - 1][0].rows(self._groups[run - 1][1])
-                if run
+                self._groups[source - 1][0].rows(self._groups[source - 1][1])
+                if source
                 else int(self._firsts[-1])
             )
             if start >= size:
                 start -= size
                 continue
-            numbers = shuffled(size, self.seed, epoch, run)[start:]
+            order_in_source = permutation(size, self.seed, epoch, source)[start:]
             start = 0
-            if run:
-                table, group = self._groups[run - 1]
-                yield from table.read(group, numbers.tolist())
+            if source:
+                table, group = self._groups[source - 1]
+                yield from table.read(group, order_in_source.tolist())
                 continue
-            owners = torch.searchsorted(self._firsts, numbers, right=True) - 1
-            for owner, number in zip(owners.tolist(), (numbers - self._firsts[owners]).tolist()):
-                yield self._spans[owner].read(number)
+            files = torch.searchsorted(self._firsts, order_in_source, right=True) - 1
+            for file, number in zip(
+                files.tolist(), (order_in_source - self._firsts[files]).tolist()
+            ):
+                yield self._spans[file].read(number)
 
 
 class HubCorpus:
-    """A data set of Hugging Face, streamed in its own order: the same in every epoch."""
+    """A Hugging Face data set, streamed in its own order, which is the same in every epoch."""
 
     def __init__(self, name: str, field: str = "text") -> None:
         self.name, self.field = name, field
@@ -105,25 +109,29 @@ class HubCorpus:
             )
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             raise InvalidInput(
-                f"the data set {name} cannot be opened: {describe_error(error)}"
+                f"data set {name} cannot be opened: {describe_error(error)}"
             ) from error
 
     def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """See :class:`Corpus`; what lies before ``start`` is passed over."""
+        """Yield the documents of an epoch; rows before ``start`` are skipped."""
         for row in self._stream.skip(start):
             yield _field_of(row, self.field, self.name)
 
 
 def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
-    """The corpus that ``data`` names: a file, a folder, ``python-docs``, ``fineweb-edu`` or
-    ``hf:NAME[:CONFIG]``.
+    """Open a corpus.
 
-    A text file is one document up to about 16 KiB, and cut at blank lines into as many as it takes
-    beyond that. Of a folder come all files that are text, JSONL or parquet, hidden ones left out.
+    A text file of more than 32 KiB is split into documents of 16 to 32 KiB, at blank lines if
+    possible. A folder gives all its text, JSONL and parquet files, except hidden ones.
+
+    Args:
+        data: A file, a folder, ``python-docs``, ``fineweb-edu`` or ``hf:NAME[:CONFIG]``.
+        field: Name of the text field of JSONL, parquet and Hugging Face rows.
+        seed: Seed of the document order.
 
     Raises:
-        InvalidInput: there is nothing of that name, or no document in it.
-        BackendUnavailable: a library that it needs is not installed.
+        InvalidInput: The data does not exist, or contains no supported file.
+        BackendUnavailable: A required library is not installed.
     """
     if data == "python-docs":
         from nsa_bench.python_docs import library_documents
@@ -134,39 +142,42 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
     path = Path(data)
     if not path.exists():
         raise InvalidInput(
-            f"--data {data}: no such file or folder, and not python-docs, fineweb-edu or hf:NAME"
+            f"--data {data}: no such file or folder; give an existing path, python-docs,"
+            " fineweb-edu or hf:NAME"
         )
     paths = [path]
     if path.is_dir():
-        found = (
+        visible_paths = (
             p
             for p in sorted(path.rglob("*"))
             if not any(part[0] == "." for part in p.relative_to(path).parts)
         )
         paths = [
-            p for p in found if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))
+            p
+            for p in visible_paths
+            if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))
         ]
     elif path.suffix.lower() != ".parquet" and not _is_text(path):
-        raise InvalidInput(f"{path} is no UTF-8 text, JSONL or parquet")
+        raise InvalidInput(f"{path} is not a UTF-8 text, JSONL or parquet file")
     if not paths:
-        raise InvalidInput(f"{path} holds no text, JSONL or parquet")
+        raise InvalidInput(f"{path} contains no text, JSONL or parquet file")
     return FileCorpus(paths, path.name, field, seed)
 
 
-def shuffled(count: int, *seeds: int) -> torch.Tensor:
-    """0 .. count-1 in an order that the seeds fix."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(*seeds)))
+def permutation(count: int, *seeds: int) -> torch.Tensor:
+    """Return 0 .. count-1 in an order that the seeds determine."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(combine_seeds(*seeds)))
 
 
-def mixed(*seeds: int | str) -> int:
-    """One seed of several."""
+def combine_seeds(*seeds: int | str) -> int:
+    """Hash several seeds into one."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
 
 
-class _Spans:
-    """A file cut into pieces: ``read(i)`` is the i-th."""
+class _TextFile:
+    """A text file split into documents; ``read(i)`` returns document i."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -178,56 +189,57 @@ class _Spans:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
             ):
                 while self._bounds[-1] < size:
-                    self._bounds.append(self._next(content, self._bounds[-1], size))
+                    self._bounds.append(self._document_end(content, self._bounds[-1], size))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
     def read(self, number: int) -> str:
-        """The piece, bytes that are no UTF-8 replaced by U+FFFD."""
+        """Return a document; invalid UTF-8 is replaced by U+FFFD."""
         with open(self.path, "rb") as file:
             file.seek(self._bounds[number])
             return file.read(self._bounds[number + 1] - self._bounds[number]).decode(
                 "utf-8", errors="replace"
             )
 
-    def _next(self, content: mmap.mmap, start: int, size: int) -> int:
+    def _document_end(self, content: mmap.mmap, start: int, size: int) -> int:
         if size - start <= 2 * _CUT:
             return size
         for mark in (b"\n\n", b"\n", b" "):
-            found = content.find(mark, start + _CUT, start + 2 * _CUT)
-            if found >= 0:
-                return found + len(mark)
+            position = content.find(mark, start + _CUT, start + 2 * _CUT)
+            if position >= 0:
+                return position + len(mark)
         cut = start + 2 * _CUT
-        while cut > start + _CUT and content[cut] & 0xC0 == 0x80:  # inside a character
+        # Do not cut inside a UTF-8 character.
+        while cut > start + _CUT and content[cut] & 0xC0 == 0x80:
             cut -= 1
         return cut
 
 
-class _Lines(_Spans):
-    """A file of JSON objects, one a line."""
+class _JsonLines(_TextFile):
+    """A file with one JSON object per line."""
 
     def __init__(self, path: Path, field: str) -> None:
         self._field = field
         super().__init__(path)
 
     def read(self, number: int) -> str:
-        """The object's text; "" for an empty line."""
+        """Return the text of a line's object; "" for an empty line."""
         line = super().read(number)
         if not line.strip():
             return ""
         try:
             return _field_of(json.loads(line), self._field, f"{self.path}, line {number + 1}")
         except json.JSONDecodeError as error:
-            raise InvalidInput(f"{self.path}, line {number + 1} is no JSON: {error}") from error
+            raise InvalidInput(f"{self.path}, line {number + 1} is not JSON: {error}") from error
 
-    def _next(self, content: mmap.mmap, start: int, size: int) -> int:
-        found = content.find(b"\n", start)
-        return size if found < 0 else found + 1
+    def _document_end(self, content: mmap.mmap, start: int, size: int) -> int:
+        newline = content.find(b"\n", start)
+        return size if newline < 0 else newline + 1
 
 
-class _Table:
-    """A parquet file, a group of rows at a time."""
+class _ParquetFile:
+    """A parquet file, read one row group at a time."""
 
     def __init__(self, path: Path, field: str) -> None:
         library = _arrow("pyarrow.parquet")
@@ -241,16 +253,18 @@ class _Table:
             ) from error
         names = self._file.schema_arrow.names
         if field not in names:
-            raise InvalidInput(f"{path} has no column {field!r}; it has {', '.join(names)}")
+            raise InvalidInput(
+                f"{path} has no column {field!r} (--text-field); it has {', '.join(names)}"
+            )
         self.groups: int = self._file.num_row_groups
 
     def rows(self, group: int) -> int:
-        """Rows of a group."""
+        """Return the number of rows in a group."""
         count: int = self._file.metadata.row_group(group).num_rows
         return count
 
     def read(self, group: int, numbers: list[int]) -> Iterator[str]:
-        """The texts of some rows; "" where there is none."""
+        """Yield the texts of the given rows; "" for a null."""
         column = self._file.read_row_group(group, columns=[self._field]).column(0)
         for number in numbers:
             yield column[number].as_py() or ""
@@ -258,10 +272,10 @@ class _Table:
 
 def _field_of(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        has = type(row).__name__
+        content = type(row).__name__
         if isinstance(row, dict):
-            has = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
-        raise InvalidInput(f"{where} has no text under {field!r} (--text-field); it has {has}")
+            content = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+        raise InvalidInput(f"{where} has no text under {field!r} (--text-field); it has {content}")
     return str(row[field])
 
 
@@ -271,7 +285,8 @@ def _is_text(path: Path) -> bool:
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.start > len(head) - 4 and b"\0" not in head  # cut inside a character
+        # An error in the last bytes only means that the head ends inside a character.
+        return error.start > len(head) - 4 and b"\0" not in head
     return b"\0" not in head
 
 

@@ -1,9 +1,8 @@
-"""Rows of tokens to train on: documents packed end to end with their boundaries, from a position
-that can be kept.
+"""Training rows: documents packed end to end with their boundaries, in a resumable stream.
 
-A document is read as [end, its tokens, end]: every token and the end are a target once, and nothing
-is cut off. One that does not fit in what is left of a row goes on in the next row, as a document of
-its own: its positions begin anew, and its attention does not reach back.
+A document is read as [end, its tokens, end], so every token and the end token are a target once. A
+document that does not fit into the rest of a row continues in the next row as a separate document:
+its positions restart, and it does not attend to its beginning.
 """
 
 from __future__ import annotations
@@ -26,44 +25,42 @@ class Row(NamedTuple):
     """One row of a batch."""
 
     tokens: list[int]  # [length]
-    targets: list[int]  # [length], IGNORED where there is none
-    documents: list[int]  # lengths of the documents in it; their sum is length
+    targets: list[int]  # [length]; IGNORED for positions without a target
+    documents: list[int]  # lengths of its documents; they sum to length
 
 
 class Batch(NamedTuple):
-    """What :class:`nsa_models.lm.model.LanguageModel` takes."""
+    """The inputs of :class:`nsa_models.lm.model.LanguageModel`."""
 
     tokens: torch.Tensor  # int64 [B, S], or packed [T]
     targets: torch.Tensor  # int64, of the same shape
-    # int32, a power of two + 1 entries: the last documents are empty
+    # int32 with a power of two + 1 entries; the last documents are empty
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     counted: int  # targets that are not IGNORED
 
     def to(self, device: torch.device | str) -> Batch:
-        """On ``device``, without waiting for what that does."""
-        bounds = None if self.cu_seqlens is None else _sent(self.cu_seqlens, device)
+        """Copy to ``device`` without waiting for the device."""
+        bounds = None if self.cu_seqlens is None else _copy_async(self.cu_seqlens, device)
         return Batch(
-            _sent(self.tokens, device),
-            _sent(self.targets, device),
+            _copy_async(self.tokens, device),
+            _copy_async(self.targets, device),
             bounds,
             self.max_seqlen,
             self.counted,
         )
 
 
-def _sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    # A copy from pageable memory, if it is of more than 64 KiB, waits until the GPU has done all
-    # that it was given.
+def _copy_async(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    # A copy of more than 64 KiB from pageable memory would wait until the GPU has finished all its
+    # queued work.
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Rows(Protocol):
-    """A stream of rows. ``state_dict`` is its position, as JSON; a stream that has loaded it goes
-    on from there.
-    """
+    """A resumable stream of rows; ``state_dict`` is its position as JSON."""
 
     length: int
     packed: bool  # rows hold several documents
@@ -71,20 +68,22 @@ class Rows(Protocol):
     def __next__(self) -> Row: ...
 
     def state_dict(self) -> dict[str, int]:
-        """The position behind the last row."""
+        """Return the position after the last row."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
 
 def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
-    """Rows of one length: as [B, S] where each holds one document, else end to end with their
-    boundaries.
+    """Build a batch from rows of one length.
 
-    The number of boundaries is a power of two (and one), the rest of them empty documents, so that
-    torch.compile sees few different shapes.
+    Args:
+        rows: The rows.
+        packed: Whether rows hold several documents. If so, the batch is packed [T] with
+            ``cu_seqlens``, padded with empty documents to a power of two, so that torch.compile
+            sees few different shapes. Otherwise it is [B, S].
     """
     tokens, targets = (
         torch.tensor([r.tokens for r in rows]),
@@ -93,39 +92,42 @@ def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
     counted = int((targets != IGNORED).sum())
     if not packed:
         return Batch(tokens, targets, None, None, counted)
-    lengths = [n for row in rows for n in row.documents]
-    places = max(8, 1 << (len(lengths) - 1).bit_length())
-    bounds = torch.tensor([0, *lengths, *[0] * (places - len(lengths))]).cumsum(0).to(torch.int32)
+    lengths = [length for row in rows for length in row.documents]
+    padded_count = max(8, 1 << (len(lengths) - 1).bit_length())
+    bounds = (
+        torch.tensor([0, *lengths, *[0] * (padded_count - len(lengths))]).cumsum(0).to(torch.int32)
+    )
     return Batch(tokens.flatten(), targets.flatten(), bounds, tokens.shape[1], counted)
 
 
 def unigram_entropy(rows: Sequence[Row]) -> float:
-    """Nats per target of who knows how often each token comes, and nothing of what came before
-    it.
-    """
+    """Return the entropy of the target frequencies, in nats: the best loss without any context."""
     counts = collections.Counter(t for row in rows for t in row.targets if t != IGNORED)
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 def is_held_out(document: str, share: float) -> bool:
-    """Whether a document is kept from training: a property of its text alone, so that copies stay
-    together.
-    """
+    """Return whether a document is held out; copies of a text always land on the same side."""
     digest = hashlib.blake2b(document.encode("utf-8", errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
 class TextRows:
-    """The documents of a corpus as rows: those held out, or all others.
+    """The documents of a corpus as packed rows.
 
-    ``epochs`` None goes round without end, an epoch's first document behind the last of the one
-    before, in one row. With a number the stream ends, and what is left of its last row has IGNORED
-    targets.
+    Args:
+        corpus: The documents.
+        tokenizer: Turns text into tokens.
+        length: Tokens per row, at least 2.
+        held_out: Whether to use the held-out documents or all others.
+        share: Share of held-out documents.
+        epochs: Number of epochs, after which the rest of the last row has IGNORED targets. None
+            repeats the corpus without end; a row may then hold documents of two epochs.
 
     Raises:
-        InvalidInput: ``length`` is below 2; when rows are taken, a whole epoch has no document for
-            this side of the split.
+        InvalidInput: ``length`` is below 2; or, when rows are taken, a whole epoch has no document
+            on this side of the split.
     """
 
     packed = True
@@ -153,7 +155,7 @@ class TextRows:
         tokens: list[int] = []
         targets: list[int] = []
         documents: list[int] = []
-        while len(tokens) < self.length and self._has_document():
+        while len(tokens) < self.length and self._advance_to_token():
             part = self._sequence[self._offset : self._offset + self.length - len(tokens) + 1]
             tokens += part[:-1]
             targets += part[1:]
@@ -168,19 +170,19 @@ class TextRows:
         return Row(tokens, targets, documents)
 
     def begin(self) -> None:
-        """Read the first document, which the next row begins with.
+        """Read the first document, so that an empty corpus raises before training starts.
 
         Raises:
-            InvalidInput: there is none.
+            InvalidInput: The corpus has no document on this side of the split.
         """
-        self._has_document()
+        self._advance_to_token()
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, number of the document in it, and how many of its positions are used up."""
+        """Return the epoch, the document's number, and how many of its positions are consumed."""
         return {"epoch": self._epoch, "document": self._document, "offset": self._offset}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position that :meth:`state_dict` gave."""
+        """Continue from a position that :meth:`state_dict` returned."""
         self._epoch, self._document, self._offset = (
             int(state[k]) for k in ("epoch", "document", "offset")
         )
@@ -188,10 +190,8 @@ class TextRows:
         self._documents = self.corpus.epoch(self._epoch, self._document)
         self._found = self._epoch > 0 or self._document > 0
 
-    def _has_document(self) -> bool:
-        """Whether there is something at ``_offset``, after moving on to the next document where one
-        is used up.
-        """
+    def _advance_to_token(self) -> bool:
+        """Move to the next document if this one is consumed; return whether a token is left."""
         if not self._sequence:
             if self._epochs is not None and self._epoch >= self._epochs:
                 return False
@@ -204,8 +204,9 @@ class TextRows:
         return bool(self._sequence)
 
     def _load_next(self) -> None:
-        """The document at ``_document``, or the next one of this side behind it; nothing when the
-        epochs are over.
+        """Load the document at ``_document``, or the next one on this side of the split.
+
+        The sequence stays empty after the last epoch.
         """
         self._sequence, count = [], 0
         while not self._sequence:
@@ -217,7 +218,7 @@ class TextRows:
                     return
                 self._document += 1
             if not count and not self._found:
-                raise InvalidInput(f"{self.corpus.name} holds no text")
+                raise InvalidInput(f"{self.corpus.name} contains no text")
             if not self._found:
                 side = (
                     f"held out at a share of {self._share:g}"

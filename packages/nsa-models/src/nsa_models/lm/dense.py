@@ -1,6 +1,4 @@
-"""Dense causal attention with grouped queries: what NSAttention replaces, in the same place and
-with the same heads.
-"""
+"""Dense causal attention with grouped queries: the baseline for NSAttention, with equal heads."""
 
 from __future__ import annotations
 
@@ -19,7 +17,13 @@ from nsa_core.packing import token_places
 
 
 class DenseCache:
-    """Keys and values of ``batch`` sequences of one length, at most ``max_len``, for decoding."""
+    """A decode cache of keys and values for sequences of equal length.
+
+    Args:
+        attn: The layer; its weights decide device and dtype.
+        batch: Number of sequences.
+        max_len: Maximum number of tokens per sequence.
+    """
 
     def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
         config, weight = attn.config, attn.qkv.weight
@@ -28,27 +32,32 @@ class DenseCache:
         self.length = 0
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything so far, with k [B, n, G, Dk] and v [B, n, G, Dv] behind it.
+        """Append k [B, n, G, Dk] and v [B, n, G, Dv]; return all cached keys and values.
 
         Raises:
-            InvalidInput: it does not fit.
+            InvalidInput: The new tokens do not fit.
         """
         first, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[1]:
             raise InvalidInput(
-                f"the cache has {first} of {self.k.shape[1]} tokens, {k.shape[1]} more do not fit"
+                f"the cache holds {first} of at most {self.k.shape[1]} tokens, so {k.shape[1]} more"
+                " do not fit; create it with a larger max_len"
             )
         self.k[:, first:end], self.v[:, first:end], self.length = k.detach(), v.detach(), end
         return self.k[:, :end], self.v[:, :end]
 
 
 class DenseAttention(nn.Module):
-    """o = W_o concat over heads of softmax(q K^T scale) V over keys <= t: x [B, S, dim] -> [B, S,
-    dim].
+    """Causal attention o_t = W_o concat_h softmax(q_t K^T scale) V over keys <= t.
 
-    One key/value pair; queries and keys are rotated as in NSAttention. Packed documents: x [T, dim]
-    with ``cu_seqlens``, one call a document, for which the boundaries are read on the host once a
-    call.
+    Queries and keys get the same rotary embedding as in NSAttention. Packed documents run one
+    attention call each; the boundaries are copied to the host once per call.
+
+    Args:
+        config: Width, heads, rotary embedding, q/k norm and scale; NSA's sizes are not used.
+
+    Shapes:
+        x [B, S, dim] -> [B, S, dim]; packed [T, dim] -> [T, dim].
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -70,9 +79,13 @@ class DenseAttention(nn.Module):
         max_seqlen: int | None = None,
         cache: DenseCache | None = None,
     ) -> torch.Tensor:
-        """The layer's output, of x's shape; ``max_seqlen`` is not needed.
+        """Return the layer's output, with x's shape.
 
-        With ``cache`` x holds the next tokens of each sequence, which are added to it.
+        Args:
+            x: [B, S, dim], or packed [T, dim].
+            cu_seqlens: int32 [documents + 1] boundaries of packed documents.
+            max_seqlen: Ignored; NSAttention has it too.
+            cache: Cache to which x's tokens are appended; x then holds each sequence's next tokens.
         """
         config, rows, first = self.config, x.shape[-2], 0 if cache is None else cache.length
         q, k, v = self.qkv(x).split(self._widths, dim=-1)
@@ -85,10 +98,12 @@ class DenseAttention(nn.Module):
             if cu_seqlens is None and not first:
                 table = table_for(q, rows, 1, config.qk_dim, config.rope_base)
             else:
-                places = torch.arange(first, first + rows, device=x.device)
+                positions = torch.arange(first, first + rows, device=x.device)
                 if cu_seqlens is not None:
-                    places = token_places(cu_seqlens, rows).position
-                table = wide_if_eager(rope_table(places, config.qk_dim, config.rope_base, q.dtype))
+                    positions = token_places(cu_seqlens, rows).position
+                table = wide_if_eager(
+                    rope_table(positions, config.qk_dim, config.rope_base, q.dtype)
+                )
             q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -100,7 +115,7 @@ class DenseAttention(nn.Module):
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
 
-    # torch.compile would make one graph for every list of lengths.
+    # torch.compile would compile one graph per list of lengths.
     @torch.compiler.disable
     def _packed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
@@ -117,9 +132,7 @@ def causal(
     v: torch.Tensor,  # [B, S, G, Dv]
     scale: float,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v over keys <= t, [B, n, Hq, Dv], by PyTorch's kernels; q are the last n
-    of S.
-    """
+    """Return causal attention [B, n, Hq, Dv] of the last n of S tokens, with PyTorch's SDPA."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped, (rows, keys) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
     if rows != keys:
@@ -128,7 +141,9 @@ def causal(
             q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
         )
         return o.transpose(1, 2)
-    assert q.shape[2] == k.shape[2], "is_causal aligns top-left: only for as many queries as keys"
+    assert q.shape[2] == k.shape[2], (
+        "is_causal aligns top-left, so it needs as many queries as keys"
+    )
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
     ).transpose(1, 2)

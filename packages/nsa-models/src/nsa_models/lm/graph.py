@@ -1,4 +1,4 @@
-"""Forward and backward of one batch as a CUDA graph: one launch in place of thousands."""
+"""Forward and backward of one batch as a CUDA graph: one launch instead of thousands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ class _Captured(NamedTuple):
     result: torch.Tensor
 
 
-class Graphed:
-    """``work`` on batches, captured at the first call of a shape and replayed after it.
+class GraphedWork:
+    """Run ``work`` on batches as CUDA graphs, captured at the first call with each shape.
 
-    ``work`` leaves gradients at ``parameters`` and returns a tensor. Here the gradients keep their
-    memory, whichever graph ran: a call writes them, or with ``add`` adds to them.
+    The gradients of ``parameters`` keep their memory across graphs. A call overwrites them, or adds
+    to them if ``add`` is True.
+
+    Args:
+        work: Computes gradients of ``parameters`` from a batch, and returns a tensor.
+        parameters: The parameters that ``work`` differentiates.
     """
 
     def __init__(self, work: Work, parameters: list[torch.nn.Parameter]) -> None:
@@ -31,7 +35,7 @@ class Graphed:
         self._captured: dict[tuple[object, ...], _Captured] = {}
 
     def __call__(self, batch: Batch, add: bool = False) -> torch.Tensor:
-        """What ``work`` returns for ``batch``."""
+        """Run ``work`` on a batch and return its result."""
         bounds = None if batch.cu_seqlens is None else batch.cu_seqlens.shape
         key = (batch.tokens.shape, bounds, batch.max_seqlen, add)
         if key not in self._captured:
@@ -48,32 +52,34 @@ class Graphed:
         inputs = Batch(
             batch.tokens.clone(), batch.targets.clone(), bounds, batch.max_seqlen, batch.counted
         )
-        sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        buffers = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
-                self._without_gradients()
+                self._clear_gradients()
                 self._work(inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        self._without_gradients()
+        self._clear_gradients()
         with torch.cuda.graph(graph):
             result = self._work(inputs)
-            # Here, in a few launches for all: adding to a gradient that is there is a launch a
-            # parameter.
+            # Accumulate with a few launches for all parameters. Accumulating into existing
+            # gradients would take one launch per parameter.
             pairs = [
-                (total, p.grad) for total, p in zip(sums, self._parameters) if p.grad is not None
+                (buffer, p.grad)
+                for buffer, p in zip(buffers, self._parameters)
+                if p.grad is not None
             ]
-            totals, made = [total for total, _ in pairs], [gradient for _, gradient in pairs]
+            totals, gradients = [buffer for buffer, _ in pairs], [gradient for _, gradient in pairs]
             if add:
-                torch._foreach_add_(totals, made)
+                torch._foreach_add_(totals, gradients)
             else:
-                torch._foreach_copy_(totals, made)
-        for parameter, total in zip(self._parameters, sums):
-            parameter.grad = total
+                torch._foreach_copy_(totals, gradients)
+        for parameter, buffer in zip(self._parameters, buffers):
+            parameter.grad = buffer
         return _Captured(graph, inputs, result)
 
-    def _without_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None

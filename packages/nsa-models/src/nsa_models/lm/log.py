@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines, the first of which says what they are."""
+"""The log of a training run: JSON lines, beginning with a header."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ FILE = "log.jsonl"
 
 
 class Log:
-    """Appends records; those behind ``step`` of an earlier run, which a resumed one makes again,
-    are dropped.
+    """Appends records to a log file.
+
+    A run resumed at ``step`` first drops the records of later steps, because it repeats them.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], step: int = 0) -> None:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
-        kept: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         if step and path.exists():
-            header, kept = read_log(path)
-        lines = [header, *(record for record in kept if record["step"] <= step)]
+            header, records = read_log(path)
+        lines = [header, *(record for record in records if record["step"] <= step)]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
         self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line, in the file at once."""
+        """Write one record and flush it."""
         self._file.write(json.dumps(dict(record)) + "\n")
         self._file.flush()
 
@@ -40,16 +41,19 @@ class Log:
 
 
 def read_log(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the records; a last line that was cut off is left out.
+    """Read a log; an incomplete last line is ignored.
+
+    Returns:
+        The header and the records.
 
     Raises:
-        InvalidInput: the file cannot be read, or is no such log.
+        InvalidInput: The file cannot be read, or is not a log of this version.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         header = json.loads(lines[0])
         if header.get("kind") != KIND or header.get("schema_version") != SCHEMA_VERSION:
-            raise InvalidInput(f"{path} is no {KIND} of schema version {SCHEMA_VERSION}")
+            raise InvalidInput(f"{path} is not a {KIND} of schema version {SCHEMA_VERSION}")
         return header, [json.loads(line) for line in lines[1:-1]]
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, InvalidInput):

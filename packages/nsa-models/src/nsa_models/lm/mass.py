@@ -1,6 +1,4 @@
-"""How much of dense attention's probability lies inside the blocks that a layer chooses, layer by
-layer.
-"""
+"""The share of dense attention's probability inside the selected blocks, per layer."""
 
 from __future__ import annotations
 
@@ -21,51 +19,67 @@ _ROWS_AT_ONCE = 16
 
 
 class Mass(NamedTuple):
-    """Means over query heads and those rows that have more candidates than places."""
+    """Means over query heads and over rows with more than n candidate blocks."""
 
-    selected: float  # of softmax(q k_sel) over all keys <= t, what the chosen blocks hold
-    keys: float  # of those keys, how many the chosen blocks hold: what a choice at random would
+    selected: float  # share of softmax(q k_sel) over all keys <= t inside the selected blocks
+    keys: float  # share of these keys inside the selected blocks: the mass of a random selection
 
 
 @torch.no_grad()
 def selected_mass(
     model: LanguageModel,
-    tokens: torch.Tensor,  # integer [T], packed
-    cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]; None: one document
+    tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
     rows: int = 256,
 ) -> list[Mass]:
-    """One entry a layer, from up to ``rows`` rows evenly spread over the tokens.
+    """Measure the mass of the selected blocks in every layer.
+
+    Args:
+        model: A model with NSA.
+        tokens: Integer [T], packed.
+        cu_seqlens: int32 [documents + 1]; None for one document.
+        rows: Maximum number of query rows, spread evenly over the tokens.
+
+    Returns:
+        One entry per layer.
 
     Raises:
-        InvalidInput: the model's attention is dense, or every row chooses all the blocks it has.
+        InvalidInput: The model's attention is dense, or no row has more candidate blocks than it
+            selects.
     """
     layer = model.config.layer
     if model.config.attention != "nsa":
-        raise InvalidInput(f"a model with attention {model.config.attention!r} chooses no blocks")
+        raise InvalidInput(
+            f"model must have attention 'nsa'; attention {model.config.attention!r} selects no"
+            " blocks"
+        )
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-    places, reach = (
+    places, selected_tokens = (
         token_places(cu_seqlens, len(tokens)),
         layer.num_selected_blocks * layer.select_block_size,
     )
-    chosen = (places.position >= reach).nonzero().flatten()
-    if not len(chosen):
+    query_rows = (places.position >= selected_tokens).nonzero().flatten()
+    if not len(query_rows):
         raise InvalidInput(
-            f"tokens must hold a document longer than num_selected_blocks blocks, {reach} tokens"
+            "tokens must hold a document longer than num_selected_blocks blocks,"
+            f" {selected_tokens} tokens"
         )
-    chosen = chosen[
-        torch.linspace(0, len(chosen) - 1, min(rows, len(chosen))).long().to(chosen.device)
+    query_rows = query_rows[
+        torch.linspace(0, len(query_rows) - 1, min(rows, len(query_rows)))
+        .long()
+        .to(query_rows.device)
     ]
-    found, longest = [], int(cu_seqlens.diff().max())
+    masses, longest = [], int(cu_seqlens.diff().max())
     x = model.embed(tokens)
     for block in model.blocks:
-        assert isinstance(block, Block)  # as LanguageModel made it
-        found.append(_of_layer(block, x, cu_seqlens, longest, places, chosen))
+        assert isinstance(block, Block)  # LanguageModel builds them
+        masses.append(_layer_mass(block, x, cu_seqlens, longest, places, query_rows))
         x = block(x, cu_seqlens, longest)
-    return found
+    return masses
 
 
-def _of_layer(
+def _layer_mass(
     block: Block,
     x: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -74,45 +88,46 @@ def _of_layer(
     rows: torch.Tensor,
 ) -> Mass:
     attn = block.attn
-    assert isinstance(attn, NSAttention)  # the caller's choice
+    assert isinstance(attn, NSAttention)  # checked by selected_mass
     x = block.attn_norm(x)
-    made = attn.project(x, cu_seqlens)
+    projected = attn.project(x, cu_seqlens)
     _, blocks = nsa_attention(
-        made.q,
-        made.k,
-        made.v,
+        projected.q,
+        projected.k,
+        projected.v,
         attn.gate(x),
-        k_cmp=made.k_cmp,
-        v_cmp=made.v_cmp,
+        k_cmp=projected.k_cmp,
+        v_cmp=projected.v_cmp,
         config=attn.config,
         cu_seqlens=cu_seqlens,
         max_seqlen=longest,
         return_blocks=True,
-        plan=default_plan(attn.config, x.device, made.q.dtype, True, False, attn.backends),
+        plan=default_plan(attn.config, x.device, projected.q.dtype, True, False, attn.backends),
     )
-    parts = [
-        _of_rows(attn.config, made, blocks, places, part) for part in rows.split(_ROWS_AT_ONCE)
+    chunks = [
+        _row_mass(attn.config, projected, blocks, places, chunk)
+        for chunk in rows.split(_ROWS_AT_ONCE)
     ]
-    selected, keys = torch.cat(parts).mean(0).tolist()
+    selected, keys = torch.cat(chunks).mean(0).tolist()
     return Mass(selected, keys)
 
 
-def _of_rows(
+def _row_mass(
     config: NSAConfig,
-    made: Projected,
+    projected: Projected,
     blocks: torch.Tensor,
     places: TokenPlaces,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows, 2]: the mean over heads of each row's mass, and its share of the keys."""
-    q, k = made.q[rows].float(), made.k[1]
-    assert k is not None  # that of sel
+    """Return [rows, 2]: each row's mass and share of the keys, averaged over heads."""
+    q, k = projected.q[rows].float(), projected.k[1]
+    assert k is not None  # k[1] belongs to sel
     q = q.unflatten(1, (config.n_kv_heads, -1))  # [R, G, h, Dk]
-    same = places.document == places.document[rows, None]
-    visible = same & (places.position <= places.position[rows, None])  # [R, T]
+    same_document = places.document == places.document[rows, None]
+    visible = same_document & (places.position <= places.position[rows, None])  # [R, T]
     scores = torch.einsum("rghd,tgd->rght", q, k.float()) * config.softmax_scale
     p = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    home = places.position // config.select_block_size
-    inside = (blocks[rows][..., None] == home).any(-2) & visible[:, None]  # [R, G, T]
+    block_of_key = places.position // config.select_block_size
+    inside = (blocks[rows][..., None] == block_of_key).any(-2) & visible[:, None]  # [R, G, T]
     mass = (p * inside[:, :, None]).sum(-1).mean((1, 2))
     return torch.stack((mass, inside.sum(-1).float().mean(1) / visible.sum(-1)), dim=1)

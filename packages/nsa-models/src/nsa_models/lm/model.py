@@ -1,4 +1,4 @@
-"""LanguageModel: pre-norm blocks of attention and SwiGLU, input and output embedding one table."""
+"""LanguageModel: pre-norm blocks of attention and SwiGLU, with tied embeddings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nsa_core.layer.module import NSAttention
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.dense import DenseAttention, DenseCache
 
-IGNORED = -100  # a target that is not trained on
+IGNORED = -100  # target of positions that do not contribute to the loss
 Cache = NSACache | DenseCache
 _LOGITS_AT_ONCE = 1 << 28  # fp32 logits: 1 GiB
 
 
 class SwiGLU(nn.Module):
-    """W_down(SiLU(W_gate x) * W_up x); gate and up are one product."""
+    """W_down(SiLU(W_gate x) * W_up x), with gate and up in one matrix product."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., dim] -> the same shape."""
+        """Map x [..., dim] to the same shape."""
         gate, up = self.up(x).chunk(2, dim=-1)
         result: torch.Tensor = self.down(F.silu(gate) * up)
         return result
@@ -53,7 +53,7 @@ class Block(nn.Module):
         else:
             self.attn = DenseAttention(config.layer)
         self.mlp = SwiGLU(dim, config.hidden)
-        with torch.no_grad():  # 2 n branches add up to about what one would
+        with torch.no_grad():  # 2 n_layers residual branches then have the variance of one
             for linear in (self.attn.out, self.mlp.down):
                 linear.weight *= (2 * config.n_layers) ** -0.5
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
         max_seqlen: int | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """x [B, S, dim], or packed [T, dim] -> the same shape."""
+        """Map x [B, S, dim], or packed [T, dim], to the same shape."""
         x = x + self.attn(
             self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache
         )
@@ -72,25 +72,36 @@ class Block(nn.Module):
         return result
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
-        """An empty cache of the attention, for ``batch`` sequences of up to ``max_len`` tokens."""
+        """Return an empty cache for ``batch`` sequences of up to ``max_len`` tokens."""
         if isinstance(self.attn, DenseAttention):
             return DenseCache(self.attn, batch, max_len)
         return self.attn.new_cache(batch, max_len)
 
 
 class LanguageModel(nn.Module):
-    """logits = E norm(blocks(E[tokens])): tokens [B, S], or packed documents [T] with
-    ``cu_seqlens``.
+    """A decoder language model: logits = E norm(blocks(E[tokens])).
 
-    ``backends`` is that of :class:`nsa_core.NSAttention`; errors of a layer name its number.
-    ``recompute`` keeps only the blocks' inputs for backward and computes the rest again.
+    Set ``recompute`` to keep only the inputs of the blocks for backward (activation checkpointing).
+    Errors of a layer name its number.
+
+    Args:
+        config: The sizes.
+        backends: As in :class:`nsa_core.NSAttention`.
+
+    Shapes:
+        tokens [B, S] -> logits [B, S, vocab_size]; packed tokens [T] with ``cu_seqlens`` -> logits
+        [T, vocab_size].
+
+    Example:
+        >>> model = LanguageModel(size("tiny"))
+        >>> logits = model(torch.zeros(1, 64, dtype=torch.long))
     """
 
     def __init__(self, config: LMConfig, backends: str | Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.config, self.recompute = config, False
         self.embed = nn.Embedding(config.vocab_size, config.layer.dim)
-        # so that a token does not begin by predicting itself
+        # A small scale, so that an untrained model does not predict the input token itself.
         nn.init.normal_(self.embed.weight, std=0.02)
         self.blocks = nn.ModuleList(
             Block(config, backends, layer) for layer in range(config.n_layers)
@@ -99,17 +110,26 @@ class LanguageModel(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,  # integer [B, S], or packed [T]
-        cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
-        targets: torch.Tensor | None = None,  # int64, of tokens' shape, IGNORED where there is none
+        targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits [..., vocab_size]; with ``targets``, the sum of -log p(target) over them, fp32 [].
+        """Return logits or, with targets, the loss.
+
+        Args:
+            tokens: Integer [B, S], or packed [T].
+            cu_seqlens: int32 [documents + 1] boundaries of packed documents.
+            max_seqlen: Length of the longest packed document, or an upper bound.
+            targets: int64 with the shape of tokens; IGNORED for positions without a target.
+
+        Returns:
+            Logits [..., vocab_size]; with targets, the sum of -log p(target) as an fp32 scalar.
 
         Raises:
-            InvalidInput: tokens are not [B, S], or [T] beside cu_seqlens, or targets have another
+            InvalidInput: tokens are not [B, S], or [T] with cu_seqlens; or targets have another
                 shape.
-            Unsupported: no backend takes the request.
+            Unsupported: No backend accepts the request.
         """
         if tokens.dim() != (2 if cu_seqlens is None else 1):
             raise InvalidInput(
@@ -117,7 +137,8 @@ class LanguageModel(nn.Module):
             )
         if targets is not None and targets.shape != tokens.shape:
             raise InvalidInput(
-                f"targets must be {list(tokens.shape)}, as tokens are, got {list(targets.shape)}"
+                f"targets must have the shape of tokens, {list(tokens.shape)}, got"
+                f" {list(targets.shape)}"
             )
         x = self.hidden(tokens, cu_seqlens, max_seqlen)
         return F.linear(x, self.embed.weight) if targets is None else self._loss(x, targets)
@@ -129,10 +150,10 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> torch.Tensor:
-        """What the output embedding is applied to, [..., dim].
+        """Return the normalised hidden states [..., dim], the input of the output embedding.
 
-        With ``caches``, those of :meth:`new_caches`, tokens [B, n] are the next of each sequence
-        and are added to them.
+        With ``caches`` from :meth:`new_caches`, tokens [B, n] are the next tokens of each sequence
+        and are appended to the caches.
         """
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
@@ -146,35 +167,35 @@ class LanguageModel(nn.Module):
         return result
 
     def new_caches(self, batch: int, max_len: int) -> list[Cache]:
-        """An empty cache a layer, for ``batch`` sequences of up to ``max_len`` tokens.
+        """Return one empty cache per layer, for ``batch`` sequences of up to ``max_len`` tokens.
 
         Raises:
-            Unsupported: no backend decodes here.
+            Unsupported: No backend can decode here.
         """
-        made: list[Cache] = []
+        caches: list[Cache] = []
         for block in self.blocks:
-            assert isinstance(block, Block)  # as __init__ made it
-            made.append(block.new_cache(batch, max_len))
-        return made
+            assert isinstance(block, Block)  # __init__ builds them
+            caches.append(block.new_cache(batch, max_len))
+        return caches
 
     def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x, targets = x.flatten(0, -2), targets.flatten()
         rows = max(1, _LOGITS_AT_ONCE // self.config.vocab_size)
         if len(x) <= rows:
-            return _nats(x, self.embed.weight, targets)
-        # The logits of one part after another, each computed again in backward: never all at once.
+            return _summed_loss(x, self.embed.weight, targets)
+        # Compute the logits part by part, and again in backward, so that they never exist in full.
         parts: list[Any] = [
-            checkpoint(_nats, part, self.embed.weight, wanted, use_reentrant=False)
-            for part, wanted in zip(x.split(rows), targets.split(rows))
+            checkpoint(_summed_loss, part, self.embed.weight, part_targets, use_reentrant=False)
+            for part, part_targets in zip(x.split(rows), targets.split(rows))
         ]
         return torch.stack(parts).sum()
 
 
-def _nats(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _summed_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = F.linear(x, weight).float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Numbers that training changes; the embedding, used twice, counts once."""
+    """Return the number of parameters; the tied embedding counts once."""
     return sum(p.numel() for p in model.parameters())

@@ -1,8 +1,7 @@
-"""One process, or several under torchrun: which rows are whose, and how gradients meet (DDP, or
-FSDP2).
+"""Training on one process, or on several under torchrun with DDP or FSDP2.
 
-A run on several processes is the run on one: the rows of a step are dealt out, and the loss is
-divided by the targets of the whole step.
+The number of processes does not change the result: the rows of a step are divided among the
+processes, and the loss is divided by the number of targets of the whole step.
 """
 
 from __future__ import annotations
@@ -26,14 +25,20 @@ KINDS = ("ddp", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The processes of a run; ``rank`` 0 writes files."""
+    """The processes of a training run.
+
+    Attributes:
+        device: Device of this process.
+        rank: Index of this process; rank 0 writes files.
+        size: Number of processes.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes."""
+        """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -45,30 +50,36 @@ class World:
 
 
 def join(device: str) -> World:
-    """The world that torchrun started, or a world of one; on GPUs each process has the one of its
-    local rank.
+    """Join the processes that torchrun started; without torchrun, return a world of one process.
+
+    On GPUs each process uses the GPU with its local rank.
 
     Raises:
-        InvalidInput: there are fewer GPUs than processes on this host.
-        BackendUnavailable: there is none.
+        InvalidInput: This host has fewer GPUs than processes.
+        BackendUnavailable: This host has no GPU.
     """
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         return World(torch.device(device))
-    place = torch.device(device)
-    if place.type == "cuda":
-        place = known_device(torch.device("cuda", dist.get_node_local_rank()))
-        torch.cuda.set_device(place)
+    own_device = torch.device(device)
+    if own_device.type == "cuda":
+        own_device = known_device(torch.device("cuda", dist.get_node_local_rank()))
+        torch.cuda.set_device(own_device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    return World(place, dist.get_rank(), dist.get_world_size())
+        dist.init_process_group("nccl" if own_device.type == "cuda" else "gloo")
+    return World(own_device, dist.get_rank(), dist.get_world_size())
 
 
 class Replica:
-    """``model`` as this process trains it: ``forward`` sums its loss, ``syncing`` says when
-    gradients meet.
+    """A model wrapped for training on this process: DDP, FSDP2, or neither.
+
+    Args:
+        model: The model; FSDP2 shards it in place.
+        world: The processes.
+        kind: "ddp" or "fsdp"; used if there are several processes.
+        compiled: Compile the blocks with torch.compile.
 
     Raises:
-        InvalidInput: ``kind`` is not of KINDS.
+        InvalidInput: ``kind`` is unknown.
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class Replica:
             raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
         self.model, self.sharded = model, world.size > 1 and kind == "fsdp"
         self._wrapped: Any = model
-        # one compilation serves all blocks, and what gathers parameters and gradients stays outside
+        # Compile per block: one compilation serves all blocks, and collectives stay outside of it.
         if compiled:
             for block in model.blocks:
                 block.compile()
@@ -96,15 +107,13 @@ class Replica:
             fully_shard(block)
         fully_shard(self.model)
 
-    def rest(self) -> None:
-        """After a forward without backward: give back what was gathered for it, as a backward
-        would.
-        """
+    def reshard(self) -> None:
+        """Free parameters that FSDP gathered for a forward without a backward."""
         if self.sharded:
             self._wrapped.reshard()
 
-    def syncing(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Around forward and backward of one part of a step; gradients meet in the ``last``."""
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        """Return a context for one accumulated part; gradients are synchronised in the last one."""
         if self.sharded:
             self._wrapped.set_requires_gradient_sync(last)
         elif not last and isinstance(self._wrapped, DistributedDataParallel):
@@ -112,16 +121,14 @@ class Replica:
         return contextlib.nullcontext()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, put together from all processes where it is sharded; every process has to call
-    this.
-    """
+def unshard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an unsharded tensor, gathered from all processes; every process must call this."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach()
 
 
-def share_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor: sharded and placed as ``like`` is."""
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of an unsharded tensor, with the placement of ``like``."""
     tensor = tensor.to(device=like.device, dtype=like.dtype)
     if not hasattr(like, "full_tensor"):
         return tensor
@@ -131,8 +138,8 @@ def share_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
-def load_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy whole tensors into the parameters of a model, sharded or not."""
+def load_unsharded(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copy unsharded tensors into the parameters of a model, sharded or not."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(share_of(state[name], parameter))
+            parameter.copy_(shard_like(state[name], parameter))

@@ -1,5 +1,6 @@
-"""The leak sentinel: on uniform tokens, fresh at every step, no model gets below ln V unless it
-sees them.
+"""The leak sentinel: detect attention to future tokens by training on random tokens.
+
+On uniform random tokens, new at every step, no causal model can reach a loss below ln V.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ LIMIT = 0.02  # nats
 
 
 class Sentinel(NamedTuple):
-    """Of one run."""
+    """The result of one sentinel run."""
 
-    loss: float  # mean over the last steps
+    loss: float  # mean over the last steps, in nats
     floor: float  # ln V
 
     @property
     def quiet(self) -> bool:
-        """No leak shows, and training has not gone astray: |loss - ln V| <= LIMIT."""
+        """Return whether |loss - ln V| <= LIMIT: the model neither leaks nor diverges."""
         return abs(self.loss - self.floor) <= LIMIT
 
 
@@ -42,10 +43,17 @@ def leak_sentinel(
     last: int = 100,
     device: str = "cpu",
 ) -> Sentinel:
-    """Train a model of ``config`` on uniform tokens and look at the mean loss of its ``last``
-    steps.
+    """Train a model on uniform tokens and return the mean loss of its last steps.
 
-    One length tells little: leaks show where blocks, windows and rows end, so try w, 2w and 4w.
+    Leaks appear at the ends of blocks, windows and rows, so test several lengths: w, 2w and 4w.
+
+    Args:
+        config: The model.
+        length: Tokens per row.
+        backends: As in :class:`nsa_core.NSAttention`.
+        recipe: Training options; None for 500 steps of 8 rows.
+        last: Number of last steps in the mean.
+        device: "cpu", "cuda" or "cuda:N".
     """
     recipe = recipe or Recipe(steps=500, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
     torch.manual_seed(recipe.seed)

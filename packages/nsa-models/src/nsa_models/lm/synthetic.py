@@ -1,8 +1,6 @@
-"""Tasks whose best loss is known: uniform random tokens, which nothing can predict, and associative
-recall.
+"""Synthetic tasks with a known best loss: uniform random tokens and associative recall.
 
-Row i of a task is a function of the seed and i alone, so a position is one integer and no row comes
-twice.
+Row i depends only on the seed and i, so a position is one integer and no row is repeated.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.corpus import mixed
+from nsa_models.lm.corpus import combine_seeds
 from nsa_models.lm.data import Row
 from nsa_models.lm.model import IGNORED
 
 
 class SyntheticRows(abc.ABC):
-    """Rows made of a counter; ``held_out`` ones come from a seed of their own."""
+    """Rows generated from a counter; held-out rows use a different seed."""
 
     packed = False
 
@@ -31,44 +29,41 @@ class SyntheticRows(abc.ABC):
         self._seed, self._held_out, self._row = seed, held_out, 0
 
     def __next__(self) -> Row:
-        seed = mixed(type(self).__name__, self._seed, self._held_out, self._row)
+        seed = combine_seeds(type(self).__name__, self._seed, self._held_out, self._row)
         self._row += 1
         tokens, targets = self.make(torch.Generator().manual_seed(seed))
         return Row(tokens.tolist(), targets.tolist(), [self.length])
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the next row."""
+        """Return the number of the next row."""
         return {"row": self._row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a row."""
+        """Continue from a row."""
         self._row = int(state["row"])
 
     @abc.abstractmethod
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets, int64 [length] both."""
+        """Return tokens and targets, both int64 [length]."""
 
 
 class UniformRows(SyntheticRows):
-    """Every token uniform and independent: a model that gets below ln(vocab_size) sees what it must
-    not see.
-    """
+    """Uniform, independent tokens; a loss below ln(vocab_size) proves that targets leak."""
 
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`SyntheticRows`."""
-        made = torch.randint(self.vocab_size, (self.length + 1,), generator=generator)
-        return made[:-1], made[1:]
+        """Return random tokens, each with its successor as the target."""
+        tokens = torch.randint(self.vocab_size, (self.length + 1,), generator=generator)
+        return tokens[:-1], tokens[1:]
 
 
 class RecallRows(SyntheticRows):
-    """length/4 pairs of a key and a value, then every key again in another order, to be answered by
-    its value.
+    """Associative recall: length/4 (key, value) pairs, then every key again, in a new order.
 
-    Keys are the lower half of the vocabulary, all different in a row; values the upper half. Only
-    answers are targets.
+    The target of each repeated key is its value; nothing else is a target. Keys come from the lower
+    half of the vocabulary and are distinct within a row; values come from the upper half.
 
     Raises:
-        InvalidInput: ``length`` is no multiple of 4, or there are fewer keys than pairs.
+        InvalidInput: ``length`` is not a multiple of 4, or there are fewer keys than pairs.
     """
 
     def __init__(
@@ -84,13 +79,13 @@ class RecallRows(SyntheticRows):
             )
 
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`SyntheticRows`."""
+        """Return pairs and queries as tokens, and the values of the queries as targets."""
         pairs, half = self.length // 4, self.vocab_size // 2
         keys = torch.randperm(half, generator=generator)[:pairs]
         values = torch.randint(half, self.vocab_size, (pairs,), generator=generator)
         order = torch.randperm(pairs, generator=generator)
-        shown, asked = torch.stack((keys, values), 1), torch.stack((keys, values), 1)[order]
-        tokens = torch.cat((shown, asked)).flatten()
+        key_values, queries = torch.stack((keys, values), 1), torch.stack((keys, values), 1)[order]
+        tokens = torch.cat((key_values, queries)).flatten()
         targets = torch.full_like(tokens, IGNORED)
-        targets[2 * pairs :: 2] = asked[:, 1]
+        targets[2 * pairs :: 2] = queries[:, 1]
         return tokens, targets

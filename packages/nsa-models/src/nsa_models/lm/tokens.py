@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a tokenizer in Hugging Face's tokenizer.json format."""
+"""Tokenizers: UTF-8 bytes, or a tokenizer.json of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_e
 
 
 class Tokenizer(Protocol):
-    """What training and generation ask of a tokenizer."""
+    """The interface that training and generation need."""
 
     vocab_size: int
-    end: int  # stands before and after each document
+    end: int  # the token before and after each document
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``; ``end`` is not among them."""
+        """Return the ids of a text, never including ``end``."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; ``end`` is left out."""
+        """Return the text of ids, without ``end``."""
         ...
 
     def to_dict(self) -> dict[str, str]:
-        """Everything :func:`tokenizer_from_dict` needs, for a checkpoint."""
+        """Return the values for :func:`tokenizer_from_dict`, which a checkpoint stores."""
         ...
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8. 0xFF, which UTF-8 never uses, is the end of a document."""
+    """UTF-8 bytes. The end of a document is 0xFF, which UTF-8 never uses."""
 
     vocab_size, end = 256, 0xFF
 
     def encode(self, text: str) -> list[int]:
-        """One id a byte."""
+        """Return one id per byte."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
 
     def to_dict(self) -> dict[str, str]:
-        """There is nothing to keep but the kind."""
+        """Return the kind, which is all that a checkpoint needs."""
         return {"kind": "bytes"}
 
 
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`.
 
-    The end of a document is the special token of that name which the file has, or one more id than
-    it has. The vocabulary is rounded up to a multiple of 64, as matrix units want it.
+    The end of a document is the file's end-of-text token, or a new id after the last one. The
+    vocabulary size is rounded up to a multiple of 64, which is efficient for matrix products.
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
@@ -62,52 +62,50 @@ class FileTokenizer:
         self._content = content
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise InvalidInput(
                 f"{name} cannot be read as a tokenizer.json: {describe_error(error)}"
             ) from error
         count = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        found = [self._tokenizer.token_to_id(word) for word in _ENDS]
-        self.end: int = next((i for i in found if i is not None), count)
+        end_ids = [self._tokenizer.token_to_id(word) for word in _ENDS]
+        self.end: int = next((i for i in end_ids if i is not None), count)
         self.vocab_size: int = -(-max(count, self.end + 1) // 64) * 64
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without the tokens that the file would put around it."""
+        """Return the ids of a text, without the special tokens that the file adds around it."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i != self.end]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``, special tokens left out."""
-        known = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        text: str = self._tokenizer.decode([i for i in ids if i < known and i != self.end])
+        """Return the text of ids, without special tokens."""
+        count = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        text: str = self._tokenizer.decode([i for i in ids if i < count and i != self.end])
         return text
 
     def to_dict(self) -> dict[str, str]:
-        """The whole file."""
+        """Return the content of the file."""
         return {"kind": "tokenizers", "json": self._content}
 
 
 def tokenizer_from_dict(values: Mapping[str, str]) -> Tokenizer:
-    """Inverse of ``to_dict``.
+    """Build a tokenizer from the values of ``to_dict``.
 
     Raises:
-        InvalidInput: of an unknown kind.
+        InvalidInput: The kind is unknown.
         BackendUnavailable: `tokenizers` is not installed.
     """
     if values.get("kind") == "bytes":
         return ByteTokenizer()
     if values.get("kind") == "tokenizers":
         return FileTokenizer(values["json"])
-    raise InvalidInput(
-        f"the kind of tokenizer must be bytes or tokenizers, got {values.get('kind')!r}"
-    )
+    raise InvalidInput(f"tokenizer kind must be bytes or tokenizers, got {values.get('kind')!r}")
 
 
 def read_tokenizer(path: str | Path) -> FileTokenizer:
-    """The tokenizer in a file.
+    """Read a tokenizer.json.
 
     Raises:
-        InvalidInput: the file cannot be read, or is no tokenizer.json.
+        InvalidInput: The file cannot be read, or is not a tokenizer.json.
         BackendUnavailable: `tokenizers` is not installed.
     """
     try:

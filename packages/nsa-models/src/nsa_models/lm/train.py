@@ -1,5 +1,6 @@
-"""The training loop: steps, held-out loss, log, checkpoints, and an end on Ctrl-C or SIGTERM that
-loses nothing.
+"""The training loop: steps, held-out loss, log and checkpoints.
+
+Ctrl-C and SIGTERM end it without losing a finished step.
 """
 
 from __future__ import annotations
@@ -19,29 +20,28 @@ from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.interruption import exit_code, held
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
-from nsa_models.lm.trainer import Measured, Trainer
+from nsa_models.lm.trainer import StepResult, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """A step that is done, as numbers; what a line of the log holds."""
+    """The numbers of a finished step, as a line of the log stores them."""
 
     step: int
     loss: float  # mean nats per target of the step
     learning_rate: float
     grad_norm: float  # before clipping
-    tokens: int  # of all steps so far
+    tokens: int  # trained on so far
     tokens_per_s: float
-    matrix_share: (
-        float  # counted operations over the device's measured matrix rate, all devices together
-    )
+    # Counted operations per second over the measured matrix rate of all devices together.
+    matrix_share: float
     memory_bytes: int
     held_out_loss: float | None = None
     selected_mass: list[float] | None = None  # per layer
     selected_keys: list[float] | None = None
 
     def record(self) -> dict[str, Any]:
-        """For the log: fields that are None are left out."""
+        """Return the record for the log, without fields that are None."""
         return {
             name: value for name, value in dataclasses.asdict(self).items() if value is not None
         }
@@ -55,21 +55,25 @@ class NotFinite(NSAError):
 
 
 def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Progress]:
-    """Train to the last step of the recipe; write ``out``/log.jsonl, and
-    ``out``/checkpoint.safetensors at its intervals and at the end. The folder must exist.
+    """Train up to the last step of the recipe.
 
-    Ctrl-C (SIGINT) ends the step, saves and raises KeyboardInterrupt; a second one ends at once.
-    SIGTERM, as a cluster sends it, ends the step, saves and raises SystemExit(143).
+    Ctrl-C (SIGINT) finishes the current step, saves and raises KeyboardInterrupt; a second Ctrl-C
+    ends at once. SIGTERM, which clusters send, finishes the step, saves and raises SystemExit(143).
+
+    Args:
+        trainer: The trainer, new or resumed.
+        out: An existing folder, for log.jsonl and checkpoint.safetensors. The checkpoint is written
+            every ``save_every`` steps and at the end.
+        report: Called with each finished step.
 
     Returns:
-        What was reported, a record for each step of this call; the first may be step 0, the
-        held-out loss before any.
+        The progress of each step of this call. A new run begins with step 0, the held-out loss
+        before training.
 
     Raises:
-        InvalidInput, OSError: a document cannot be read; one process alone saves the steps before
-            it first.
-        NotFinite: the loss or the norm of the gradients is not finite; the last checkpoint is as it
-            was.
+        InvalidInput, OSError: A document cannot be read. A run on one process first saves the steps
+            before it.
+        NotFinite: The loss or the gradient norm is not finite; the last checkpoint is unchanged.
     """
     return _Run(trainer, out, report).go()
 
@@ -93,100 +97,109 @@ class _Run:
             "flops_per_token": self._flops_per_token,
         }
         self._log = log.Log(out / log.FILE, facts, trainer.step_number) if world.rank == 0 else None
-        self._seen: list[Progress] = []
-        self._settled_at = time.perf_counter()
+        self._progress: list[Progress] = []
+        self._finished_at = time.perf_counter()
 
     def go(self) -> list[Progress]:
-        """See :func:`train`."""
+        """Run the loop; see :func:`train`."""
         trainer, recipe = self.trainer, self.trainer.recipe
-        waiting: Measured | None = None
+        pending: StepResult | None = None
         try:
-            with held() as asked:
+            with held() as interruption:
                 if trainer.step_number == 0:
-                    self._before()
+                    self._evaluate_before_training()
                 while trainer.step_number < recipe.steps:
                     try:
-                        done = trainer.step(stopping=asked.came)
+                        result = trainer.step(stopping=interruption.came)
                     except (InvalidInput, OSError):
-                        self._rescue(waiting)
+                        self._save_previous_steps(pending)
                         raise
-                    # A GPU is given this step before the one before it is read: it is never left
-                    # waiting.
-                    stop = waiting is not None and self._settle(waiting)
-                    waiting = done
+                    # On a GPU this step is queued before the previous result is read, so the GPU
+                    # never waits for the host.
+                    stop = pending is not None and self._finish_step(pending)
+                    pending = result
                     at_end = trainer.step_number == recipe.steps
                     evaluating = at_end or trainer.step_number % recipe.eval_every == 0
                     saving = at_end or trainer.step_number % recipe.save_every == 0
-                    alone = trainer.world.size == 1 and asked.came
-                    if evaluating or saving or stop or alone or trainer.world.device.type != "cuda":
-                        stop |= self._settle(waiting, evaluating)
-                        waiting = None
-                    if saving or stop or alone:
+                    stop_alone = trainer.world.size == 1 and interruption.came
+                    if (
+                        evaluating
+                        or saving
+                        or stop
+                        or stop_alone
+                        or trainer.world.device.type != "cuda"
+                    ):
+                        stop |= self._finish_step(pending, evaluating)
+                        pending = None
+                    if saving or stop or stop_alone:
                         trainer.save(self.file)
-                    if stop or alone:
+                    if stop or stop_alone:
                         raise (
-                            SystemExit(exit_code(asked.name))
-                            if asked.name == "SIGTERM"
+                            SystemExit(exit_code(interruption.name))
+                            if interruption.name == "SIGTERM"
                             else KeyboardInterrupt
                         )
         finally:
             if self._log is not None:
                 self._log.close()
-        return self._seen
+        return self._progress
 
-    def _rescue(self, waiting: Measured | None) -> None:
-        """Keep the steps before one whose documents cannot be read."""
-        if waiting is not None:
-            self._settle(waiting)
-        # Of several processes others may have read theirs, and a save waits for all.
+    def _save_previous_steps(self, pending: StepResult | None) -> None:
+        """Save the steps before a step whose documents cannot be read."""
+        if pending is not None:
+            self._finish_step(pending)
+        # With several processes the others may have read their documents, and a save needs all
+        # processes.
         if self.trainer.world.size == 1 and self.trainer.step_number:
             self.trainer.save(self.file)
 
-    def _before(self) -> None:
-        found = self._evaluated()
-        started = Progress(0, math.nan, 0.0, math.nan, 0, 0.0, 0.0, self.trainer.memory(), **found)
-        self._tell(started, {"step": 0, **found})
-        self._settled_at = time.perf_counter()
+    def _evaluate_before_training(self) -> None:
+        evaluation = self._evaluate()
+        progress = Progress(
+            0, math.nan, 0.0, math.nan, 0, 0.0, 0.0, self.trainer.memory(), **evaluation
+        )
+        self._record(progress, {"step": 0, **evaluation})
+        self._finished_at = time.perf_counter()
 
-    def _evaluated(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"held_out_loss": self.trainer.held_out_loss()}
+    def _evaluate(self) -> dict[str, Any]:
+        evaluation: dict[str, Any] = {"held_out_loss": self.trainer.held_out_loss()}
         if (mass := self.trainer.selected_mass()) is not None:
-            found |= {
+            evaluation |= {
                 "selected_mass": [m.selected for m in mass],
                 "selected_keys": [m.keys for m in mass],
             }
-        return found
+        return evaluation
 
-    def _settle(self, done: Measured, evaluating: bool = False) -> bool:
-        """Read a step's numbers, log and report them; whether some process was asked to stop."""
-        loss, stopping, norm = done.read()
+    def _finish_step(self, result: StepResult, evaluating: bool = False) -> bool:
+        """Read, log and report a step's numbers; return whether any process was told to stop."""
+        loss, stopping, norm = result.read()
         now = time.perf_counter()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(
-                f"step {done.step}: the loss is {loss:g} and the norm of the gradients {norm:g};"
-                f" {self.file.name} is as it was. A lower learning rate or a longer warm-up may"
-                " help; NSAttention(check=True) finds the layer"
+                f"step {result.step}: the loss is {loss:g} and the gradient norm is {norm:g};"
+                f" {self.file.name} is unchanged. Try a lower learning rate or a longer warm-up;"
+                " NSAttention(check=True) finds the layer"
             )
         recipe, data = self.trainer.recipe, self.trainer.data
         per_step = recipe.batch * data.rows.length
-        speed = per_step / max(now - self._settled_at, 1e-9)
+        speed = per_step / max(now - self._finished_at, 1e-9)
         progress = Progress(
-            done.step,
+            result.step,
             loss,
-            done.learning_rate,
+            result.learning_rate,
             norm,
-            done.step * per_step,
+            result.step * per_step,
             speed,
             speed * self._flops_per_token / self._peak,
             self.trainer.memory(),
-            **(self._evaluated() if evaluating else {}),
+            **(self._evaluate() if evaluating else {}),
         )
-        self._tell(progress, progress.record())
-        self._settled_at = time.perf_counter() if evaluating else now
+        self._record(progress, progress.record())
+        self._finished_at = time.perf_counter() if evaluating else now
         return bool(stopping)
 
-    def _tell(self, progress: Progress, record: dict[str, Any]) -> None:
-        self._seen.append(progress)
+    def _record(self, progress: Progress, record: dict[str, Any]) -> None:
+        self._progress.append(progress)
         if self._log is not None:
             self._log.write(record)
         if self.report is not None and self.trainer.world.rank == 0:

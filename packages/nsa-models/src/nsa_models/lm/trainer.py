@@ -1,6 +1,4 @@
-"""Trainer: a step, the held-out loss, and a checkpoint of everything that the next step depends
-on.
-"""
+"""Trainer: one step, the held-out loss, and checkpoints of the complete training state."""
 
 from __future__ import annotations
 
@@ -20,31 +18,30 @@ from nsa_core.layer.module import NSAttention
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
 from nsa_models.lm.data import Batch, Row, batch_of
-from nsa_models.lm.graph import Graphed
+from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.mass import Mass, selected_mass
 from nsa_models.lm.model import IGNORED, LanguageModel
-from nsa_models.lm.parallel import Replica, World, whole
+from nsa_models.lm.parallel import Replica, World, unshard
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a step tells, on the host once the device has come to its end."""
+class StepResult:
+    """The numbers of a step; :meth:`read` waits until the device has finished the step."""
 
     step: int
-    # [mean loss, how many processes were asked to stop, norm of the gradients before clipping]
+    # [mean loss, number of processes told to stop, gradient norm before clipping]
     values: torch.Tensor
     learning_rate: float
     at_end: torch.cuda.Event | None = None
 
     @classmethod
-    def of(cls, step: int, values: torch.Tensor, learning_rate: float) -> Measured:
-        """``values`` of a step that the device may not have come to yet."""
+    def of(cls, step: int, values: torch.Tensor, learning_rate: float) -> StepResult:
+        """Start copying the values of a step, which may still be running, to the host."""
         if values.device.type != "cuda":
             return cls(step, values, learning_rate)
-        # Fetched when they are read, they would come behind whatever the device has been given by
-        # then.
+        # A copy issued at read time would be queued behind later steps.
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
             values, non_blocking=True
         )
@@ -53,7 +50,7 @@ class Measured:
         return cls(step, host, learning_rate, at_end)
 
     def read(self) -> list[float]:
-        """``values``; waits for the end of this step, not for a later one."""
+        """Return the values; this waits for the end of this step, but not for later steps."""
         if self.at_end is not None:
             self.at_end.synchronize()
         numbers: list[float] = self.values.tolist()
@@ -61,11 +58,24 @@ class Measured:
 
 
 class Trainer:
-    """A model, its optimizer and its data at some step of a recipe.
+    """A model, its optimizer and its data at one step of a recipe.
+
+    Args:
+        model: The model; it is moved to the world's device.
+        data: Training and held-out rows.
+        recipe: The training options.
+        world: The processes.
+        resume_from: A checkpoint to resume from; None for a new run.
 
     Raises:
-        InvalidInput: rows do not divide, or a CUDA graph is asked for where none can be.
-        BackendUnavailable: the device is not there.
+        InvalidInput: Rows do not divide over processes, or a CUDA graph is not possible.
+        BackendUnavailable: The device does not exist.
+
+    Example:
+        >>> data = open_data(DataSpec("uniform", 256))
+        >>> model = LanguageModel(size("tiny", vocab_size=data.vocab_size))
+        >>> trainer = Trainer(model, data, Recipe(), World(torch.device("cpu")))
+        >>> loss = trainer.step().read()[0]
     """
 
     def __init__(
@@ -74,12 +84,14 @@ class Trainer:
         data: Data,
         recipe: Recipe,
         world: World,
-        kept: Checkpoint | None = None,
+        resume_from: Checkpoint | None = None,
     ) -> None:
         recipe.rows_of(world.rank, 0, world.size)
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
-            what = f"{world.size} process(es) on {world.device.type}"
-            raise InvalidInput(f"graph=True needs one process on one GPU, got {what}; leave it out")
+            actual = f"{world.size} process(es) on {world.device.type}"
+            raise InvalidInput(
+                f"graph=True needs one process on one GPU, got {actual}; leave it out"
+            )
         known_device(world.device)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
@@ -87,19 +99,23 @@ class Trainer:
         self.replica = Replica(self.model, world, recipe.parallel, recipe.compile)
         self.optimizer = recipe.optimizer(self.model)
         self.step_number = self.tokens = 0
-        self._graphed = Graphed(self._part, list(self.model.parameters())) if recipe.graph else None
-        # On the device: a CUDA graph would keep a number of Python's.
+        self._graphed_work = (
+            GraphedWork(self._forward_backward, list(self.model.parameters()))
+            if recipe.graph
+            else None
+        )
+        # A tensor, because a CUDA graph would capture a Python number as a constant.
         self._scale = torch.ones((), device=world.device)
-        if kept is not None:
-            kept.restore(self.model, self.optimizer)
-            data.rows.load_state_dict(kept.facts["position"])
-            self.step_number, self.tokens = kept.facts["step"], kept.facts["tokens"]
+        if resume_from is not None:
+            resume_from.restore(self.model, self.optimizer)
+            data.rows.load_state_dict(resume_from.facts["position"])
+            self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
 
     def plan(self) -> Plan | None:
-        """Which backends the steps will run on; None for dense attention.
+        """Return the plan of the training steps; None for dense attention.
 
         Raises:
-            Unsupported, BackendUnavailable, InvalidInput: as :func:`nsa_core.resolve`.
+            Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
         """
         attn = self.model.blocks[0].attn
         if not isinstance(attn, NSAttention):
@@ -110,44 +126,47 @@ class Trainer:
             attn.config, self.world.device, dtype, packed, True, attn.backends, long
         )
 
-    def step(self, stopping: bool = False) -> Measured:
-        """One update of the parameters from the next ``recipe.batch`` rows; ``stopping`` is told to
-        every process.
+    def step(self, stopping: bool = False) -> StepResult:
+        """Update the parameters once, from the next ``recipe.batch`` rows.
+
+        Args:
+            stopping: Whether this process was told to stop; the result counts such processes.
 
         Raises:
-            InvalidInput, OSError: a document cannot be read; model, optimizer and position are as
-                they were.
+            InvalidInput, OSError: A document cannot be read; model, optimizer and position are
+                unchanged.
         """
         recipe, world = self.recipe, self.world
         rows = self._rows()
         parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
         counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
-        # Gradients of several processes are averaged, so each takes its share of the sum that many
-        # times.
+        # Gradients are averaged over processes, so scale by their number to get the sum.
         self._scale.fill_(world.size / max(1, counted))
         rate = recipe.rate(self.step_number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self._graphed is None:
+        if self._graphed_work is None:
             self.optimizer.zero_grad()
         total = torch.zeros((), device=world.device)
         for number, part in enumerate(parts):
-            with self.replica.syncing(last=number == len(parts) - 1):
+            with self.replica.gradient_sync(last=number == len(parts) - 1):
                 batch = batch_of(part, self.data.rows.packed).to(world.device)
                 total += (
-                    self._part(batch)
-                    if self._graphed is None
-                    else self._graphed(batch, add=number > 0)
+                    self._forward_backward(batch)
+                    if self._graphed_work is None
+                    else self._graphed_work(batch, add=number > 0)
                 )
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
+        norm = unshard(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
         self.optimizer.step()
         self.step_number += 1
         self.tokens += recipe.batch * self.data.rows.length
         sums = torch.stack((total / max(1, counted), torch.full_like(total, float(stopping))))
-        return Measured.of(self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate)
+        return StepResult.of(
+            self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate
+        )
 
     def _rows(self) -> list[Row]:
-        """The rows of a step; where one cannot be read, the position stays before all of them."""
+        """Read the rows of a step; if one cannot be read, restore the position before them."""
         position = self.data.rows.state_dict()
         try:
             return [next(self.data.rows) for _ in range(self.recipe.batch)]
@@ -155,8 +174,8 @@ class Trainer:
             self.data.rows.load_state_dict(position)
             raise
 
-    def _part(self, batch: Batch) -> torch.Tensor:
-        """Add the gradients of one part of a step; its summed loss."""
+    def _forward_backward(self, batch: Batch) -> torch.Tensor:
+        """Run forward and backward of one part of a step; return its summed loss."""
         with self._autocast():
             loss = self.replica.forward(
                 batch.tokens,
@@ -168,16 +187,16 @@ class Trainer:
         return loss.detach()
 
     def _autocast(self) -> torch.autocast:
-        # Without its cache, whose copies of the weights a CUDA graph would keep for good.
-        wanted = self.recipe.precision == "bfloat16"
-        kept = not self.recipe.graph
+        # With CUDA graphs, disable autocast's weight cache: a graph would keep its copies forever.
+        enabled = self.recipe.precision == "bfloat16"
+        cache_enabled = not self.recipe.graph
         return torch.autocast(
-            self.world.device.type, torch.bfloat16, enabled=wanted, cache_enabled=kept
+            self.world.device.type, torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled
         )
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Nats per target over the held-out rows; every process computes all of it."""
+        """Return the mean held-out loss in nats per target; every process computes all of it."""
         rows, size = self.data.held_out, max(1, self.recipe.batch // self.recipe.accumulate)
         loss, counted = 0.0, 0
         for first in range(0, len(rows), size):
@@ -189,27 +208,28 @@ class Trainer:
                     self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets)
                 )
             counted += batch.counted
-        self.replica.rest()
+        self.replica.reshard()
         return loss / counted if counted else math.nan
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Share of the held-out targets that are the likeliest token."""
-        right = counted = 0
+        """Return the share of held-out targets that are the model's most likely token."""
+        correct = counted = 0
         for row in self.data.held_out:
             batch = batch_of([row], self.data.rows.packed).to(self.world.device)
             with self._autocast():
-                best = self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen).argmax(-1)
-            right += int((best == batch.targets).sum())
+                predicted = self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen).argmax(-1)
+            correct += int((predicted == batch.targets).sum())
             counted += batch.counted
-        self.replica.rest()
-        return right / counted if counted else math.nan
+        self.replica.reshard()
+        return correct / counted if counted else math.nan
 
     def selected_mass(self) -> list[Mass] | None:
-        """:func:`nsa_models.lm.mass.selected_mass` of the held-out row with the longest document.
+        """Measure the mass of the selected blocks on the held-out row with the longest document.
 
-        None where that is too short, where the model is dense, or where its parameters are spread
-        over processes.
+        Returns:
+            :func:`nsa_models.lm.mass.selected_mass`; None if the document is too short, the model
+            is dense, or its parameters are sharded.
         """
         layer = self.model.config.layer
         row = max(self.data.held_out, key=lambda r: max(r.documents), default=None)
@@ -222,10 +242,8 @@ class Trainer:
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, from which a Trainer goes on as this one would; rank 0 writes, all
-        have to call.
-        """
-        tensors = checkpoint.gathered(self.model, self.optimizer)
+        """Write a checkpoint that resumes exactly; every process must call this, rank 0 writes."""
+        tensors = checkpoint.collect_tensors(self.model, self.optimizer)
         facts: dict[str, Any] = {
             "train": dataclasses.asdict(self.recipe),
             "data": dataclasses.asdict(self.data.spec),
@@ -237,10 +255,10 @@ class Trainer:
             checkpoint.write(path, tensors, self.model.config, facts, self.data.tokenizer)
 
     def memory(self) -> int:
-        """The most bytes held so far: on the GPU, or by this process."""
+        """Return the peak memory so far, in bytes: of the GPU, or of this process."""
         if self.world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.world.device)
-        import resource  # not everywhere
+        import resource  # not available on every platform
 
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
