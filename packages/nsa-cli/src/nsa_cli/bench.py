@@ -266,7 +266,7 @@ def _settings(
 
 
 def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
-    """Return (name, bytes) of the file, or of the docstrings of Python's library if it is None."""
+    """Return (name, bytes) of the file; None reads the documentation that ships with Python."""
     from nsa_cli.verify import read_text
 
     if path is not None:

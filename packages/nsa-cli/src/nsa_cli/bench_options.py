@@ -122,7 +122,7 @@ Inputs = Annotated[
 Text = Annotated[
     Path | None,
     typer.Option(
-        help="Text file for real inputs. Default: the documentation of Python's library.",
+        help="Text file for real inputs. Default: the documentation that ships with Python.",
         show_default=False,
     ),
 ]
