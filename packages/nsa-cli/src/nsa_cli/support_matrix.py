@@ -147,11 +147,9 @@ def _cell(
     refusals: Sequence[tuple[tuple[Reason, ...], tuple[Reason, ...]]], offered: Sequence[str]
 ) -> str:
     with_grad = [slot for slot, (full, _) in zip(offered, refusals) if not full]
-    forward_only = [
-        slot for slot, (full, forward) in zip(offered, refusals) if full and not forward
-    ]
+    no_grad = [slot for slot, (full, forward) in zip(offered, refusals) if full and not forward]
     parts = ["yes"] if with_grad == list(offered) else [", ".join(with_grad)] if with_grad else []
-    parts += [f"forward: {', '.join(forward_only)}"] if forward_only else []
+    parts += [f"forward: {', '.join(no_grad)}"] if no_grad else []
     return "; ".join(parts) or "-"
 
 
