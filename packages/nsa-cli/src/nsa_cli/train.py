@@ -67,9 +67,10 @@ def train(
 ) -> None:
     """Train a small decoder language model on text, or on a task with a known optimal loss.
 
-    Rows are packed with whole documents and their boundaries. A document is either trained on or
-    held out, never both. Under torchrun, the same command trains on several GPUs. Ctrl-C and
-    SIGTERM save a checkpoint; --resume continues from it.
+    Documents are packed into rows with their boundaries; a document that does not fit continues in
+    the next row. A document is either trained on or held out, never both. Under torchrun, the same
+    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint; --resume continues from
+    it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
