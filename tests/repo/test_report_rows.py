@@ -83,12 +83,12 @@ def missing(named: set[str], found: set[str]) -> set[str]:
 
 
 def test_every_named_test_is_collected(
-    repo: Any, collected_here: list[str], monkeypatch: pytest.MonkeyPatch
+    repo: Any, collected_ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By this run, or by one of its own for the files that this run leaves out."""
     monkeypatch.chdir(repo.root)
     named = {name for row in rows(repo) for name in named_tests(row)}
-    if named := missing(named, {name.split("[")[0] for name in collected_here}):
+    if named := missing(named, {name.split("[")[0] for name in collected_ids}):
         named = missing(named, collected(*sorted({name.split("::")[0] for name in named})))
     assert not named, f"docs/report-rows.md names {sorted(named)}"
     # A command's files hold the tests that its row names, and -k leaves them in.
