@@ -233,8 +233,8 @@ request = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
     dtype="bfloat16", device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
 )
-answers = [ask(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
-refused = [str(answer) for answer in answers if not answer.accepted]
+candidates = [ask(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
+refused = [str(candidate) for candidate in candidates if not candidate.accepted]
 assert not refused, refused
 """
 

@@ -1,4 +1,4 @@
-"""`nsa` run in this process, or in one of its own."""
+"""Fixtures for tests of `nsa`: a clean environment, and `nsa` in a separate process."""
 
 from __future__ import annotations
 

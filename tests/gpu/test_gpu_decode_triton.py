@@ -180,7 +180,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements() -> None:
         stores = [data.stores[name] for name in STORES]
         return plan.fused["step"](data.q, data.gates, *stores, call=data.call)
 
-    expected = run_step()
+    before = run_step()
     for name in names:
         small = data.stores[name]
         large = torch.empty((pages, *small.shape[1:]), dtype=small.dtype, device="cuda")
@@ -188,5 +188,5 @@ def test_a_cache_of_more_than_2_to_the_31_elements() -> None:
         data.stores[name] = large
     assert data.stores["k_sel"].numel() > 2**31
     data.call.block_table.add_(pages - len(small))
-    for actual, wanted in zip(run_step(), expected):
-        assert torch.equal(bits(actual), bits(wanted))
+    for actual, expected in zip(run_step(), before):
+        assert torch.equal(bits(actual), bits(expected))

@@ -25,7 +25,7 @@ NO_CODE = {
 VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
-# Files that run code of others, and may catch Exception. All other files name the errors.
+# Files that run third-party code, and may catch Exception. All other files name the errors.
 MAY_CATCH_ALL = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
 MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
 MAY_CATCH_ALL |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}

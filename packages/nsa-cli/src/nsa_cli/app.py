@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 # Each command states its short help, because typer truncates the one that it takes from docstrings.
 app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
-app.command(short_help="Check backends against a float64 reference.")(verify)
+app.command(short_help="Check backends against a float64 oracle.")(verify)
 app.command(short_help="Time backends on this device, so that `auto` picks the fastest.")(tune)
 app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
 app.command(short_help="Train a small language model.")(train)
@@ -60,10 +60,7 @@ def options(
     ] = False,
     plugin_limit: Annotated[
         float,
-        typer.Option(
-            help="Seconds after which a third-party plugin that is still loading is refused.",
-            min=0.1,
-        ),
+        typer.Option(help="Time limit in seconds for loading each third-party plugin.", min=0.1),
     ] = 20.0,
     version: Annotated[
         bool,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HELP = """Time combinations of backends against dense attention: the whole call and each branch.
 
 The timed call takes q, k, v and gates and returns o: mean compression, selection, three branches
-and the gated sum. Each combination is checked against the float64 reference before it is timed. A
+and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
 combination that fails has no figures, and the exit code is 1.
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)

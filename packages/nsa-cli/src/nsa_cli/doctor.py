@@ -8,9 +8,7 @@ import typer
 
 from nsa_cli import output
 
-_Limit = typer.Option(
-    "--limit", help="Seconds after which the import of a library is given up.", min=1.0
-)
+_Limit = typer.Option("--limit", help="Time limit in seconds for importing each library.", min=1.0)
 
 
 def doctor(

@@ -103,7 +103,7 @@ class TrialResult:
 
 
 def try_all(bodies: Sequence[str], limit_s: float) -> list[TrialResult]:
-    """Run each body in a child process of its own, in parallel.
+    """Run each body in a separate child process, in parallel.
 
     Args:
         bodies: Python source that assigns a dict ``facts``.

@@ -43,7 +43,7 @@ def tune(
     """Time the backends that can run each slot of a shape class, and save their order.
 
     `auto` then picks the fastest backend on this device (see `nsa backends explain`). A backend
-    that fails its check against the float64 reference is not timed: its slot keeps the order of
+    that fails its check against the float64 oracle is not timed: its slot keeps the order of
     the stated priorities, and the exit code is 1.
     """
     with output.exit_codes():

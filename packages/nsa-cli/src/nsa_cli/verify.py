@@ -118,7 +118,7 @@ def verify(
     ] = False,
     jobs: _Jobs = None,
 ) -> None:
-    """Check a combination of backends, slot by slot, against an independent float64 reference.
+    """Check a combination of backends, slot by slot, against an independent float64 oracle.
 
     With TRITON_INTERPRET=1 on the CPU, Triton kernels run on small cases in the strict interpreter.
 

@@ -64,8 +64,8 @@ def _verdict(
 def reads_table(report: dict[str, Any]) -> Table | str:
     """Return a table of the cached tokens that a decode step reads per kv head, and their bytes.
 
-    It shows the predicted count beside the counts that changing cached values and keys gives. If
-    nothing was counted, returns a line with the reason.
+    The counts come from changing cached values and keys; the predicted count is shown with them. If
+    nothing was counted, return a line with the reason.
     """
     from rich.table import Table
     from rich.text import Text
