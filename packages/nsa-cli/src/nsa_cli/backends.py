@@ -37,10 +37,11 @@ def list_backends(
     ] = True,
     phase: _Phase = "prefill",
 ) -> None:
-    """List all installed backends: version, status, slots, and the reason if one is not ready.
+    """List all installed backends with their slots and status.
 
-    Each backend is probed with the shape 12/2/64, in bfloat16 on a GPU if one is available, else
-    in float32 on the CPU. Exit code 4 if no backend can be used.
+    A backend that is not ready has a reason and a hint. Each backend is probed with the shape
+    12/2/64, in bfloat16 on a GPU if one is available, else in float32 on the CPU. Exit code 4 if no
+    backend can be used.
     """
     from nsa_cli import backend_rows as rows
 
@@ -65,7 +66,10 @@ def show(
     json: _Json = False,
     phase: _Phase = "prefill",
 ) -> None:
-    """Show all details of one backend: slots, priorities, requirements and reasons for refusal."""
+    """Show all details of one backend.
+
+    The details are its slots, priorities, requirements, and the reasons against a typical request.
+    """
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
@@ -89,9 +93,10 @@ def new(
         Path, typer.Argument(metavar="DIR", help="Directory to create, or an empty one.")
     ],
 ) -> None:
-    """Write a working plugin package: one slot in plain PyTorch, a conformance test and a README.
+    """Write a working plugin package for a new backend.
 
-    The distribution is called nsa-backend-NAME. docs/write-a-backend.md explains its files.
+    It has one slot in plain PyTorch, a conformance test and a README. The distribution is called
+    nsa-backend-NAME. docs/write-a-backend.md explains its files.
     """
     from nsa_cli import scaffold
 
@@ -156,9 +161,10 @@ def explain(
     page_size: _PageSize = None,
     json: _Json = False,
 ) -> None:
-    """Explain which backend runs each slot of a request, and the reasons against the others.
+    """Explain which backend runs each slot of a request.
 
-    Exit code 3 if no backend accepts the request in some slot.
+    The table lists all candidates, and the reasons and hints of those that refuse the request. Exit
+    code 3 if no backend accepts the request in some slot.
     """
     from nsa_cli import explain_rows as rows
 
