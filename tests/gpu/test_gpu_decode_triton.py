@@ -167,7 +167,7 @@ def test_row_47_peak_memory_equals_the_stated_workspace(slot: str) -> None:
     assert abs(stated - measured) <= 0.05 * measured + 4096, f"stated {stated}, measured {measured}"
 
 
-def test_a_cache_of_more_than_2_to_the_31_elements() -> None:
+def test_steps_are_correct_over_a_cache_of_more_than_2_to_the_31_elements() -> None:
     """Row 43: a step reads the last pages of a store with 4.3 GB of keys."""
     pages, page = 17000, 1024
     config = dataclasses.replace(CONFIG, n_heads=2, dim=128)

@@ -123,7 +123,7 @@ def test_rows_of_the_conformance_suite(backend: str, slot: str, row: str) -> Non
 
 
 @EACH_BRANCH
-def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> None:
+def test_row_44_more_than_65535_sequences_times_groups_are_correct(backend: str, slot: str) -> None:
     config = dataclasses.replace(
         CONFIG,
         dim=32,

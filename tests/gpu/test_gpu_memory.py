@@ -249,28 +249,34 @@ EACH = pytest.mark.parametrize(("backend", "slot"), BACKENDS)
 
 @EACH
 @pytest.mark.parametrize("name", CASES)
-def test_row_47_forward_and_backward(name: str, backend: str, slot: str) -> None:
+def test_row_47_workspace_of_forward_and_backward_equals_the_peak(
+    name: str, backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True)
 
 
 @pytest.mark.parametrize(("backend", "slot"), [key for key in BACKENDS if key in UPPER_BOUNDS])
-def test_row_47_one_long_document(backend: str, slot: str) -> None:
+def test_row_47_workspace_of_one_long_document_equals_the_peak(backend: str, slot: str) -> None:
     assert_stated(backend, slot, ONE_LONG, needs_grad=True)
 
 
 @EACH
-def test_row_47_forward_long(backend: str, slot: str) -> None:
+def test_row_47_workspace_of_a_long_forward_equals_the_peak(backend: str, slot: str) -> None:
     assert_stated(backend, slot, LONG, needs_grad=False)
 
 
 @pytest.mark.parametrize(("backend", "slot"), WITH_BACKWARD)
-def test_row_47_forward_few_heads(backend: str, slot: str) -> None:
+def test_row_47_workspace_of_a_forward_with_few_heads_equals_the_peak(
+    backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES["few heads"], needs_grad=False)
 
 
 @pytest.mark.parametrize(("backend", "slot"), OTHER_WHEN_DETERMINISTIC)
 @pytest.mark.parametrize("name", ["2k", "packed"])
-def test_row_47_deterministic(name: str, backend: str, slot: str) -> None:
+def test_row_47_workspace_of_deterministic_kernels_equals_the_peak(
+    name: str, backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True, deterministic=True)
 
 
