@@ -125,11 +125,10 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     from nsa_models.lm.task import TASKS
 
     data, tasks = values["data"], " and ".join(TASKS)
-    if data in TASKS:
-        other_kind_only, other_kind = options.TEXT_ONLY, "text"
-    else:
-        other_kind_only, other_kind = options.TASKS_ONLY, tasks
-    if unused := [name for name in other_kind_only if name in typed]:
+    ineffective, other_kind = (
+        (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
+    )
+    if unused := [name for name in ineffective if name in typed]:
         raise InvalidInput(
             f"{as_options(unused)}: goes with {other_kind}, not with --data {data}; leave it out"
         )
