@@ -1,4 +1,4 @@
-"""Commands for contributors and CI: `nox -s lint typecheck tests`, `full`, `wheels`, `bump`."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, wheels and bump."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 FIRST_PARTY = {"sdpa", "triton", "fa2"}
 TORCH = "torch==2.13.0"
-TRITON = "triton==3.6.0"  # docs/kernels.md records the registers of this compiler's kernels
-RUFF = "ruff>=0.17,<0.18"  # a formatter's minor version changes what is formatted
+TRITON = "triton==3.6.0"  # docs/kernels.md lists the registers that this compiler allocates
+RUFF = "ruff>=0.17,<0.18"  # another minor version may format differently
 TYPE_TOOLS = ("mypy>=2.4,<3",)
 TEST_TOOLS = (
     "pytest>=8",
@@ -33,31 +33,30 @@ TEST_TOOLS = (
     "wheel",
     f"{TRITON}; sys_platform == 'linux'",
 )
-# Two workers share two cores, and hundreds of child processes import the byte code that the first
-# of them compiled.
-FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-INTERPRETING = FOR_TESTS | {"TRITON_INTERPRET": "1"}
+# One thread per worker, because two workers share two cores. Byte code is written, because hundreds
+# of child processes import it.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+INTERPRETER_ENVIRONMENT = TEST_ENVIRONMENT | {"TRITON_INTERPRET": "1"}
 INTERPRETED = "tests/triton/interpreted"
-# A file stays on one worker, which makes its fixtures once; tests/conftest.py orders the files.
+# A file stays on one worker, so that its fixtures are built once. tests/conftest.py orders the
+# files.
 WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 SHARDS = 6  # of `nox -s full`
 NOTHING_COLLECTED = 5  # pytest's exit code
 
-nox.needs_version = ">=2025.5.1"  # the first with requires=
+nox.needs_version = ">=2025.5.1"  # the first version with requires=
 nox.options.sessions = ["lint", "typecheck", "tests"]
-nox.options.default_venv_backend = (  # uv, where present, would not follow pip's settings
-    "virtualenv"
-)
+nox.options.default_venv_backend = "virtualenv"  # uv would not follow pip's settings
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install torch first, then ``packages``.
+    """Install torch, then ``packages``.
 
-    Torch goes first and pinned, so that no other package brings its own choice. An environment
-    that already sees a torch of the user's keeps it. ``--no-compile``: most of torch's files are
-    never imported, and compiling them all takes most of a minute.
+    Torch comes first and pinned, so that no other package selects its version. An environment that
+    already has torch keeps it. ``--no-compile`` saves most of a minute, because most files of torch
+    are never imported.
     """
     probe = "import importlib.util as u; print(u.find_spec('torch') is not None)"
     if "True" not in str(session.run("python", "-c", probe, silent=True)):
@@ -67,9 +66,9 @@ def install(session: nox.Session, *packages: str) -> None:
 
 @nox.session(venv_params=["--system-site-packages"], default=False)
 def environment(session: nox.Session) -> None:
-    """Install what typecheck, tests and full share: torch, the tools, and our packages, editable.
+    """Install torch, the tools and our packages (editable) for typecheck, tests and full.
 
-    The environment sees the user's torch, if there is one.
+    The environment uses the torch of the calling interpreter if it has one.
     """
     install(session, *TEST_TOOLS, *TYPE_TOOLS)
     editable = (argument for path in PACKAGES for argument in ("-e", str(path)))
@@ -77,7 +76,7 @@ def environment(session: nox.Session) -> None:
 
 
 def run_shared(session: nox.Session, *arguments: str, **options: object) -> None:
-    """Run Python in the environment of the session ``environment``."""
+    """Run Python in the environment of the session :func:`environment`."""
     environments = session.cache_dir.parent.absolute()
     folder = environments / "environment" / ("Scripts" if os.name == "nt" else "bin")
     session.env["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
@@ -85,18 +84,24 @@ def run_shared(session: nox.Session, *arguments: str, **options: object) -> None
 
 
 def run_pytest(session: nox.Session, selection: str, shards: tuple[str, ...] = ()) -> None:
-    """Run pytest on two workers; arguments after ``--`` replace everything but the selection.
+    """Run pytest on two workers.
 
-    Each of the ``shards``, without any the suite, takes two pytest runs: kernels in Triton's
-    interpreter have their own, because TRITON_INTERPRET must be set before triton is imported.
+    Each shard takes two pytest runs, because tests in Triton's interpreter need TRITON_INTERPRET=1
+    before triton is imported.
+
+    Args:
+        session: Its arguments after ``--`` replace the default pytest arguments, if no shards are
+            given.
+        selection: A pytest marker expression.
+        shards: Shards such as "2/6"; without any, the whole suite.
     """
     runs = []
     for shard in shards or ("",):
         part = ["--shard", shard] if shard else []
-        runs.append(([*WORKERS, "--ignore", INTERPRETED, *part], FOR_TESTS))
-        runs.append(([*WORKERS, INTERPRETED, *part], INTERPRETING))
+        runs.append(([*WORKERS, "--ignore", INTERPRETED, *part], TEST_ENVIRONMENT))
+        runs.append(([*WORKERS, INTERPRETED, *part], INTERPRETER_ENVIRONMENT))
     if session.posargs and not shards:
-        runs = [(session.posargs, FOR_TESTS)]
+        runs = [(session.posargs, TEST_ENVIRONMENT)]
     failed = 0
     for arguments, variables in runs:
         try:
@@ -106,15 +111,15 @@ def run_pytest(session: nox.Session, selection: str, shards: tuple[str, ...] = (
                 env=variables,
                 success_codes=[0, NOTHING_COLLECTED] if shards else [0],
             )
-        except nox.command.CommandFailed:  # the next run still tells something
+        except nox.command.CommandFailed:  # run the remaining tests as well
             failed += 1
     if failed:
-        session.error("red tests, see above")
+        session.error(f"{failed} of {len(runs)} pytest runs failed, see above")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff check and ruff format --check over the repository."""
+    """Run ruff check and ruff format --check on the repository."""
     session.install(RUFF)
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "-m", "ruff", "format", "--check", ".")
@@ -122,42 +127,42 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def typecheck(session: nox.Session) -> None:
-    """mypy, strict, on every package."""
+    """Run mypy in strict mode on all packages."""
     run_shared(session, "-m", "mypy", *(str(path / "src") for path in PACKAGES))
 
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
-    """The ordinary suite; arguments after ``--`` go to pytest."""
+    """Run the tests that need no GPU and are not slow; arguments after ``--`` go to pytest."""
     run_pytest(session, "not slow and not gpu")
 
 
 @nox.session(venv_backend="none", requires=["environment"])
 def full(session: nox.Session) -> None:
-    """Every test, the slow ones too; those that need a GPU run where there is one.
+    """Run all tests, including slow ones and, on a machine with a GPU, those that need one.
 
-    Runs all shards in turn, or one of them: `nox -s full -- --shard 2/6`. Other arguments after
+    Runs all shards in turn, or one shard: `nox -s full -- --shard 2/6`. Other arguments after
     ``--`` go to pytest.
     """
-    every = tuple(f"{number}/{SHARDS}" for number in range(1, SHARDS + 1))
-    one = tuple(session.posargs[1:]) if session.posargs[:1] == ["--shard"] else ()
-    run_pytest(session, "", one or (() if session.posargs else every))
+    all_shards = tuple(f"{number}/{SHARDS}" for number in range(1, SHARDS + 1))
+    selected = tuple(session.posargs[1:]) if session.posargs[:1] == ["--shard"] else ()
+    run_pytest(session, "", selected or (() if session.posargs else all_shards))
 
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build the wheels of all packages into the folder that `wheels` installs from; check them."""
+    """Build and check the wheels of all packages in the folder from which `wheels` installs."""
     install(session, "setuptools>=77", "wheel", "twine>=6")
     dist = session.cache_dir.absolute() / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for path in PACKAGES:
-        # a file deleted since the last build would come back
+        # An old build folder would bring back deleted files.
         shutil.rmtree(path / "build", ignore_errors=True)
     command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(dist)]
     session.run("python", "-m", *command, *map(str, PACKAGES))
     built = sorted(dist.glob("*.whl"))
     if len(built) != len(PACKAGES):
-        session.error(f"{len(PACKAGES)} packages, {len(built)} wheels")
+        session.error(f"expected {len(PACKAGES)} wheels, one per package; built {len(built)}")
     for wheel in built:
         check_wheel(session, wheel)
     session.run("python", "-m", "twine", "check", "--strict", *map(str, built))
@@ -165,16 +170,14 @@ def build(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, requires=["build"])
 def wheels(session: nox.Session) -> None:
-    """Install all wheels in a fresh environment, and use it; then with triton, then without
-    sdpa.
-    """
+    """Install all wheels in a fresh environment and use them: alone, with triton, without sdpa."""
     dist = session.cache_dir.absolute() / "dist"
     install(session, *map(str, sorted(dist.glob("*.whl"))))
-    session.chdir(dist)  # away from the sources, so that only the wheels are imported
+    session.chdir(dist)  # outside the checkout, so that only the wheels can be imported
     session.run("python", "-m", "pip", "check")
     check_no_numpy(session)
     check_listing(session)
-    session.run("nsa", "verify")  # with the wheels' own dependencies and nothing else
+    session.run("nsa", "verify")  # with only the dependencies of the wheels
     if sys.platform == "linux":
         session.install("--no-compile", TRITON)
         check_no_numpy(session)
@@ -184,39 +187,42 @@ def wheels(session: nox.Session) -> None:
 
 
 def check_wheel(session: nox.Session, wheel: pathlib.Path) -> None:
-    """A wheel holds one package, its type marker and its licence, and nothing else."""
+    """Check that a wheel has one package with its type marker and its licence, and nothing else."""
     names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names}
+    top_folders = {name.split("/")[0] for name in names}
     package = wheel.name.split("-")[0]
     missing = [
-        end
-        for end in (f"{package}/py.typed", "licenses/LICENSE")
-        if not any(n.endswith(end) for n in names)
+        ending
+        for ending in (f"{package}/py.typed", "licenses/LICENSE")
+        if not any(name.endswith(ending) for name in names)
     ]
-    if missing or len(tops) != 2:
-        session.error(f"{wheel.name}: holds {sorted(tops)}, misses {missing}")
+    if missing or len(top_folders) != 2:
+        session.error(
+            f"{wheel.name}: expected one package and its dist-info, got {sorted(top_folders)};"
+            f" missing files: {missing}"
+        )
 
 
 def check_no_numpy(session: nox.Session) -> None:
-    """numpy is no dependency of ours: with it installed, the next checks would prove less."""
+    """Check that numpy is not installed, so that the next checks prove that it is not needed."""
     probe = "import importlib.util as u; print(u.find_spec('numpy') is None)"
     if "True" not in str(session.run("python", "-c", probe, silent=True)):
-        session.error("numpy can be imported in the environment of the wheels")
+        session.error("the environment of the wheels has numpy, which no package should require")
 
 
 def check_listing(session: nox.Session) -> None:
-    """`nsa backends list --json` sees every backend of ours, and sdpa is ready."""
+    """Check that `nsa backends list --json` has all our backends, and that sdpa is ready."""
     text = session.run("nsa", "backends", "list", "--json", silent=True, stderr=None)
-    listed = {entry["name"]: entry["status"] for entry in json.loads(str(text))["backends"]}
-    if not listed.keys() >= FIRST_PARTY or listed["sdpa"] != "ready":
-        session.error(f"nsa backends list --json: {listed}")
+    statuses = {entry["name"]: entry["status"] for entry in json.loads(str(text))["backends"]}
+    if not statuses.keys() >= FIRST_PARTY or statuses["sdpa"] != "ready":
+        session.error(f"nsa backends list --json: expected sdpa to be ready, got {statuses}")
 
 
 KERNELS_WITHOUT_NUMPY = """
 import dataclasses, importlib, pkgutil
 import nsa_backend_triton
 for module in pkgutil.walk_packages(nsa_backend_triton.__path__, "nsa_backend_triton."):
-    if ".strict" not in module.name:  # the interpreter's room, which computes with numpy
+    if ".strict" not in module.name:  # the strict interpreter computes with numpy
         importlib.import_module(module.name)
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS
@@ -227,23 +233,19 @@ request = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
     dtype="bfloat16", device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
 )
-answers = [ask(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
-refused = [str(answer) for answer in answers if not answer.accepted]
+candidates = [ask(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
+refused = [str(candidate) for candidate in candidates if not candidate.accepted]
 assert not refused, refused
 """
 
 
 def check_triton(session: nox.Session) -> None:
-    """With triton, and without numpy: every kernel module imports, and the probe accepts a
-    simulated sm_90 GPU.
-    """
+    """Check without numpy that all kernel modules import and the probe accepts a described GPU."""
     session.run("python", "-c", KERNELS_WITHOUT_NUMPY)
 
 
 def check_without_sdpa(session: nox.Session) -> None:
-    """With the sdpa backend removed the list still works, and verify says what is missing: exit
-    code 3 or 4.
-    """
+    """Check that without sdpa, the list works and verify names the missing backend."""
     for command, codes in (
         (["backends", "list"], [0, 4]),
         (["verify", "--sel", "sdpa"], [2, 3]),
@@ -253,16 +255,17 @@ def check_without_sdpa(session: nox.Session) -> None:
         session.log(f"nsa {' '.join(command)}: {text.strip()}")
         if "Traceback" in text or not text.strip():
             session.error(
-                f"nsa {' '.join(command)} without nsa-backend-sdpa: a traceback or no message"
+                f"nsa {' '.join(command)} without nsa-backend-sdpa: expected a message, got a"
+                " traceback or nothing"
             )
         if command[0] == "verify" and "sdpa" not in text:
-            session.error(f"nsa {' '.join(command)} without nsa-backend-sdpa does not name it")
+            session.error(f"nsa {' '.join(command)} does not name the missing nsa-backend-sdpa")
 
 
-# "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker behind it
+# "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker
 PIN = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
 RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
-# Both show a backend of somebody else's: its own version stays, its range of nsa-core moves.
+# Examples of a third-party backend: the version range of nsa-core changes, their own version stays.
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
     "docs/write-a-backend.md",
@@ -270,8 +273,9 @@ TEMPLATES = (
 
 
 def compatible_range(version: str) -> str:
-    """Versions from ``version`` on that break nothing: up to the next minor one while major is 0,
-    then up to the next major one.
+    """Return the range of versions compatible with ``version``.
+
+    It ends at the next minor version while the major version is 0, else at the next major version.
     """
     major, minor = map(int, version.split(".")[:2])
     return f">={version},<{major + 1}" if major else f">={version},<0.{minor + 1}"
@@ -279,18 +283,18 @@ def compatible_range(version: str) -> str:
 
 @nox.session(venv_backend="none")
 def bump(session: nox.Session) -> None:
-    """Write one version into all packages: `nox -s bump -- 0.2.0`. Installs nothing."""
+    """Write one version into all packages, without installing anything: `nox -s bump -- 0.2.0`."""
     if len(session.posargs) != 1 or not re.fullmatch(
         r"\d+\.\d+\.\d+((a|b|rc)\d+)?", session.posargs[0]
     ):
         session.error(f"expected one version such as 0.2.0, got {session.posargs}")
     version = session.posargs[0]
-    own = [path / "pyproject.toml" for path in PACKAGES]
-    for file in (*own, *(ROOT / name for name in TEMPLATES)):
+    projects = [path / "pyproject.toml" for path in PACKAGES]
+    for file in (*projects, *(ROOT / name for name in TEMPLATES)):
         text = file.read_text(encoding="utf-8")
-        if file in own:
+        if file in projects:
             text = re.sub(r'(?m)^version = "[^"]*"', f'version = "{version}"', text)
         text = PIN.sub(rf'"\1=={version}', text)
         text = RANGE.sub(rf'"\1{compatible_range(version)}', text)
         file.write_text(text, encoding="utf-8")
-    session.log(f"{len(PACKAGES)} packages are now {version}; give it a heading in CHANGELOG.md")
+    session.log(f"{len(PACKAGES)} packages are now {version}; add a heading to CHANGELOG.md")

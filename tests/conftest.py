@@ -1,6 +1,4 @@
-"""Shared by every test: `nsa` in this process, skips where there is no CUDA GPU, shards, figures
-and scores at the end.
-"""
+"""Shared by all tests: the `nsa` fixture, GPU skips, shards, and sections of the final summary."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ import sharding
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="I/N", help="run part I of N of the tests")
+    parser.addoption("--shard", metavar="I/N", help="run only shard I of N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     try:
-        sharding.parsed(config.getoption("--shard") or "1/1")
+        sharding.parse_shard(config.getoption("--shard") or "1/1")
     except ValueError as error:
         raise pytest.UsageError(f"--shard: {error}") from None
 
@@ -31,77 +29,83 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.config.stash.setdefault(COLLECTED, []).append(item.nodeid)
 
 
-@pytest.hookimpl(trylast=True)  # other hooks deselect first
+@pytest.hookimpl(trylast=True)  # after the hooks that deselect tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_gpu(items)
-    if hasattr(config, "workerinput"):  # xdist hands out files in this order: long ones first
+    if hasattr(config, "workerinput"):  # xdist distributes files in this order: longest first
         weights = sharding.seconds_of([item.nodeid for item in items])
-        files: Counter[str] = Counter()
+        seconds_of_file: Counter[str] = Counter()
         for name, seconds in weights.items():
-            files[name.partition("::")[0]] += seconds
-        items.sort(key=lambda item: -files[item.nodeid.partition("::")[0]])
+            seconds_of_file[name.partition("::")[0]] += seconds
+        items.sort(key=lambda item: -seconds_of_file[item.nodeid.partition("::")[0]])
     if text := config.getoption("--shard"):
-        shard, shards = sharding.parsed(text)
-        places = sharding.shard_of_each([item.nodeid for item in items], shards)
+        selected, shards = sharding.parse_shard(text)
+        shard_of_item = sharding.shard_of_each([item.nodeid for item in items], shards)
         config.hook.pytest_deselected(
-            items=[item for item, place in zip(items, places) if place != shard]
+            items=[item for item, shard in zip(items, shard_of_item) if shard != selected]
         )
-        items[:] = [item for item, place in zip(items, places) if place == shard]
+        items[:] = [item for item, shard in zip(items, shard_of_item) if shard == selected]
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
         return
     import torch
 
     if not torch.cuda.is_available():
-        for item in marked:
+        for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What ran in triton's interpreter, measured figures, a line per mutant and the score, whoever
-    shared the work.
+    """Print interpreted kernels, measured figures, and the mutation score with a line per mutant.
+
+    Tests attach these lines to their reports as user properties, which xdist workers pass on.
     """
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
     interpreted = [
-        value for r in reports for key, value in r.user_properties if key == "interpreted"
+        value for report in reports for key, value in report.user_properties if key == "interpreted"
     ]
     if interpreted:
-        terminalreporter.section("kernels in triton's interpreter")
+        terminalreporter.section("kernels in Triton's interpreter")
         for line in sorted(interpreted):
             terminalreporter.line(line)
     figures = [
-        (r.nodeid, value) for r in reports for key, value in r.user_properties if key == "figure"
+        (report.nodeid, value)
+        for report in reports
+        for key, value in report.user_properties
+        if key == "figure"
     ]
     if figures:
-        terminalreporter.section("figures of the reports' rows")
+        terminalreporter.section("figures of docs/report-rows.md")
         for name, text in sorted(figures):
             terminalreporter.line(f"{name.split('::')[-1]}: {text}")
     mutants = [
-        dict(r.user_properties) | {"seconds": r.duration} for r in reports if r.user_properties
+        dict(report.user_properties) | {"seconds": report.duration}
+        for report in reports
+        if report.user_properties
     ]
-    mutants = [m for m in mutants if "mutant" in m]
+    mutants = [mutant for mutant in mutants if "mutant" in mutant]
     if not mutants:
         return
-    killed = sum(bool(m["killed_by"]) for m in mutants)
+    killed = sum(bool(mutant["killed_by"]) for mutant in mutants)
     terminalreporter.section(f"mutation score: {killed} of {len(mutants)} killed")
-    for m in sorted(mutants, key=lambda m: str(m["mutant"])):
+    for mutant in sorted(mutants, key=lambda mutant: str(mutant["mutant"])):
         terminalreporter.line(
-            f"{m['mutant']:56} {m['seconds']:5.1f} s  {m['killed_by'] or 'SURVIVED'}"
+            f"{mutant['mutant']:56} {mutant['seconds']:5.1f} s  {mutant['killed_by'] or 'SURVIVED'}"
         )
 
 
 @pytest.fixture(scope="session")
-def collected_here(request: pytest.FixtureRequest) -> list[str]:
-    """The ids of all tests that this run collected, those that it leaves out too."""
+def collected_ids(request: pytest.FixtureRequest) -> list[str]:
+    """The ids of all tests that this run collected, including deselected ones."""
     return request.config.stash[COLLECTED]
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """What a command left behind."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -109,14 +113,14 @@ class Done:
 
 
 @pytest.fixture
-def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run `nsa` here, where torch is loaded already."""
+def nsa(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
+    """Return a function that runs `nsa` in this process, which has imported torch."""
     from nsa_cli.app import main
 
-    def run(*arguments: str) -> Done:
+    def run(*arguments: str) -> CommandResult:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         captured = capsys.readouterr()
-        return Done(int(caught.value.code or 0), captured.out, captured.err)
+        return CommandResult(int(caught.value.code or 0), captured.out, captured.err)
 
     return run

@@ -1,7 +1,7 @@
-"""Shards of the suite: `pytest --shard 2/6` runs one of six parts, which together are the whole.
+"""Split the suite into shards: `pytest --shard 2/6` runs the second of six disjoint parts.
 
-A shard gets whole files, so that their fixtures are made once. ``shard_seconds.json`` has measured
-seconds of files, and of single tests of files to be divided; it only balances the shards.
+A shard has whole files, so that module fixtures are built once. ``shard_seconds.json`` lists the
+measured seconds of files, and of single tests in files that are split. It only balances the shards.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.json").read_text())
-UNLISTED = 0.5  # seconds of a test that is not listed
+UNLISTED_SECONDS = 0.5  # assumed for each test of an unlisted file
 
 
-def parsed(text: str) -> tuple[int, int]:
-    """(shard, number of shards) of "2/6"."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse "2/6" into (shard, number of shards)."""
     shard, _, shards = text.partition("/")
     if not (shard.isdecimal() and shards.isdecimal() and 1 <= int(shard) <= int(shards)):
         raise ValueError(f"expected a shard such as 2/6, got {text!r}")
@@ -26,26 +26,26 @@ def parsed(text: str) -> tuple[int, int]:
 def shard_of_each(
     names: Sequence[str], shards: int, seconds: Mapping[str, float] = SECONDS
 ) -> list[int]:
-    """The shard, from 1 on, of each test "file::test"; the same for every order of ``names``."""
+    """Return the shard, counted from 1, of each test "file::test", for any order of ``names``."""
     weights = seconds_of(names, seconds)
     load = [0.0] * shards
-    place: dict[str, int] = {}
-    for unit, weight in sorted(weights.items(), key=lambda one: (-one[1], one[0])):
-        place[unit] = min(range(shards), key=load.__getitem__)
-        load[place[unit]] += weight
-    return [1 + place[name if name in place else name.partition("::")[0]] for name in names]
+    shard_of: dict[str, int] = {}
+    for unit, weight in sorted(weights.items(), key=lambda item: (-item[1], item[0])):
+        shard_of[unit] = min(range(shards), key=load.__getitem__)
+        load[shard_of[unit]] += weight
+    return [1 + shard_of[name if name in shard_of else name.partition("::")[0]] for name in names]
 
 
 def seconds_of(names: Sequence[str], seconds: Mapping[str, float] = SECONDS) -> dict[str, float]:
-    """The expected seconds of each file, and of each test of a file that is divided."""
-    divided = {name.partition("::")[0] for name in seconds if "::" in name}
+    """Return the expected seconds of each file, and of each test in files that are split."""
+    split_files = {name.partition("::")[0] for name in seconds if "::" in name}
     tests = Counter(name.partition("::")[0] for name in names)
     weights = {
-        file: seconds.get(file, UNLISTED * count)
+        file: seconds.get(file, UNLISTED_SECONDS * count)
         for file, count in tests.items()
-        if file not in divided
+        if file not in split_files
     }
     for name in names:
-        if name.partition("::")[0] in divided:
-            weights[name] = seconds.get(name, UNLISTED)
+        if name.partition("::")[0] in split_files:
+            weights[name] = seconds.get(name, UNLISTED_SECONDS)
     return weights

@@ -1,4 +1,4 @@
-"""`nsa` run in this process, or in one of its own."""
+"""Fixtures for tests of `nsa`: a clean environment, and `nsa` in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Nobody's settings and nobody's remembered verdicts."""
+    """Remove the user's settings and use an empty cache directory."""
     for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -20,12 +20,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.fixture
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """Start `nsa` in a process of its own."""
+    """Return a function that starts `nsa` in a separate process."""
 
     def popen(*arguments: str, **options) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         env = {**os.environ, **options.pop("env", {})}
-        # most users' output is buffered, and fails when it is flushed
+        # Output is buffered for most users, so that write errors appear at a flush.
         env.pop("PYTHONUNBUFFERED", None)
         return subprocess.Popen([sys.executable, "-m", "nsa_cli", *arguments], env=env, **options)
 

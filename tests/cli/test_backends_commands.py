@@ -1,6 +1,4 @@
-"""`nsa backends list`, `show` and `explain`: what they say, in words and in JSON, and how they
-leave.
-"""
+"""`nsa backends list`, `show` and `explain`: text output, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from nsa_core.contract import SLOTS, BackendSpec, Reason
 from nsa_core.dispatch.registry import BackendEntry, Registry, discover
 
 
-def of(document: dict, name: str) -> dict:
+def row_of(document: dict, name: str) -> dict:
     return next(row for row in document["backends"] if row["name"] == name)
 
 
-def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
+def test_list_json_has_every_backend_with_its_slots(nsa):
     done = nsa("backends", "list", "--json")
     document = json.loads(done.out)
     assert (done.code, done.err, document["schema_version"]) == (0, "", 1)
-    sdpa = of(document, "sdpa")
+    sdpa = row_of(document, "sdpa")
     assert (sdpa["status"], sdpa["distribution"], sdpa["reason"]) == (
         "ready",
         "nsa-backend-sdpa",
@@ -39,14 +37,14 @@ def test_list_json_has_every_backend_with_what_its_slots_offer(nsa):
         assert row["version"]
         if row["status"] == "ready":
             assert row["reason"] is None
-        else:  # its own reason, or where it loaded and every slot refuses, theirs
-            said = (
+        else:  # the backend has a reason, or each of its slots has one
+            reasons = (
                 [row["reason"]]
                 if row["reason"]
-                else [r for s in row["slots"].values() for r in s["reasons"]]
+                else [reason for slot in row["slots"].values() for reason in slot["reasons"]]
             )
-            assert said
-            assert all(reason["message"] for reason in said)
+            assert reasons
+            assert all(reason["message"] for reason in reasons)
             assert not any(slot["accepted"] for slot in row["slots"].values())
 
 
@@ -55,7 +53,7 @@ def test_list_text_has_a_line_per_backend(nsa):
     row = next(line for line in lines if line.startswith("sdpa"))
     assert row.split()[:9] == [
         "sdpa",
-        of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"],
+        row_of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"],
         "nsa-backend-sdpa",
         "ready",
         *["forward+backward+decode" if slot != "select" else "forward+decode" for slot in SLOTS],
@@ -63,19 +61,22 @@ def test_list_text_has_a_line_per_backend(nsa):
 
 
 def test_list_without_probe_reads_metadata_only(nsa, monkeypatch):
-    def trap(*args, **options):
+    def fail(*args, **options):
         raise AssertionError("a plugin was loaded")
 
-    monkeypatch.setattr("nsa_core.dispatch.registry.load", trap)
+    monkeypatch.setattr("nsa_core.dispatch.registry.load", fail)
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "fa2")
     document = json.loads(nsa("backends", "list", "--no-probe", "--json").out)
-    assert (of(document, "sdpa")["status"], of(document, "sdpa")["slots"]) == ("not loaded", None)
-    assert of(document, "fa2")["status"] == "disabled"
+    assert (row_of(document, "sdpa")["status"], row_of(document, "sdpa")["slots"]) == (
+        "not loaded",
+        None,
+    )
+    assert row_of(document, "fa2")["status"] == "disabled"
     assert "sdpa" in nsa("backends", "list", "--no-probe").out
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--no-probe", "--json")])
-def test_row_60_nothing_runnable_is_exit_4_with_the_reasons(nsa, monkeypatch, options):
+def test_row_60_no_usable_backend_exits_with_code_4_and_reasons(nsa, monkeypatch, options):
     if "--no-probe" in options:
         monkeypatch.setattr("nsa_cli.backend_rows.installed", list)
     else:
@@ -92,21 +93,21 @@ def test_row_60_nothing_runnable_is_exit_4_with_the_reasons(nsa, monkeypatch, op
     assert nsa("backends", "explain").code == 4 or "--no-probe" in options
 
 
-def test_show_tells_everything_about_one(nsa):
+def test_show_prints_all_details_of_one_backend(nsa):
     out = nsa("backends", "show", "sdpa").out
-    for said in (
+    for text in (
         "nsa-backend-sdpa",
         "nsa_backend_sdpa.plugin",
         "contract      1.0",
         "ready",
         "combine",
     ):
-        assert said in out
+        assert text in out
     document = json.loads(nsa("backends", "show", "sdpa", "--json").out)
     assert [row["name"] for row in document["backends"]] == ["sdpa"]
 
 
-def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monkeypatch):
+def test_show_prints_the_rank_beside_the_stated_priority(nsa, monkeypatch):
     monkeypatch.setattr(
         "nsa_backend_sdpa.probe.rank", lambda request: 40 if request.slot == "cmp" else -3
     )
@@ -115,7 +116,7 @@ def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monk
     assert rows["slot"][3:6] == ["workspace", "priority", "rank"]
     assert rows["cmp"][4:6] == ["0", "40"]
     assert rows["win"][4:6] == ["0", "-3"]
-    assert "rank          counts for this request, in place of the stated priority" in done
+    assert "rank          replaces the stated priority for this request" in done
     (row,) = json.loads(nsa("backends", "show", "sdpa", "--json").out)["backends"]
     assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [
         (0, 40),
@@ -123,7 +124,7 @@ def test_show_tells_the_rank_of_the_request_beside_the_stated_priority(nsa, monk
     ]
 
 
-def test_show_of_a_backend_without_a_rank_of_its_own_has_no_such_column(nsa):
+def test_show_has_no_rank_column_for_a_backend_without_a_rank(nsa):
     done = nsa("backends", "show", "fa2")
     assert "priority" in done.out
     assert "rank" not in done.out
@@ -131,7 +132,7 @@ def test_show_of_a_backend_without_a_rank_of_its_own_has_no_such_column(nsa):
     assert {slot["rank"] for slot in row["slots"].values()} == {None}
 
 
-def test_row_58_show_and_explain_of_an_unknown_name_suggest(nsa):
+def test_row_58_an_unknown_name_suggests_a_similar_one(nsa):
     for command in (["show", "tritn"], ["explain", "--sel", "tritn"]):
         done = nsa("backends", *command)
         assert (done.code, done.out) == (2, "")
@@ -139,8 +140,8 @@ def test_row_58_show_and_explain_of_an_unknown_name_suggest(nsa):
         assert done.err.count("\n") == 1
 
 
-class Toys:
-    """Probes of the toy backend; the registry below names them."""
+class ToyProbes:
+    """The module of the toy backend's probe; the registry below names it."""
 
     @staticmethod
     def picky(request):
@@ -154,8 +155,8 @@ class Toys:
 
 @pytest.fixture
 def toy(monkeypatch):
-    """`picky` beside sdpa: preferred, but takes narrow heads and no gradients."""
-    monkeypatch.setitem(sys.modules, "picky_toy", Toys)
+    """A registry with sdpa and `picky`, which has priority but refuses wide heads and gradients."""
+    monkeypatch.setitem(sys.modules, "picky_toy", ToyProbes)
     sdpa = discover().get("sdpa").spec
     spec: BackendSpec = dataclasses.replace(
         sdpa, name="picky", probe="picky_toy:picky", priority=50
@@ -165,7 +166,7 @@ def toy(monkeypatch):
     return registry
 
 
-def test_explain_accepts_and_marks_the_chosen_one(nsa, toy):
+def test_explain_marks_the_chosen_backend_of_each_slot(nsa, toy):
     done = nsa("backends", "explain", "--sel", "sdpa", "--json")
     document = json.loads(done.out)
     assert (done.code, document["error"], document["schema_version"]) == (0, None, 1)
@@ -182,13 +183,13 @@ def test_explain_accepts_and_marks_the_chosen_one(nsa, toy):
     ]
 
 
-def test_explain_refusal_prints_every_reason_and_hint_and_leaves_with_3(nsa, toy):
+def test_explain_prints_every_reason_and_exits_with_code_3(nsa, toy):
     options = ("backends", "explain", "--win", "picky", "--head-dim", "128", "--grad")
     done = nsa(*options)
     assert done.code == 3
     assert done.err == "nsa: 'picky' cannot run win\n"
-    for said in ("head width 128 > 64", "use sdpa", "[red]and[/] more", "gradients"):
-        assert said in done.out
+    for text in ("head width 128 > 64", "use sdpa", "[red]and[/] more", "gradients"):
+        assert text in done.out
     done = nsa(*options, "--json")
     document = json.loads(done.out)
     assert (done.code, document["error"]["kind"]) == (3, "Unsupported")
@@ -198,7 +199,7 @@ def test_explain_refusal_prints_every_reason_and_hint_and_leaves_with_3(nsa, toy
     assert not picky["accepted"]
 
 
-def test_explain_known_but_unavailable_is_exit_3(nsa, monkeypatch):
+def test_explain_exits_with_code_3_for_an_unavailable_backend(nsa, monkeypatch):
     reason = Reason("not_implemented", "kernels not implemented yet", "use sdpa")
     absent = BackendEntry(
         "absent", "nsa-absent", "1.0", "unavailable", reason, None, "absent", False
@@ -214,7 +215,7 @@ def test_explain_known_but_unavailable_is_exit_3(nsa, monkeypatch):
         assert "use sdpa" in done.out
 
 
-def test_explain_passes_every_option_on(nsa, toy):
+def test_explain_passes_every_option_to_the_request(nsa, toy):
     done = nsa(
         "backends",
         "explain",
@@ -259,7 +260,7 @@ def test_explain_passes_every_option_on(nsa, toy):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--dtype", "int8"], "dtype must be one of"),
         (["--n-heads", "13", "--n-kv-heads", "4"], "13 query heads do not divide over 4"),
@@ -270,14 +271,14 @@ def test_explain_passes_every_option_on(nsa, toy):
         (["--nonsense"], "nonsense"),
     ],
 )
-def test_impossible_requests_are_one_line_and_exit_2(nsa, options, said):
+def test_invalid_requests_exit_with_code_2_and_one_line(nsa, options, message):
     done = nsa("backends", "explain", *options)
     assert (done.code, done.out) == (2, "")
-    assert said in done.err
+    assert message in done.err
     assert done.err.count("\n") == 1
 
 
-def test_device_that_is_not_there_is_exit_3(nsa, monkeypatch):
+def test_an_unavailable_device_exits_with_code_3(nsa, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = nsa("backends", "explain", "--device", "cuda")
     assert done.code == 3
@@ -285,20 +286,20 @@ def test_device_that_is_not_there_is_exit_3(nsa, monkeypatch):
 
 
 def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        "nsa_core.dispatch.registry.discover", lambda **options: asked.append(options) or Registry()
+        "nsa_core.dispatch.registry.discover", lambda **options: calls.append(options) or Registry()
     )
     nsa("--safe", "--plugin-limit", "3", "backends", "list")
     nsa("backends", "list")
-    assert asked == [
+    assert calls == [
         {"isolate": True, "safe": True, "limit_s": 3.0},
         {"isolate": True, "safe": False, "limit_s": 20.0},
     ]
 
 
 @pytest.mark.parametrize("command", [["list"], ["show", "picky"], ["explain", "--head-dim", "128"]])
-def test_piped_output_is_not_cut_wrapped_or_coloured(nsa, toy, monkeypatch, command):
+def test_piped_output_is_not_truncated_wrapped_or_coloured(nsa, toy, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm-256color")
     out = nsa("backends", *command).out
@@ -307,11 +308,11 @@ def test_piped_output_is_not_cut_wrapped_or_coloured(nsa, toy, monkeypatch, comm
     assert max(map(len, out.splitlines())) > 80
 
 
-def test_list_and_show_of_decode(nsa):
+def test_list_and_show_with_phase_decode(nsa):
     document = json.loads(nsa("backends", "list", "--phase", "decode", "--json").out)
     assert document["request"].endswith("decode")
-    assert all(slot["accepted"] for slot in of(document, "sdpa")["slots"].values())
-    fa2 = of(document, "fa2")["slots"]
+    assert all(slot["accepted"] for slot in row_of(document, "sdpa")["slots"].values())
+    fa2 = row_of(document, "fa2")["slots"]
     assert {slot: row["decode"] for slot, row in fa2.items() if row["forward"]} == {
         "cmp": True,
         "sel": False,
@@ -324,7 +325,7 @@ def test_list_and_show_of_decode(nsa):
     assert nsa("backends", "list", "--phase", "decoding").code == 2
 
 
-def test_explain_of_decode_with_pages(nsa):
+def test_explain_with_phase_decode_and_pages(nsa):
     done = nsa("backends", "explain", "--phase", "decode", "--page-size", "128", "--json")
     document = json.loads(done.out)
     assert document["request"]["page_size"] == 128
@@ -333,9 +334,9 @@ def test_explain_of_decode_with_pages(nsa):
     assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2
 
 
-def test_conformance_without_pytest_says_what_to_type(nsa, monkeypatch):
+def test_conformance_without_pytest_prints_the_install_command(nsa, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     done = nsa("conformance", "sdpa", "--device", "cpu")
     reason = "nsa conformance needs pytest, which is not installed"
-    said = f"nsa: {reason}; pip install 'nsa-verify[test]'\n"
-    assert (done.code, done.out, done.err) == (3, "", said)
+    message = f"nsa: {reason}; pip install 'nsa-verify[test]'\n"
+    assert (done.code, done.out, done.err) == (3, "", message)

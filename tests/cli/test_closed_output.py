@@ -1,6 +1,4 @@
-"""A reader that leaves early is exit code 141, and a closed standard output is exit code 5, in real
-processes.
-"""
+"""A reader that closes the pipe gives exit code 141; a closed standard output gives exit code 5."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ CONFORMANCE = [
 ]
 CLOSED = "nsa: the output was closed before everything was written\n"
 
-# `nsa verify` on its first checks, in two worker processes, with a line of progress on stderr for
-# each check.
+# Run the first checks of `nsa verify` in worker processes. Progress prints a line per check.
 VERIFY = """
 import itertools, sys, types
 
@@ -56,9 +53,9 @@ if __name__ == "__main__":
 """
 
 
-# Runs each command of sys.argv[2] in a fork of a process that has imported torch. Its standard
-# output is a pipe without a reader, its standard error a file of the folder sys.argv[1]. Prints the
-# exit codes. Libraries are not tried in children: that is slow, and precedes the output.
+# Run each command of sys.argv[2] in a fork of a process that has imported torch, and print the exit
+# codes. Standard output is a pipe without a reader; standard error is a file in the folder
+# sys.argv[1]. The import tests of `nsa doctor` are replaced: they are slow and precede the output.
 FORKS = """
 import json, os, pathlib, sys
 
@@ -66,7 +63,7 @@ import torch
 from nsa_cli import trial_imports
 from nsa_cli.app import main
 
-absent = trial_imports.Tried({"missing": "any", "error": "not tried"}, None)
+absent = trial_imports.TrialResult({"missing": "any", "error": "not tried"}, None)
 trial_imports.try_all = lambda bodies, limit_s: [absent] * len(bodies)
 codes = []
 for number, arguments in enumerate(json.loads(sys.argv[2])):
@@ -84,9 +81,10 @@ print(json.dumps(codes))
 
 
 def broken_pipe(*command: str, both: bool = False) -> tuple[int, str, int]:
-    """Run ``command`` with standard output, or ``both`` streams, on a pipe whose reader has left.
+    """Run ``command`` with standard output, or ``both`` streams, on a pipe without a reader.
 
-    Returns its exit code, its standard error, and the session that its processes share.
+    Returns:
+        Its exit code, its standard error, and the session id of its processes.
     """
     reader, writer = os.pipe()
     os.close(reader)
@@ -105,12 +103,12 @@ def broken_pipe(*command: str, both: bool = False) -> tuple[int, str, int]:
 
 
 def processes_of(session: int) -> list[str]:
-    """The command lines of the processes in ``session`` that still run."""
+    """Return the command lines of the processes in ``session`` that are still running."""
     running = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(of) == session and state != "Z":
+            state, _, _, session_id = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session_id) == session and state != "Z":
                 running.append((folder / "cmdline").read_text().replace("\0", " "))
     return running
 
@@ -132,7 +130,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """(exit code, standard error) of each of ``COMMANDS``, whose reader has left."""
+    """(exit code, standard error) of each of ``COMMANDS`` with a pipe without a reader."""
     folder = tmp_path_factory.mktemp("errors")
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(folder), json.dumps(COMMANDS)],
@@ -146,7 +144,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("number", range(len(COMMANDS)), ids=lambda n: " ".join(COMMANDS[n][:2]))
-def test_a_reader_that_left_is_exit_code_141(number, forked):
+def test_a_closed_pipe_exits_with_code_141(number, forked):
     code, err = forked[number]
     assert code == 141, err
     assert err.endswith(CLOSED)
@@ -155,7 +153,7 @@ def test_a_reader_that_left_is_exit_code_141(number, forked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: " ".join(arguments[:2]))
-def test_a_reader_that_left_a_fresh_process_is_exit_code_141(arguments):
+def test_a_closed_pipe_exits_with_code_141_in_a_new_process(arguments):
     code, err, _ = broken_pipe(*nsa(*arguments))
     assert code == 141, err
     assert err.endswith(CLOSED)
@@ -166,25 +164,23 @@ def test_a_reader_that_left_a_fresh_process_is_exit_code_141(arguments):
     ("checks", "processes", "both"),
     [pytest.param("4", "2", False, marks=pytest.mark.slow), ("40", "2", True)],
 )
-def test_a_reader_that_left_ends_verify_and_its_workers(checks, processes, both, tmp_path):
-    """``both``: the first line of progress fails, while the workers have most of the checks before
-    them.
-    """
+def test_a_closed_pipe_ends_verify_and_its_workers(checks, processes, both, tmp_path):
+    """With ``both``, the first progress line fails while most of the checks are still waiting."""
     script = tmp_path / "verify.py"
     script.write_text(VERIFY)
     code, err, session = broken_pipe(sys.executable, str(script), checks, processes, both=both)
     assert code == 141, err
     assert err.endswith("" if both else CLOSED)
     assert "Traceback" not in err
-    # multiprocessing's resource tracker ends itself a little later
+    # The resource tracker of multiprocessing ends shortly after its parent.
     deadline = time.monotonic() + 10
     while (left := processes_of(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
-def test_a_reader_that_left_in_a_shell(tmp_path):
-    """`nsa backends list | head -1`: head leaves after one line of an output that no pipe holds."""
+def test_a_closed_pipe_in_a_shell_exits_with_code_141(tmp_path):
+    """`nsa backends list | head -1`, with more output than a pipe buffers."""
     site = tmp_path / "site"
     for number in range(200):
         info = site / f"toy_{number}-1.dist-info"
@@ -209,7 +205,7 @@ def test_a_reader_that_left_in_a_shell(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["backends", "list"], ["verify"], ["env"]], ids=" ".join
 )
-def test_a_closed_standard_output_is_exit_code_5(arguments):
+def test_a_closed_standard_output_exits_with_code_5(arguments):
     done = subprocess.run(
         ["bash", "-c", '"$0" -m nsa_cli "$@" >&-', sys.executable, *arguments],
         capture_output=True,
@@ -219,7 +215,7 @@ def test_a_closed_standard_output_is_exit_code_5(arguments):
     assert (done.returncode, done.stderr) == (5, "nsa: cannot write: standard output is closed\n")
 
 
-def test_a_closed_standard_error_keeps_messages_out_of_the_output():
+def test_messages_for_a_closed_standard_error_are_dropped():
     command = '"$0" -m nsa_cli backends list --nonsense 2>&-'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60
@@ -227,7 +223,7 @@ def test_a_closed_standard_error_keeps_messages_out_of_the_output():
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_a_standard_output_open_for_reading_is_exit_code_5():
+def test_a_read_only_standard_output_exits_with_code_5():
     command = '"$0" -m nsa_cli backends list --no-probe 1</dev/null'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60

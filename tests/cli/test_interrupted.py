@@ -1,6 +1,4 @@
-"""SIGTERM and Ctrl-C in a long run: what is done is written, told apart from a whole run, and
-nothing of it passes.
-"""
+"""SIGTERM and Ctrl-C in a long run: partial results are written and marked as interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from nsa_bench import clocks, decode, roofline, run, timing
 from nsa_bench.result import read_result
 from nsa_cli import verify
-from nsa_cli.conformance import _Run
+from nsa_cli.conformance import _PytestPlugin
 from nsa_core.dispatch.registry import discover
 from nsa_core.util.interruption import held
 from nsa_verify import cases
@@ -24,14 +22,12 @@ from nsa_verify.findings import Finding
 from nsa_verify.run import suite
 
 SIGNALS = [((signal.SIGTERM,) * 2, 143), ((signal.SIGINT,), 130), ((signal.SIGINT,) * 2, 130)]
-TWICE = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]
+SIGNAL_IDS = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signals as a shell's foreground job has them (a background job ignores SIGINT), and a quick
-    bench.
-    """
+def default_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Handle SIGINT as a foreground job does (background jobs ignore it), and time briefly."""
     monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,18 +38,18 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("phase", "signals", "code"),
-    [*(("forward", *of) for of in SIGNALS), ("decode", *SIGNALS[0])],
-    ids=[*(f"forward {text}" for text in TWICE), "decode SIGTERM"],
+    [*(("forward", *row) for row in SIGNALS), ("decode", *SIGNALS[0])],
+    ids=[*(f"forward {text}" for text in SIGNAL_IDS), "decode SIGTERM"],
 )
-def test_a_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypatch):
+def test_an_interrupted_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypatch):
     module, name = (decode, "make_state") if phase == "decode" else (run, "make_inputs")
-    made, real = [], getattr(module, name)
+    calls, original = [], getattr(module, name)
 
     def interrupted(*arguments, **options):
-        made.append(1)
-        for number in signals * (len(made) == 2):
+        calls.append(1)
+        for number in signals * (len(calls) == 2):
             signal.raise_signal(number)
-        return real(*arguments, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(module, name, interrupted)
     file, plots = (
@@ -82,14 +78,15 @@ def test_a_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypa
     )
     assert done.code == code, done.err
     result = read_result(file)
-    cut = result.interrupted
-    assert (cut.signal, cut.cells_left, cut.cells) == (signals[0].name, 2, 3)
+    interruption = result.interrupted
+    assert (interruption.signal, interruption.cells_left) == (signals[0].name, 2)
+    assert interruption.cells == 3
     assert all(m.performance for m in result.measurements if m.length == 40)
-    begun = [m for m in result.measurements if m.length == 80]
-    assert {m.reason for m in begun} == (
+    interrupted_cell = [m for m in result.measurements if m.length == 80]
+    assert {m.reason for m in interrupted_cell} == (
         set() if signals == SIGNALS[2][0] else {timing.INTERRUPTED}
     )
-    assert len({m.length for m in result.measurements}) == 1 + bool(begun)
+    assert len({m.length for m in result.measurements}) == 1 + bool(interrupted_cell)
     line = f"INTERRUPTED by {signals[0].name}, 2 of 3 cells left, 0 of 1 gate(s) judged so far red"
     assert line in done.out
     assert code != 143 or line in (tmp_path / "r.html").read_text()
@@ -98,11 +95,13 @@ def test_a_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("phase", ["forward", "decode"])
-def test_a_bench_interrupted_in_its_first_gate_tells_so(phase, nsa, tmp_path, monkeypatch):
+def test_a_bench_interrupted_in_its_first_gate_reports_it(phase, nsa, tmp_path, monkeypatch):
     module = decode if phase == "decode" else run
-    real = module.gate_case
+    original = module.gate_case
     monkeypatch.setattr(
-        module, "gate_case", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a)
+        module,
+        "gate_case",
+        lambda *arguments: signal.raise_signal(signal.SIGTERM) or original(*arguments),
     )
     done = nsa(
         "bench",
@@ -126,52 +125,54 @@ def test_a_bench_interrupted_in_its_first_gate_tells_so(phase, nsa, tmp_path, mo
     assert "INTERRUPTED by SIGTERM" in (tmp_path / "r.html").read_text()
 
 
-def test_a_work_that_was_being_timed_keeps_the_samples_it_has():
+def test_an_interrupted_workload_keeps_its_samples():
     calls: list[int] = []
 
-    def second_sample():
+    def signal_in_second_sample():
         calls.append(1)
-        if len(calls) == 4:  # two calls prepare it
+        if len(calls) == 4:  # after two preparing calls
             signal.raise_signal(signal.SIGTERM)
 
-    def compiler_ended():
+    def compiler_fails():
         signal.raise_signal(signal.SIGTERM)
         raise RuntimeError("ptxas died of a signal")
 
-    works = [
-        timing.Workload("a", lambda: second_sample),
+    workloads = [
+        timing.Workload("a", lambda: signal_in_second_sample),
         timing.Workload("b", lambda: lambda: None),
     ]
-    monkey = clocks.CpuClock()
-    monkey.sample = lambda call, calls: call() or 1.0
+    clock = clocks.CpuClock()
+    clock.sample = lambda call, calls: call() or 1.0
     with held() as stop:
-        found = timing.measure(works, monkey, budget_s=1.0, stop=stop)
-        assert [len(found[key].performance.samples_ms) for key in "ab"] == [2, 1]
+        timings = timing.measure(workloads, clock, budget_s=1.0, stop=stop)
+        assert [len(timings[key].performance.samples_ms) for key in "ab"] == [2, 1]
     with held() as stop:
-        late = timing.measure(
-            [timing.Workload("c", compiler_ended)], monkey, budget_s=1.0, stop=stop
+        timings = timing.measure(
+            [timing.Workload("c", compiler_fails)], clock, budget_s=1.0, stop=stop
         )
-    assert (late["c"].reason, late["c"].performance) == (timing.INTERRUPTED, None)
+    assert (timings["c"].reason, timings["c"].performance) == (timing.INTERRUPTED, None)
 
 
-@pytest.mark.parametrize(("signals", "code"), SIGNALS, ids=TWICE)
+@pytest.mark.parametrize(("signals", "code"), SIGNALS, ids=SIGNAL_IDS)
 @pytest.mark.parametrize("every", [False, True], ids=["one", "every combination"])
-def test_verify_reports_the_checks_it_made(every, signals, code, nsa, tmp_path: Path, monkeypatch):
-    def check(name, ok, interrupting=()):
+def test_an_interrupted_verify_reports_the_finished_checks(
+    every, signals, code, nsa, tmp_path: Path, monkeypatch
+):
+    def check(name, ok, raised_signals=()):
         def findings(subject, case, dtype):
-            for number in interrupting:
+            for number in raised_signals:
                 signal.raise_signal(number)
-            yield Finding(name, "cmp", case.name, "float32", "o", ok, detail=f"{name} says so")
+            yield Finding(name, "cmp", case.name, "float32", "o", ok, detail=f"detail of {name}")
 
         return suite.Job(name, findings, cases.quick_cases()[0], torch.float32)
 
-    todo = [
+    jobs = [
         check("good", True),
         check("bad", False),
-        check("cut", True, signals),
-        check("never", False),
+        check("interrupted", True, signals),
+        check("not started", False),
     ]
-    monkeypatch.setattr(suite, "jobs", lambda *a, **o: todo)
+    monkeypatch.setattr(suite, "jobs", lambda *a, **o: jobs)
     monkeypatch.setattr(verify.output, "find_backends", discover)
     slots = [f"--{slot}=sdpa" for slot in ("cmp", "sel", "win")]
     options = [
@@ -187,10 +188,10 @@ def test_verify_reports_the_checks_it_made(every, signals, code, nsa, tmp_path: 
     assert done.code == code, done.err
     report = json.loads((tmp_path / "r.json").read_text())
     (report,) = report["combinations"] if every else [report]
-    # the check that a second Ctrl-C ends has no verdict; and the reads
+    # Left are the last check, the reads, and a check that a second Ctrl-C ended.
     left = 3 if signals == SIGNALS[2][0] else 2
     assert report["interrupted"] == {"signal": signals[0].name, "checks_left": left, "checks": 5}
-    assert [f["check"] for f in report["findings"]] == ["good", "bad", "cut"][: 5 - left]
+    assert [f["check"] for f in report["findings"]] == ["good", "bad", "interrupted"][: 5 - left]
     assert "reads" not in report
     assert f"INTERRUPTED by {signals[0].name}, {left} of 5 checks left" in done.out
     assert "FAILED bad, cmp" in done.out
@@ -200,7 +201,7 @@ def test_verify_reports_the_checks_it_made(every, signals, code, nsa, tmp_path: 
     assert not every or "0 of 1 combinations passed" in last
 
 
-def test_a_check_that_the_signal_broke_is_left_and_not_failed(nsa, monkeypatch):
+def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, monkeypatch):
     def broken(subject, case, dtype):
         signal.raise_signal(signal.SIGTERM)
         yield Finding(
@@ -214,7 +215,7 @@ def test_a_check_that_the_signal_broke_is_left_and_not_failed(nsa, monkeypatch):
     assert "INTERRUPTED by SIGTERM, 1 of 1 checks left; 0 checks passed, 0 failed" in done.out
 
 
-def test_a_run_that_was_whole_when_the_signal_came_is_judged(nsa, monkeypatch):
+def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, monkeypatch):
     def last(subject, case, dtype):
         signal.raise_signal(signal.SIGTERM)
         yield Finding("last", "cmp", case.name, "float32", "o", True)
@@ -225,20 +226,20 @@ def test_a_run_that_was_whole_when_the_signal_came_is_judged(nsa, monkeypatch):
     assert (done.code, "1 checks passed, 0 failed" in done.out) == (0, True)
 
 
-def test_conformance_that_tests_nothing_is_not_a_success(nsa):
+def test_conformance_without_kernel_tests_exits_with_code_3(nsa):
     done = nsa("conformance", "sdpa", "--device", "cpu", "-k", "test_is_installed")
     assert (done.code, "nothing could be tested" in done.err) == (3, True)
 
 
-def test_conformance_ends_behind_the_test_under_way(nsa, monkeypatch):
-    real = _Run.pytest_runtest_logreport
+def test_an_interrupted_conformance_run_ends_after_the_current_test(nsa, monkeypatch):
+    original = _PytestPlugin.pytest_runtest_logreport
 
     def interrupted(self, report):
-        real(self, report)
+        original(self, report)
         if report.when == "call":
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(_Run, "pytest_runtest_logreport", interrupted)
+    monkeypatch.setattr(_PytestPlugin, "pytest_runtest_logreport", interrupted)
     done = nsa(
         "conformance", "sdpa", "--device", "cpu", "-k", "test_is_installed or test_probe_answers"
     )

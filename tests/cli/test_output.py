@@ -1,4 +1,4 @@
-"""Help, version, speed, errors, files and signals: what every command shares (row 60)."""
+"""Behaviour that all commands share (row 60): help, version, speed, errors, files and signals."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsuppor
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ()])
-def test_help_names_the_paper_and_what_it_is_not(nsa, arguments):
+def test_help_names_the_paper_and_distinguishes_dsa(nsa, arguments):
     done = nsa(*arguments)
     words = " ".join(done.out.split())
     assert done.code == 0
     assert "arXiv 2502.11089" in words
     assert "not DeepSeek Sparse Attention (DSA)" in words
-    for said in ("backends", "verify", "--safe", "Exit codes: 0 ok; 1 a check failed; 2 usage"):
-        assert said in words
-    assert "..." not in done.out.replace("[ARGS]...", "")  # no description is cut
+    for text in ("backends", "verify", "--safe", "Exit codes: 0 ok; 1 a check failed; 2 usage"):
+        assert text in words
+    assert "..." not in done.out.replace("[ARGS]...", "")  # no description is truncated
 
 
-def test_version(nsa):
+def test_version_option_prints_the_version(nsa):
     from importlib.metadata import version
 
     assert nsa("--version").out == f"nsa {version('nsa-cli')}\n"
 
 
-LIGHT = [
+WITHOUT_TORCH = [
     ["--help"],
     ["--version"],
     ["backends", "--help"],
     ["backends", "list", "--help"],
     ["verify", "--help"],
 ]
-LIGHT += [["train", "--help"], ["generate", "--help"]]
-LIGHT += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
+WITHOUT_TORCH += [["train", "--help"], ["generate", "--help"]]
+WITHOUT_TORCH += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
 
 
-@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+@pytest.mark.parametrize("arguments", WITHOUT_TORCH, ids=" ".join)
 def test_help_and_metadata_import_no_torch(arguments):
     code = f"""
 import sys
 from nsa_cli.app import main
 try:
     main({arguments!r})
-except SystemExit as leave:
-    assert not leave.code, leave.code
+except SystemExit as exit_request:
+    assert not exit_request.code, exit_request.code
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -64,21 +64,21 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
     assert done.stdout
 
 
-PLAIN = """
+MINIMAL_COMMAND = """
 import typer
 from rich.console import Console
 from rich.table import Table
 
-def say(word: str = "x", often: int = 1) -> None:
+def main(word: str = "x", count: int = 1) -> None:
     table = Table("word")
-    table.add_row(word * often)
+    table.add_row(word * count)
     Console().print(table)
 
-typer.run(say)
+typer.run(main)
 """
 
 
-def processor_seconds(*arguments: str) -> float:
+def cpu_seconds(*arguments: str) -> float:
     child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
@@ -89,20 +89,19 @@ def processor_seconds(*arguments: str) -> float:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join
 )
-def test_help_and_metadata_answer_in_300_ms(arguments):
-    """Processor time, best of five, beside what typer and rich alone cost for one option and one
-    table.
+def test_help_and_metadata_take_at_most_300_ms(arguments):
+    """The best CPU time of five runs is below 300 ms, or twice that of a minimal command.
 
-    The two are timed in turn: on a processor on which those libraries alone take much of the 300
-    ms, the command may take twice that.
+    The minimal command uses typer and rich for two options and a table. Both commands run in turn,
+    because on a slow CPU these libraries alone take most of 300 ms.
     """
-    command = plain = math.inf
+    command = minimal = math.inf
     for _ in range(5):
-        command = min(command, processor_seconds("-m", "nsa_cli", *arguments))
+        command = min(command, cpu_seconds("-m", "nsa_cli", *arguments))
         if command < 0.3:
             return
-        plain = min(plain, processor_seconds("-c", PLAIN))
-    assert command < max(0.3, 2 * plain), f"{command:.3f} s, plain {plain:.3f} s"
+        minimal = min(minimal, cpu_seconds("-c", MINIMAL_COMMAND))
+    assert command < max(0.3, 2 * minimal), f"{command:.3f} s, minimal command {minimal:.3f} s"
 
 
 def nothing_usable() -> BackendUnavailable:
@@ -135,22 +134,22 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert caught.value.code == code
     err = capsys.readouterr().err
     assert err.startswith("nsa: ")
-    # a report keeps its lines, everything else is one
+    # one line, plus the line breaks of the message
     assert err.count("\n") == 1 + str(error).count("\n")
 
 
-def test_bugs_are_not_hidden():
+def test_unexpected_exceptions_are_not_caught():
     with pytest.raises(ZeroDivisionError), output.exit_codes():
         _ = 1 // 0
 
 
-def test_control_characters_in_a_message_are_shown_not_sent(capsys):
+def test_control_characters_in_a_message_are_escaped(capsys):
     with pytest.raises(SystemExit), output.exit_codes():
         raise Unsupported("first\n  toy: \x1b[2J\x07[bold]boo[/]\u202e")
     assert capsys.readouterr().err == "nsa: first\n  toy: \\x1b[2J\\x07[bold]boo[/]\\u202e\n"
 
 
-def test_row_60_closed_pipe_is_one_line(start):
+def test_row_60_a_closed_pipe_prints_one_line(start):
     for arguments in (["backends", "list", "--no-probe", "--json"], ["--help"]):
         reader, writer = os.pipe()
         os.close(reader)
@@ -161,8 +160,8 @@ def test_row_60_closed_pipe_is_one_line(start):
         assert err == "nsa: the output was closed before everything was written\n"
 
 
-@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
-def test_row_60_full_disk_is_one_line(start):
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_row_60_a_full_disk_prints_one_line(start):
     with open("/dev/full", "w") as full:
         child = start("backends", "list", "--no-probe", stdout=full)
         _, err = child.communicate(timeout=60)
@@ -171,15 +170,15 @@ def test_row_60_full_disk_is_one_line(start):
     assert "No space left" in err
 
 
-def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
-    site, note = tmp_path / "site", tmp_path / "pid"
+def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
+    site, pid_file = tmp_path / "site", tmp_path / "pid"
     info = site / "toy_hangs-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-hangs\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[nsa.backends]\nhangs = toy_hangs\n")
     source = (
         "import os, pathlib,"
-        f" time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+        f" time\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     (site / "toy_hangs.py").write_text(source)
     child = start(
@@ -187,22 +186,22 @@ def test_row_60_ctrl_c_is_one_line_and_ends_the_children(start, tmp_path):
         "list",
         env={"PYTHONPATH": str(site)},
         start_new_session=True,
-        # A shell's background job, which a test run may be, hands SIGINT down as ignored.
+        # In a background job of a shell, SIGINT is ignored and child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
-    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     waited = time.monotonic() - deadline + 60
     assert child.poll() is None, f"ended by itself within {waited:.1f} s: {child.communicate()}"
     os.killpg(child.pid, signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (130, "nsa: interrupted\n"), f"after {waited:.1f} s: {out}"
-    state = pathlib.Path(f"/proc/{note.read_text()}/stat")
+    state = pathlib.Path(f"/proc/{pid_file.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
-def test_row_60_output_file_is_refused_without_force(tmp_path):
+def test_row_60_an_existing_output_file_is_refused_without_force(tmp_path):
     file = tmp_path / "result.json"
     output.write_atomic(file, "one\n")
     with pytest.raises(InvalidInput, match="exists; give --force"):
@@ -216,7 +215,7 @@ def test_row_60_output_file_is_refused_without_force(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_row_60_file_that_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch):
+def test_row_60_a_file_created_during_the_write_is_not_overwritten(tmp_path, monkeypatch):
     file, fsync = tmp_path / "result.json", os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), file.write_text("theirs")))
     with pytest.raises(InvalidInput, match="exists"):
@@ -226,45 +225,45 @@ def test_row_60_file_that_appears_meanwhile_is_not_overwritten(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_row_60_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch, force):
+def test_row_60_files_are_written_completely_or_not_at_all(tmp_path, monkeypatch, force):
     file = tmp_path / "result.json"
     if force:
         file.write_text("old")
 
-    def full(number):
+    def raise_no_space(number):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_no_space)
     with pytest.raises(OSError, match="No space"):
         output.write_atomic(file, "new", force)
     assert [f.read_text() for f in tmp_path.iterdir()] == (["old"] if force else [])
 
 
-def test_row_60_links_are_followed_and_devices_refused(tmp_path):
+def test_row_60_links_are_followed_and_devices_are_refused(tmp_path):
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     real.write_text("old")
     link.symlink_to(real)
     output.write_atomic(link, "new", force=True)
     assert link.is_symlink()
     assert real.read_text() == "new"
-    for wrong in ("/dev/null", str(tmp_path)):
-        for refuse in (
+    for path in ("/dev/null", str(tmp_path)):
+        for function in (
             output.check_writable,
             lambda path, force: output.write_atomic(path, "x", force),
         ):
             with pytest.raises(InvalidInput, match="not a plain file"):
-                refuse(pathlib.Path(wrong), True)
+                function(pathlib.Path(path), True)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_row_60_directory_that_is_not_there_is_found_before_the_work(tmp_path):
+def test_row_60_a_missing_directory_is_refused_before_the_run(tmp_path):
     output.check_writable(None)
     output.check_writable(tmp_path / "new.json")
     with pytest.raises(InvalidInput, match="does not exist"):
         output.check_writable(tmp_path / "absent" / "new.json")
 
 
-def test_progress_off_a_terminal_is_quiet_for_short_work(capsys):
+def test_progress_prints_nothing_for_short_runs_without_a_terminal(capsys):
     with output.progress(3) as advance:
         for label in "abc":
             advance(label)
@@ -273,7 +272,7 @@ def test_progress_off_a_terminal_is_quiet_for_short_work(capsys):
 
 
 def test_environment_is_json_and_names_versions():
-    facts = json.loads(json.dumps(output.environment()))
-    assert {"nsa-core", "nsa-cli", "torch"} <= set(facts["versions"])
-    assert facts["python"]
-    assert facts["platform"]
+    environment = json.loads(json.dumps(output.environment()))
+    assert {"nsa-core", "nsa-cli", "torch"} <= set(environment["versions"])
+    assert environment["python"]
+    assert environment["platform"]

@@ -1,4 +1,4 @@
-"""`nsa verify --every-combination`, and the dtype in which a combination is planned."""
+"""`nsa verify --every-combination`, and the dtype in which it plans a combination."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nsa_verify.combination import Combination, every_combination
 from nsa_verify.run import suite
 
 
-def half_only(request: Request) -> list[Reason]:
+def bfloat16_only(request: Request) -> list[Reason]:
     return (
         []
         if request.dtype == "bfloat16"
@@ -37,30 +37,30 @@ def half_only(request: Request) -> list[Reason]:
 
 @pytest.fixture
 def registry() -> Registry:
-    """sdpa; a twin of it that takes bfloat16 only and no win."""
+    """sdpa, and a copy of it named twin that accepts only bfloat16 and does not offer win."""
     slots = {slot: spec for slot, spec in sdpa().slots.items() if slot != "win"}
-    twin = dataclasses.replace(sdpa(), name="twin", probe=f"{__name__}:half_only", slots=slots)
+    twin = dataclasses.replace(sdpa(), name="twin", probe=f"{__name__}:bfloat16_only", slots=slots)
     return Registry(()).with_backend(sdpa()).with_backend(twin)
 
 
-def test_every_combination_of_what_takes_each_branch(registry: Registry) -> None:
-    found = every_combination(registry, "cpu", [torch.float32, torch.bfloat16], {})
-    assert {(c["cmp"], c["sel"], c["win"]) for c in found} == {
+def test_every_combination_of_the_backends_that_accept_each_branch(registry: Registry) -> None:
+    combinations = every_combination(registry, "cpu", [torch.float32, torch.bfloat16], {})
+    assert {(c["cmp"], c["sel"], c["win"]) for c in combinations} == {
         (cmp, sel, "sdpa") for cmp in ("sdpa", "twin") for sel in ("sdpa", "twin")
     }
-    assert len(found) == 4
+    assert len(combinations) == 4
     assert len(every_combination(registry, "cpu", [torch.float32], {})) == 1
-    kept = every_combination(registry, "cpu", [torch.bfloat16], {"cmp": "twin", "combine": "sdpa"})
-    assert [(c["cmp"], c["combine"]) for c in kept] == [("twin", "sdpa")] * 2
+    named = every_combination(registry, "cpu", [torch.bfloat16], {"cmp": "twin", "combine": "sdpa"})
+    assert [(c["cmp"], c["combine"]) for c in named] == [("twin", "sdpa")] * 2
 
 
-def test_no_backend_leaves_one_entry_whose_plan_says_why() -> None:
+def test_without_backends_one_combination_is_left_to_report_why() -> None:
     assert every_combination(Registry(()), "cpu", [torch.float32], {"win": "sdpa"}) == [
         {"win": "sdpa"}
     ]
 
 
-def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> None:
+def test_a_combination_is_planned_in_a_dtype_it_supports(registry: Registry) -> None:
     subject = Combination({"cmp": "twin"}, "cpu", registry)
     plan = verify._plan(subject, [torch.float32, torch.bfloat16], "quick", "both")
     assert plan.choices["cmp"].backend == "twin"
@@ -71,7 +71,7 @@ def test_a_combination_is_planned_in_a_dtype_it_takes(registry: Registry) -> Non
 @pytest.mark.parametrize(
     ("verdicts", "code"), [((True, True), 0), ((True, False), 1), ((None, True), 3)]
 )
-def test_the_command_runs_each_and_sums_up(
+def test_the_command_runs_each_combination_and_prints_a_summary(
     verdicts: tuple[Any, ...],
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +79,7 @@ def test_the_command_runs_each_and_sums_up(
     registry: Registry,
 ) -> None:
     monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
-    left = list(verdicts)
+    remaining_verdicts = list(verdicts)
 
     def run(
         combinations: list[dict[str, str]],
@@ -110,7 +110,7 @@ def test_the_command_runs_each_and_sums_up(
                 "dtypes": ["bfloat16"],
                 "text": {"name": "t"},
                 "interpreted": False,
-                "findings": [{**finding, "row": 1, "ok": left.pop(0)}],
+                "findings": [{**finding, "row": 1, "ok": remaining_verdicts.pop(0)}],
             }
             for named in combinations
         ]
@@ -141,41 +141,43 @@ def test_combinations_share_the_truth_of_a_case(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = dataclasses.replace(cases.quick_cases()[4], seed=1)
-    todo = [suite.Job("parity", checks.parity, case, torch.bfloat16)]
-    subjects = [
+    jobs = [suite.Job("parity", checks.parity, case, torch.bfloat16)]
+    combinations = [
         Combination({"cmp": cmp, "sel": sel}, "cpu", registry)
         for cmp in ("sdpa", "twin")
         for sel in ("sdpa", "twin")
     ]
-    made = []
+    oracle_calls = []
     for slot in ("cmp", "sel", "win", "combine"):
-        golden = getattr(oracle, slot)
+        function = getattr(oracle, slot)
         monkeypatch.setattr(
             oracle,
             slot,
-            lambda *a, slot=slot, golden=golden, **k: made.append(slot) or golden(*a, **k),
+            lambda *args, slot=slot, function=function, **options: (
+                oracle_calls.append(slot) or function(*args, **options)
+            ),
         )
-    alone = [[job.run(subject) for job in todo] for subject in subjects]
-    assert len(made) == 4 * 4
-    made.clear()
-    together = list(suite.run_each(subjects, todo))
-    assert sorted(made) == ["cmp", "combine", "sel", "win"]
-    assert [j.combination for j in together] == [0, 1, 2, 3]
-    assert [[j.findings] for j in together] == alone
+    separate = [[job.run(combination) for job in jobs] for combination in combinations]
+    assert len(oracle_calls) == 4 * 4
+    oracle_calls.clear()
+    together = list(suite.run_each(combinations, jobs))
+    assert sorted(oracle_calls) == ["cmp", "combine", "sel", "win"]
+    assert [judged.combination for judged in together] == [0, 1, 2, 3]
+    assert [[judged.findings] for judged in together] == separate
 
 
-def test_a_wrong_combination_is_seen_beside_right_ones(registry: Registry) -> None:
+def test_a_wrong_combination_fails_beside_correct_ones(registry: Registry) -> None:
     slots = {
         **sdpa().slots,
         "win": dataclasses.replace(sdpa().slots["win"], forward=f"{__name__}:wrong_window"),
     }
     wrong = dataclasses.replace(sdpa(), name="wrong", slots=slots)
-    todo = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
-    subjects = [
+    jobs = [suite.Job("parity", checks.parity, cases.quick_cases()[4], torch.bfloat16)]
+    combinations = [
         Combination({"win": name}, "cpu", registry.with_backend(wrong))
         for name in ("sdpa", "wrong", "sdpa")
     ]
-    verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(subjects, todo)]
+    verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(combinations, jobs)]
     assert verdicts == [True, False, True]
 
 
@@ -187,9 +189,9 @@ def wrong_window(
     return o, lse
 
 
-def test_fa2_and_sdpa_make_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: fa2 accepts, whatever this machine has."""
-    monkeypatch.setattr(fa2_probe, "probe", lambda request: half_only(request))
+def test_fa2_and_sdpa_form_eight_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fa2 accepts bfloat16, as on a GPU, whatever this machine has."""
+    monkeypatch.setattr(fa2_probe, "probe", lambda request: bfloat16_only(request))
     monkeypatch.setattr(providers, "sources", lambda: ())
     both = Registry(()).with_backend(sdpa()).with_backend(fa2())
     assert len(every_combination(both, "cpu", [torch.float32, torch.bfloat16], {})) == 8

@@ -1,4 +1,4 @@
-"""The bench and the recipe of real inputs on a GPU, small."""
+"""`nsa bench`, `nsa verify` and benchmarks/real_blocks.py on a GPU, with small sizes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHAPE = "8/2/64"
 
 
-def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> None:
+def test_bench_times_trained_inputs_in_every_phase_with_every_rival(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors")
-    recipe = shlex.split(
+    training = shlex.split(
         f"--device cuda --shapes {SHAPE} --dim 256 --steps 20 --length 1024 --lengths 2k"
         f" --checkpoints {tmp_path} --json {tmp_path / 'blocks.json'}"
     )
     subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "real_blocks.py"), *recipe], check=True
+        [sys.executable, str(ROOT / "benchmarks" / "real_blocks.py"), *training], check=True
     )
     bench = shlex.split(
         f"--device cuda --shape {SHAPE} --length 512,2k --phase forward,backward,both"
@@ -37,23 +37,21 @@ def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> N
     assert result.environment["capability"]
     assert result.environment["driver"]
     rivals = {m.subject for m in result.measurements if m.kind == "dense"}
-    for name in ("dense cudnn", "dense flash"):  # some only with repeated k/v
+    for name in ("dense cudnn", "dense flash"):  # some need repeated keys and values
         assert any(rival.startswith(name) for rival in rivals), result.skipped
     for m in result.measurements:
         assert m.performance is not None, (m.subject, m.reason)
         assert m.performance.method in METHODS
         assert m.performance.host_ms > 0
         assert (m.performance.method == "graph") == (m.performance.eager is not None)
-        if (
-            m.subject == "auto"
-        ):  # a dozen launches over 2048 tokens at most: bound by the host, and captured
+        if m.subject == "auto":  # launch-bound at up to 2048 tokens, so captured in a CUDA graph
             assert (m.performance.method, m.performance.not_captured) == ("graph", ""), (
                 m.phase,
                 m.length,
             )
             assert m.performance.median_ms < m.performance.eager_ms * 1.05, (m.phase, m.length)
         assert m.peak_memory_bytes > 0
-        # else the timing is wrong
+        # A fraction above 1 means a time below the roofline, which is a timing error.
         assert 0 < m.floor_fraction < 1.05, (
             m.subject,
             m.length,
@@ -64,7 +62,7 @@ def test_trained_inputs_every_phase_and_every_rival(tmp_path: pathlib.Path) -> N
             assert part.performance is not None, (m.subject, name, part.reason)
 
 
-def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
+def test_bench_times_decode_steps_as_graphs_and_eagerly(tmp_path: pathlib.Path) -> None:
     bench = shlex.split(
         "--phase decode --device cuda --shape reports,16/1/128 --length 600,4k --batch 4"
         f" --page-size 128 --budget 0.02 --time-limit 240 --json {tmp_path / 'r.json'}"
@@ -72,8 +70,8 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)
     result = read_result(tmp_path / "r.json")
     assert not result.failed
-    found = {(m.shape, m.length, m.subject): m for m in result.measurements}
-    for m in found.values():
+    measurements = {(m.shape, m.length, m.subject): m for m in result.measurements}
+    for m in measurements.values():
         assert m.performance is not None, (m.subject, m.reason)
         assert (m.performance.method == "eager") == m.subject.endswith(", eager")
         assert m.floor_fraction is None or 0 < m.floor_fraction < 1.05, (
@@ -81,19 +79,19 @@ def test_a_step_of_decode_graphed_and_eager(tmp_path: pathlib.Path) -> None:
             m.floor_fraction,
         )
     for shape, length in (("8/2/32", 4096), ("16/1/128", 4096)):
-        step = found[shape, length, "auto"]
-        assert step.performance.method == "graph"  # captured: no synchronisation, no host in it
-        by_slots = found.get((shape, length, "auto, slots one by one"), step)
+        step = measurements[shape, length, "auto"]
+        assert step.performance.method == "graph"  # capture proves that nothing synchronises
+        by_slots = measurements.get((shape, length, "auto, slots one by one"), step)
         assert set(by_slots.parts) == {"cmp", "select", "sel", "win", "combine"}
         assert {part.performance.method for part in by_slots.parts.values()} == {"within graph"}
-        shares = (
+        sum_of_shares = (
             sum(part.performance.median_ms for part in by_slots.parts.values())
             / by_slots.performance.median_ms
         )
-        assert 0.9 < shares < 1.1, (shape, length, shares)
+        assert 0.9 < sum_of_shares < 1.1, (shape, length, sum_of_shares)
 
 
-def test_verify_of_decode_and_what_a_step_reads(tmp_path: pathlib.Path) -> None:
+def test_verify_checks_decode_and_counts_reads(tmp_path: pathlib.Path) -> None:
     arguments = shlex.split("--phase decode --device cuda --dtype float32,bfloat16,float16 --reads")
     done = subprocess.run(
         [sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True

@@ -1,6 +1,4 @@
-"""Steps over a cache on a GPU, for every backend that decodes: CUDA graphs, no synchronisation, no
-new memory.
-"""
+"""Decode steps on a GPU for every backend with decode forms: graphs, synchronisation, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CONFIG = NSAConfig(
     num_selected_blocks=4,
     window_size=48,
 )
-ROOM = 300
+CAPACITY = 300
 BACKENDS = [
     entry.name
     for entry in default_registry().entries
@@ -41,44 +39,44 @@ PAGES = pytest.mark.parametrize("page_size", [None, 64])
 
 @pytest.fixture(params=BACKENDS)
 def attn(request: pytest.FixtureRequest) -> NSAttention:
-    """A layer in fp32 (where two ways to add differ too little to choose other blocks) on one
-    backend.
-    """
+    """A layer on one backend, in fp32, where rounding differences do not change the selection."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = NSAttention(CONFIG, backends=dict.fromkeys(SLOTS, request.param)).to(DEVICE)
     return layer.requires_grad_(False)
 
 
-def tokens(
+def make_tokens(
     batch: int, length: int, seed: int = 1, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(batch, length, CONFIG.dim, device=DEVICE, dtype=dtype, generator=generator)
 
 
-def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer over whole sequences: in fp64 and in the layer's dtype."""
-    exact = copy.deepcopy(attn).double()
-    exact.backends = "sdpa"
-    return exact(x.double()), attn(x)
+def full_forward(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer's output on whole sequences, in fp64 on sdpa and in the layer's dtype."""
+    float64_layer = copy.deepcopy(attn).double()
+    float64_layer.backends = "sdpa"
+    return float64_layer(x.double()), attn(x)
 
 
-def assert_right(y: torch.Tensor, golden: torch.Tensor, rounded: torch.Tensor) -> None:
-    verdict = judge(y, golden, rounded, golden.abs(), torch.float32)
+def assert_correct(y: torch.Tensor, truth: torch.Tensor, rounded: torch.Tensor) -> None:
+    verdict = judge(y, truth, rounded, truth.abs(), torch.float32)
     assert verdict, verdict.why
 
 
 def new_cache(attn: NSAttention, page_size: int | None, **options: object) -> NSACache:
-    cache = attn.new_cache(2, ROOM, page_size=page_size, **options)
+    cache = attn.new_cache(2, CAPACITY, page_size=page_size, **options)
     for store in cache.stores.tensors():
         store.fill_(torch.nan)
     return cache
 
 
 class Graph:
-    """A captured step of ``rows`` rows: put the rows into ``x``, the counts into ``new``, replay,
-    read ``y``.
+    """A captured decode step of ``rows`` rows per sequence.
+
+    A call copies its rows to ``x`` and their counts to ``new``, replays the graph, and returns a
+    copy of ``y``.
     """
 
     def __init__(
@@ -113,59 +111,61 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @PAGES
-def test_replayed_steps_equal_whole_sequences(attn: NSAttention, page_size: int | None) -> None:
-    x, caches = tokens(2, ROOM), [new_cache(attn, page_size) for _ in range(2)]
-    golden, rounded = truth(attn, x[:, :200])
+def test_replayed_steps_equal_a_full_forward(attn: NSAttention, page_size: int | None) -> None:
+    x, caches = make_tokens(2, CAPACITY), [new_cache(attn, page_size) for _ in range(2)]
+    truth, rounded = full_forward(attn, x[:, :200])
     for cache in caches:
         attn(x[:, :70], cache=cache)
-    caches[0].reserve(ROOM)
+    caches[0].reserve(CAPACITY)
     step = Graph(attn, caches[0], 1)
-    assert caches[0].lengths.tolist() == [70, 70]  # a capture runs nothing
+    assert caches[0].lengths.tolist() == [70, 70]  # a capture does not run the kernels
     for run, cache in ((step, caches[0]), (lambda row: attn(row, cache=caches[1]), caches[1])):
         y = torch.cat([run(x[:, t : t + 1]) for t in range(70, 200)], 1)
-        assert_right(y, golden[:, 70:], rounded[:, 70:])
+        assert_correct(y, truth[:, 70:], rounded[:, 70:])
         cache.check()
         assert cache.host_lengths() == [200, 200]
 
 
-def test_replayed_ragged_steps_equal_whole_sequences(attn: NSAttention) -> None:
-    x, cache = tokens(2, ROOM), new_cache(attn, 64)
-    golden, rounded = truth(attn, x)
-    cache.reserve(ROOM)
-    step, have, parts = Graph(attn, cache, 5, counted=True), [0, 0], [[], []]
-    for turn in range(40):
-        new = [turn % 6, (turn * 7 + 3) % 6]
+def test_replayed_ragged_steps_equal_a_full_forward(attn: NSAttention) -> None:
+    x, cache = make_tokens(2, CAPACITY), new_cache(attn, 64)
+    truth, rounded = full_forward(attn, x)
+    cache.reserve(CAPACITY)
+    step, lengths, outputs = Graph(attn, cache, 5, counted=True), [0, 0], [[], []]
+    for index in range(40):
+        new = [index % 6, (index * 7 + 3) % 6]
         rows = torch.full_like(x[:, :5], torch.nan)
         for b, n in enumerate(new):
-            rows[b, :n] = x[b, have[b] : have[b] + n]
+            rows[b, :n] = x[b, lengths[b] : lengths[b] + n]
         y = step(rows, new)
         for b, n in enumerate(new):
             assert (y[b, n:] == 0).all()
-            parts[b].append(y[b, :n])
-            have[b] += n
-    for b, length in enumerate(have):
-        assert_right(
-            torch.cat(parts[b])[None], golden[b : b + 1, :length], rounded[b : b + 1, :length]
+            outputs[b].append(y[b, :n])
+            lengths[b] += n
+    for b, length in enumerate(lengths):
+        assert_correct(
+            torch.cat(outputs[b])[None], truth[b : b + 1, :length], rounded[b : b + 1, :length]
         )
-    assert cache.host_lengths() == have
+    assert cache.host_lengths() == lengths
 
 
-def test_a_step_past_the_end_is_masked_and_reported(attn: NSAttention) -> None:
-    x, cache = tokens(2, ROOM), new_cache(attn, None)
-    attn(x[:, : ROOM - 1], cache=cache, new=[ROOM - 1, 50])
+def test_a_step_beyond_the_capacity_is_masked_and_reported(attn: NSAttention) -> None:
+    x, cache = make_tokens(2, CAPACITY), new_cache(attn, None)
+    attn(x[:, : CAPACITY - 1], cache=cache, new=[CAPACITY - 1, 50])
     step = Graph(attn, cache, 1)
     step(x[:, :1])
     cache.check()
     stores = (cache.stores.sel, cache.stores.cmp, cache.stores.win, cache.stores.raw)
-    kept = [pair.k[0].clone() for pair in stores]
+    keys_before = [pair.k[0].clone() for pair in stores]
     y = step(x[:, :1])
     assert (y[0] == 0).all()
     assert (y[1] != 0).any()
-    for pair, before in zip(stores, kept):
+    for pair, before in zip(stores, keys_before):
         torch.testing.assert_close(pair.k[0], before, rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(InvalidInput, match=f"sequence 0 has {ROOM} tokens and room for {ROOM}"):
+    with pytest.raises(
+        InvalidInput, match=f"sequence 0 has {CAPACITY} tokens and room for {CAPACITY}"
+    ):
         cache.check()
-    assert cache.host_lengths() == [ROOM, 52]
+    assert cache.host_lengths() == [CAPACITY, 52]
     with pytest.raises(InvalidInput, match="1 more do not fit"):
         attn(x[:, :1], cache=cache)
 
@@ -176,7 +176,7 @@ def test_steps_do_not_synchronise(
 ) -> None:
     torch.cuda.set_sync_debug_mode("default")
     attn.bfloat16()
-    x, cache = tokens(2, ROOM, dtype=torch.bfloat16), new_cache(attn, page_size)
+    x, cache = make_tokens(2, CAPACITY, dtype=torch.bfloat16), new_cache(attn, page_size)
     attn(x[:, :40], cache=cache)
     attn(x[:, 40:41], cache=cache)
     attn(x[:, 41:44], cache=cache, new=[3, 1])
@@ -189,10 +189,10 @@ def test_steps_do_not_synchronise(
 
 
 @PAGES
-def test_eager_steps_take_no_new_segment(attn: NSAttention, page_size: int | None) -> None:
+def test_eager_steps_allocate_no_new_segment(attn: NSAttention, page_size: int | None) -> None:
     attn.bfloat16()
     x, caches = (
-        tokens(2, ROOM, dtype=torch.bfloat16),
+        make_tokens(2, CAPACITY, dtype=torch.bfloat16),
         [new_cache(attn, page_size) for _ in range(2)],
     )
     for cache in caches:
@@ -200,20 +200,20 @@ def test_eager_steps_take_no_new_segment(attn: NSAttention, page_size: int | Non
     caches[0].reserve_workspace()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
-    outs = [attn(x[:, t : t + 1], cache=caches[0]) for t in range(30, ROOM)]
+    outputs = [attn(x[:, t : t + 1], cache=caches[0]) for t in range(30, CAPACITY)]
     after = torch.cuda.memory_stats()
     for key in ("segment.all.allocated", "num_alloc_retries"):
         assert after[key] == before[key], key
     assert torch.equal(
-        torch.cat(outs, 1),
-        torch.cat([attn(x[:, t : t + 1], cache=caches[1]) for t in range(30, ROOM)], 1),
+        torch.cat(outputs, 1),
+        torch.cat([attn(x[:, t : t + 1], cache=caches[1]) for t in range(30, CAPACITY)], 1),
     )
 
 
-def test_a_replay_calls_no_allocator(attn: NSAttention) -> None:
+def test_a_replay_does_not_call_the_allocator(attn: NSAttention) -> None:
     attn.bfloat16()
-    x, cache = tokens(2, ROOM, dtype=torch.bfloat16), new_cache(attn, 64)
-    cache.reserve(ROOM)
+    x, cache = make_tokens(2, CAPACITY, dtype=torch.bfloat16), new_cache(attn, 64)
+    cache.reserve(CAPACITY)
     step = Graph(attn, cache, 1)
     step.x.copy_(x[:, :1])
     torch.cuda.synchronize()
@@ -228,51 +228,48 @@ def test_a_replay_calls_no_allocator(attn: NSAttention) -> None:
 
 
 @PAGES
-def test_between_replays_the_cache_can_be_changed(attn: NSAttention, page_size: int | None) -> None:
-    """Speculative decoding: a graph of five rows, and a crop of what was not wanted; then other
-    sequences.
-    """
-    # one more than two sequences need, for the snapshot
+def test_the_cache_may_change_between_replays(attn: NSAttention, page_size: int | None) -> None:
+    """Speculative decoding replays a graph of five rows and crops three; then sequences change."""
+    # one page more than two sequences need, for the snapshot
     pages = {"num_pages": 11} if page_size else {}
-    x, cache = tokens(2, ROOM), new_cache(attn, page_size, max_rollback=5, **pages)
-    golden, rounded = truth(attn, x[:, :60])
-    cache.reserve(ROOM)
-    step, parts = Graph(attn, cache, 5), []
-    for have in range(0, 40, 2):
-        parts.append(step(torch.cat([x[:, have : have + 2], tokens(2, 3, seed=have)], 1))[:, :2])
-        cache.crop(have + 2)
-        cache.reserve(ROOM)
-    assert_right(torch.cat(parts, 1), golden[:, :40], rounded[:, :40])
+    x, cache = make_tokens(2, CAPACITY), new_cache(attn, page_size, max_rollback=5, **pages)
+    truth, rounded = full_forward(attn, x[:, :60])
+    cache.reserve(CAPACITY)
+    step, outputs = Graph(attn, cache, 5), []
+    for length in range(0, 40, 2):
+        draft = torch.cat([x[:, length : length + 2], make_tokens(2, 3, seed=length)], 1)
+        outputs.append(step(draft)[:, :2])
+        cache.crop(length + 2)
+        cache.reserve(CAPACITY)
+    assert_correct(torch.cat(outputs, 1), truth[:, :40], rounded[:, :40])
     prefix = cache.snapshot(0)
     cache.reset()
     cache.load(prefix, 1)
-    cache.reserve(ROOM)
+    cache.reserve(CAPACITY)
     assert cache.host_lengths() == [0, 40]
     y = step(torch.stack([x[1, :5], x[0, 40:45]]))
-    assert_right(y[1:], golden[:1, 40:45], rounded[:1, 40:45])
-    assert_right(y[:1], golden[1:, :5], rounded[1:, :5])
+    assert_correct(y[1:], truth[:1, 40:45], rounded[:1, 40:45])
+    assert_correct(y[:1], truth[1:, :5], rounded[1:, :5])
     cache.check()
 
 
 @PAGES
-def test_long_steps_over_a_filled_cache(attn: NSAttention, page_size: int | None) -> None:
-    """Chunks of far more rows than the rings are made for, ragged, and nothing asked of the device
-    on the way.
-    """
-    x, cache = tokens(2, ROOM), new_cache(attn, page_size, max_step=2)
-    golden, rounded = truth(attn, x)
+def test_chunks_over_a_filled_cache(attn: NSAttention, page_size: int | None) -> None:
+    """Ragged chunks with many more rows than ``max_step`` are correct and do not synchronise."""
+    x, cache = make_tokens(2, CAPACITY), new_cache(attn, page_size, max_step=2)
+    truth, rounded = full_forward(attn, x)
     attn(x[:, :60], cache=cache)
     counts = torch.tensor([160, 90], device=DEVICE, dtype=torch.int32)
-    cache.reserve(ROOM)
+    cache.reserve(CAPACITY)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = attn(x[:, 60:220], cache=cache, new=counts)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert_right(y[:1], golden[:1, 60:220], rounded[:1, 60:220])
-    assert_right(y[1:, :90], golden[1:, 60:150], rounded[1:, 60:150])
+    assert_correct(y[:1], truth[:1, 60:220], rounded[:1, 60:220])
+    assert_correct(y[1:, :90], truth[1:, 60:150], rounded[1:, 60:150])
     assert (y[1, 90:] == 0).all()
     y = attn(torch.stack([x[0, 220:300], x[1, 150:230]]), cache=cache)
-    assert_right(y[:1], golden[:1, 220:300], rounded[:1, 220:300])
-    assert_right(y[1:], golden[1:, 150:230], rounded[1:, 150:230])
+    assert_correct(y[:1], truth[:1, 220:300], rounded[:1, 220:300])
+    assert_correct(y[1:], truth[1:, 150:230], rounded[1:, 150:230])

@@ -1,6 +1,4 @@
-"""The triton backend's decode forms on a GPU: parity, graphs, synchronisation, determinism,
-binaries, memory.
-"""
+"""Decode forms of the triton backend on a GPU: parity, graphs, determinism, binaries, memory."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ pytest.importorskip("triton")
 pytest.importorskip("nsa_backend_triton")
 pytestmark = pytest.mark.gpu
 
-SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
+TRITON = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
 CONFIG = NSAConfig(dim=1024, n_heads=16, n_kv_heads=2, head_dim=64, rope=False)
 LONG = Step(
     Case("16/2/64, pages", CONFIG, ()), (3000, 1, 700, 0, 2048), (1, 1, 1, 0, 1), page_size=128
@@ -34,10 +32,10 @@ CHUNK = dataclasses.replace(
 )
 ODD = Step(Case("16/1 192/128", WIDE, ()), (900, 65), (1, 1))
 WIDEST = NSAConfig(dim=1024, n_heads=64, n_kv_heads=1, head_dim=256, rope=False)
-MOST = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
-# Some ten binaries each, of up to 5 s; benchmarks/kernels/triton_decode.py judges more steps, in
-# several processes.
-PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MOST)]
+MANY_HEADS = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
+# Each step compiles about ten binaries, of up to 5 s each. benchmarks/kernels/triton_decode.py
+# checks more steps, in several processes.
+PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MANY_HEADS)]
 PROBLEMS += [(LONG, torch.float16), (LONG, torch.float32), (FOUR, torch.float32)]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
@@ -45,34 +43,35 @@ STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 def forms(
     data: StepData, call: DecodeCall | None = None
 ) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
-    """Every decode form on ``data``."""
-    plan = SUBJECT.plan(CONFIG, data.q.dtype, needs_grad=False, phase="decode", page_size=128)
-    call, s, q = call or data.call, data.stores, data.q
-    lse = plan.cmp(q, s["k_cmp"], s["v_cmp"], call=call)[1]
-    blocks = plan.select(q, s["k_cmp"], lse, call=call)
+    """Return a function for each decode form that runs it on ``data``."""
+    plan = TRITON.plan(CONFIG, data.q.dtype, needs_grad=False, phase="decode", page_size=128)
+    call, store, q = call or data.call, data.stores, data.q
+    lse = plan.cmp(q, store["k_cmp"], store["v_cmp"], call=call)[1]
+    blocks = plan.select(q, store["k_cmp"], lse, call=call)
+    tensors = [store[name] for name in STORES]
     return {
-        "cmp": lambda: plan.cmp(q, s["k_cmp"], s["v_cmp"], call=call),
-        "select": lambda: (plan.select(q, s["k_cmp"], lse, call=call),),
-        "sel": lambda: plan.sel(q, s["k_sel"], s["v_sel"], blocks, call=call),
-        "win": lambda: plan.win(q, s["k_win"], s["v_win"], call=call),
-        "step": lambda: plan.fused["step"](q, data.gates, *(s[name] for name in STORES), call=call),
+        "cmp": lambda: plan.cmp(q, store["k_cmp"], store["v_cmp"], call=call),
+        "select": lambda: (plan.select(q, store["k_cmp"], lse, call=call),),
+        "sel": lambda: plan.sel(q, store["k_sel"], store["v_sel"], blocks, call=call),
+        "win": lambda: plan.win(q, store["k_win"], store["v_win"], call=call),
+        "step": lambda: plan.fused["step"](q, data.gates, *tensors, call=call),
     }
 
 
 @pytest.mark.parametrize(
     ("step", "dtype"), PROBLEMS, ids=lambda x: x.case.name if isinstance(x, Step) else str(x)
 )
-def test_every_form_equals_the_oracle(step: Step, dtype: torch.dtype) -> None:
-    findings = [*decode_parity(SUBJECT, step, dtype), *step_parity(SUBJECT, step, dtype)]
-    findings += fused_gates(SUBJECT, step, dtype)
+def test_every_decode_form_matches_the_oracle(step: Step, dtype: torch.dtype) -> None:
+    findings = [*decode_parity(TRITON, step, dtype), *step_parity(TRITON, step, dtype)]
+    findings += fused_gates(TRITON, step, dtype)
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         findings += append_parity(
-            SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40
+            TRITON, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40
         )
     assert not [f for f in findings if not f.ok]
 
 
-def test_row_50_a_graph_replays_with_other_numbers_in_the_same_tensors() -> None:
+def test_row_50_a_graph_replays_with_new_values_in_the_same_tensors() -> None:
     data = step_data(LONG, torch.bfloat16, "cuda")
     run = forms(data)["step"]
     stream = torch.cuda.Stream()
@@ -88,11 +87,11 @@ def test_row_50_a_graph_replays_with_other_numbers_in_the_same_tensors() -> None
         data.call.lengths.copy_((lengths - fewer).clamp(min=0))
         data.call.starts.copy_((data.call.lengths - 1).clamp(min=0))
         data.q.normal_()
-        for x in captured:
-            x.fill_(7)
+        for output in captured:
+            output.fill_(7)
         graph.replay()
-        for got, want in zip(captured, run()):
-            assert torch.equal(bits(got), bits(want)), fewer
+        for actual, expected in zip(captured, run()):
+            assert torch.equal(bits(actual), bits(expected)), fewer
 
 
 def test_no_synchronisation() -> None:
@@ -110,82 +109,84 @@ def test_no_synchronisation() -> None:
 
 
 @pytest.mark.parametrize("form", ["cmp", "select", "sel", "win", "step"])
-def test_row_54_the_same_bits_250_times(form: str) -> None:
+def test_row_54_250_repeats_have_equal_bits(form: str) -> None:
     run = forms(step_data(LONG, torch.bfloat16, "cuda"))[form]
     first = run()
     for _ in range(250):
-        for got, want in zip(run(), first):
-            assert torch.equal(bits(got), bits(want))
+        for actual, expected in zip(run(), first):
+            assert torch.equal(bits(actual), bits(expected))
 
 
-def test_the_last_program_sees_every_split() -> None:
-    """Many units of many splits at once, over and over, while another stream takes multiprocessors
-    away.
-    """
+def test_the_last_program_of_a_row_reads_all_splits() -> None:
+    """Repeated steps with many splits have equal bits while another stream uses multiprocessors."""
     step = Step(Case("many", CONFIG, ()), (3000,) * 24, (1,) * 24, page_size=128)
-    run, other = forms(step_data(step, torch.bfloat16, "cuda"))["step"], torch.cuda.Stream()
-    noise, first = torch.randn(2048, 2048, device="cuda"), run()
+    run, other_stream = forms(step_data(step, torch.bfloat16, "cuda"))["step"], torch.cuda.Stream()
+    load, first = torch.randn(2048, 2048, device="cuda"), run()
     torch.cuda.synchronize()
     for _ in range(100):
-        with torch.cuda.stream(other):
-            noise = (noise @ noise).tanh()
-        for got, want in zip(run(), first):
-            assert torch.equal(bits(got), bits(want))
+        with torch.cuda.stream(other_stream):
+            load = (load @ load).tanh()
+        for actual, expected in zip(run(), first):
+            assert torch.equal(bits(actual), bits(expected))
 
 
-def test_one_binary_for_every_length_and_batch() -> None:
+def test_one_binary_serves_every_length_and_batch() -> None:
     from nsa_backend_triton.decode import choose, sel, span
     from nsa_backend_triton.decode import step as decode_step
 
     kernels = (span.decode_span, sel.decode_sel, choose.decode_choose, decode_step.decode_step)
 
-    def count() -> list[int]:
+    def count_binaries() -> list[int]:
         return [sum(len(entry[0]) for entry in kernel.device_caches.values()) for kernel in kernels]
 
     for run in forms(step_data(LONG, torch.bfloat16, "cuda")).values():
         run()
-    before = count()
+    before = count_binaries()
     for lengths in ((1,), (16, 40, 900), (1024,), (2049, 17), (4096,), (3001,) * 7):
         step = dataclasses.replace(LONG, lengths=lengths, new=(1,) * len(lengths))
         for run in forms(step_data(step, torch.bfloat16, "cuda")).values():
             run()
-    assert count() == before
+    assert count_binaries() == before
 
 
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win"])
-def test_row_47_peak_memory_is_what_the_plan_tells(slot: str) -> None:
+def test_row_47_peak_memory_equals_the_stated_workspace(slot: str) -> None:
     step = Step(Case("many", CONFIG, ()), (20000,) * 16, (1,) * 16, page_size=128)
     data = step_data(step, torch.bfloat16, "cuda")
     run = forms(data)[slot]
-    plan = SUBJECT.plan(CONFIG, torch.bfloat16, needs_grad=False, phase="decode", page_size=128)
-    told = plan.workspace_bytes(dataclasses.replace(plan.requests[slot], batch=16, seq_len=20000))
+    plan = TRITON.plan(CONFIG, torch.bfloat16, needs_grad=False, phase="decode", page_size=128)
+    stated = plan.workspace_bytes(dataclasses.replace(plan.requests[slot], batch=16, seq_len=20000))
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    # What was asked for: blocks of the allocator may be up to 1 MiB larger.
+    # Requested bytes, because the allocator's blocks may be up to 1 MiB larger.
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     run()
     torch.cuda.synchronize()
-    taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    assert abs(told - taken) <= 0.05 * taken + 4096, f"told {told}, taken {taken}"
+    measured = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert abs(stated - measured) <= 0.05 * measured + 4096, f"stated {stated}, measured {measured}"
 
 
-def test_a_cache_of_more_than_2_to_the_31_elements() -> None:
-    """Row 43: the last pages of a store of 4.3 GB of keys."""
+def test_steps_are_correct_over_a_cache_of_more_than_2_to_the_31_elements() -> None:
+    """Row 43: a step reads the last pages of a store with 4.3 GB of keys."""
     pages, page = 17000, 1024
     config = dataclasses.replace(CONFIG, n_heads=2, dim=128)
     step = Step(Case("far", config, ()), (3000,), (1,), page_size=page)
     data = step_data(step, torch.bfloat16, "cuda")
-    plan = SUBJECT.plan(config, torch.bfloat16, needs_grad=False, phase="decode", page_size=page)
+    plan = TRITON.plan(config, torch.bfloat16, needs_grad=False, phase="decode", page_size=page)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel")
-    want = plan.fused["step"](data.q, data.gates, *(data.stores[n] for n in STORES), call=data.call)
+
+    def run_step() -> tuple[torch.Tensor, ...]:
+        stores = [data.stores[name] for name in STORES]
+        return plan.fused["step"](data.q, data.gates, *stores, call=data.call)
+
+    before = run_step()
     for name in names:
-        near = data.stores[name]
-        far = torch.empty((pages, *near.shape[1:]), dtype=near.dtype, device="cuda")
-        far[-len(near) :] = near
-        data.stores[name] = far
+        small = data.stores[name]
+        large = torch.empty((pages, *small.shape[1:]), dtype=small.dtype, device="cuda")
+        large[-len(small) :] = small
+        data.stores[name] = large
     assert data.stores["k_sel"].numel() > 2**31
-    data.call.block_table.add_(pages - len(near))
-    got = plan.fused["step"](data.q, data.gates, *(data.stores[n] for n in STORES), call=data.call)
-    for a, b in zip(got, want):
-        assert torch.equal(bits(a), bits(b))
+    data.call.block_table.add_(pages - len(small))
+    for actual, expected in zip(run_step(), before):
+        assert torch.equal(bits(actual), bits(expected))

@@ -1,4 +1,4 @@
-"""The rows of the fault table that need a GPU, for every backend that is ready on one."""
+"""The rows of the fault table that need a GPU, for every backend that is ready on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BRANCHES = ("cmp", "sel", "win")
 
 
 def backends() -> list[tuple[str, str]]:
-    """(backend, slot) of every ready backend."""
+    """Return (backend, slot) for each slot of the ready backends."""
     entries = [e for e in default_registry().entries if e.status == "ready" and e.spec]
     return [(e.name, slot) for e in entries for slot in SLOTS if slot in e.spec.slots]
 
@@ -43,9 +43,7 @@ def backends() -> list[tuple[str, str]]:
 def plan_for(
     backend: str, slot: str, config: NSAConfig = CONFIG, device: str = "cuda", **options: object
 ) -> Plan:
-    """The plan with ``backend`` in ``slot``; a backend that refuses this request is skipped with
-    its reason.
-    """
+    """Return the plan with ``backend`` in ``slot``; skip the test if the backend refuses it."""
     from nsa_core import Unsupported
 
     try:
@@ -83,22 +81,24 @@ def assert_judged(slot: str, run, config: NSAConfig = CONFIG, **kw: object) -> N
 
 
 @EACH_BRANCH
-def test_row_24_pointer_not_16_byte_aligned(backend: str, slot: str) -> None:
+def test_row_24_pointers_need_no_16_byte_alignment(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot)
 
-    def shifted(t: torch.Tensor) -> torch.Tensor:
-        storage = t.new_empty(t.numel() + 1)
-        view = storage[1:].view(t.shape)
+    def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.new_empty(tensor.numel() + 1)
+        view = storage[1:].view(tensor.shape)
         assert view.data_ptr() % 16
-        return view.copy_(t)
+        return view.copy_(tensor)
 
-    inputs = {n: t if n == "blocks" else shifted(t) for n, t in inputs.items()}
+    inputs = {
+        name: tensor if name == "blocks" else misaligned(tensor) for name, tensor in inputs.items()
+    }
     assert_judged(slot, run_slot(plan, slot, inputs, data.do, data))
 
 
 @EACH_BRANCH
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_row_27_all_on_another_device_than_the_current(backend: str, slot: str) -> None:
+def test_row_27_tensors_may_be_on_a_device_that_is_not_current(backend: str, slot: str) -> None:
     torch.cuda.set_device(0)
     data = CASE.data(torch.bfloat16, "cuda:1")
     plan = plan_for(backend, slot, device="cuda:1", needs_grad=True)
@@ -107,7 +107,7 @@ def test_row_27_all_on_another_device_than_the_current(backend: str, slot: str) 
     assert_judged(slot, runs[slot])
 
 
-KIT = {
+CONFORMANCE_CHECKS = {
     "row_43_offset_above_2_to_the_31": "long_offsets",
     "row_50_graph_replay_equals_eager_on_new_inputs": "cuda_graph",
     "row_52_two_threads_call_first_together": "two_threads",
@@ -115,15 +115,15 @@ KIT = {
 
 
 @EACH
-@pytest.mark.parametrize("row", KIT)
-def test_by_the_kit(backend: str, slot: str, row: str) -> None:
+@pytest.mark.parametrize("row", CONFORMANCE_CHECKS)
+def test_rows_of_the_conformance_suite(backend: str, slot: str, row: str) -> None:
     suite = BackendConformance()
     suite._name, suite._device = backend, "cuda"
-    suite.test_kernel(slot, KIT[row])
+    suite.test_kernel(slot, CONFORMANCE_CHECKS[row])
 
 
 @EACH_BRANCH
-def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> None:
+def test_row_44_more_than_65535_sequences_times_groups_are_correct(backend: str, slot: str) -> None:
     config = dataclasses.replace(
         CONFIG,
         dim=32,
@@ -140,20 +140,20 @@ def test_row_44_more_than_65535_batch_times_groups(backend: str, slot: str) -> N
     case = Case("many sequences", config, (8,), batch=70_000)
     plan, data, inputs = inputs_of(backend, slot, case)
     run = run_slot(plan, slot, inputs, data.do, data)
-    few = [0, 65_535, 65_536, 69_999]
+    checked = [0, 65_535, 65_536, 69_999]
     verdicts = judge_slot(
         slot,
-        {n: t[few] for n, t in run.inputs.items()},
-        {n: t[few] for n, t in run.outputs.items()},
+        {name: tensor[checked] for name, tensor in run.inputs.items()},
+        {name: tensor[checked] for name, tensor in run.outputs.items()},
         config.geometry,
         config.softmax_scale,
-        do=data.do[few],
+        do=data.do[checked],
     )
-    assert all(v.ok for v in verdicts.values()), verdicts
+    assert all(verdict.ok for verdict in verdicts.values()), verdicts
 
 
 @EACH_BRANCH
-def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) -> None:
+def test_row_47_out_of_memory_errors_are_raised_unchanged(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot, Case("oom", CONFIG, (8192,), batch=4))
     run_slot(plan, slot, inputs, data.do, data)
     torch.cuda.empty_cache()
@@ -167,7 +167,7 @@ def test_row_47_out_of_memory_passes_through_unchanged(backend: str, slot: str) 
 
 
 @EACH_BRANCH
-def test_row_51_side_stream(backend: str, slot: str) -> None:
+def test_row_51_runs_on_the_current_stream(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -178,7 +178,7 @@ def test_row_51_side_stream(backend: str, slot: str) -> None:
 
 
 @EACH
-def test_row_54_250_repeats_have_the_same_bits(backend: str, slot: str) -> None:
+def test_row_54_250_repeats_have_equal_bits(backend: str, slot: str) -> None:
     entry = default_registry().get(backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -186,36 +186,34 @@ def test_row_54_250_repeats_have_the_same_bits(backend: str, slot: str) -> None:
         do = None if slot == "select" else data.do
         first = run_slot(plan, slot, inputs, do, data)
         for _ in range(249):
-            again = run_slot(plan, slot, inputs, do, data)
+            repeat = run_slot(plan, slot, inputs, do, data)
             for name, tensor in first.outputs.items():
-                assert torch.equal(bits(tensor), bits(again.outputs[name])), (entry.name, name)
+                assert torch.equal(bits(tensor), bits(repeat.outputs[name])), (entry.name, name)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_inductor_compiles_the_whole_call() -> None:
+def test_inductor_compiles_a_full_graph() -> None:
     data = CASE.data(torch.bfloat16, "cuda")
     k, v = (data.k_win, data.k_sel, data.k_win), (data.v_win, data.v_sel, data.v_win)
-    leaves = [data.q.requires_grad_(), *(t.requires_grad_() for t in (*k, *v))]
+    leaves = [data.q.requires_grad_(), *(tensor.requires_grad_() for tensor in (*k, *v))]
 
-    def whole(q: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    def attention(q: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         return nsa_attention(q, k, v, gates, config=CONFIG)
 
-    eager = whole(data.q, data.gates)
-    compiled = torch.compile(whole, fullgraph=True)(data.q, data.gates)
+    eager = attention(data.q, data.gates)
+    compiled = torch.compile(attention, fullgraph=True)(data.q, data.gates)
     torch.testing.assert_close(compiled, eager)
-    for a, b in zip(
+    for actual, expected in zip(
         torch.autograd.grad(compiled.sum(), leaves[:1]),
         torch.autograd.grad(eager.sum(), leaves[:1]),
     ):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
-def test_memory_slope_2k_to_64k() -> None:
-    """Forward + backward of the whole core, 12/2/64 bf16: peak memory grows as S^1.1 at most
-    (log-log fit).
-    """
+def test_peak_memory_grows_almost_linearly_from_2k_to_64k() -> None:
+    """Peak memory of forward and backward (12/2/64, bf16) grows at most as S^1.1 (log-log fit)."""
     import math
 
     config = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)

@@ -1,6 +1,4 @@
-"""Row 47: peak memory on a GPU is what plan.workspace_bytes says, for every backend that is ready
-there.
-"""
+"""Row 47: peak memory on a GPU equals plan.workspace_bytes, for every backend that is ready."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from nsa_verify.cases import Case
 pytestmark = pytest.mark.gpu
 
 REPORTS = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
-FEW = dataclasses.replace(REPORTS, n_heads=2)  # so few rows that FlashAttention-2 splits the keys
+FEW_HEADS = dataclasses.replace(REPORTS, n_heads=2)  # FlashAttention-2 splits keys for few rows
 PAPER = NSAConfig(dim=256, n_heads=64, n_kv_heads=4, head_dim=192, v_head_dim=128)
 ODD = NSAConfig(
     dim=256,
@@ -45,14 +43,14 @@ CASES = {
     "batch": Case("batch", REPORTS, (2048,), batch=3),
     "packed": Case("packed", REPORTS, (3000, 1000, 4192), packed=True),
     "192/128": Case("192/128", PAPER, (4096,)),
-    "few heads": Case("few heads", FEW, (2048,)),
+    "few heads": Case("few heads", FEW_HEADS, (2048,)),
     "65/80": Case("65/80", ODD, (2048,), batch=2),
 }
 LONG = Case("16k", REPORTS, (16384,))
-# Lengths are not in a request. What depends on the longest document is stated for one document of
-# all tokens.
+# A request has no document lengths, so memory that depends on the longest document is stated for
+# one document of all tokens. For other packed cases it is an upper bound.
 ONE_LONG = Case("one long", REPORTS, (8000, 150, 42), packed=True)
-BOUNDS = {("sdpa", "cmp")}
+UPPER_BOUNDS = {("sdpa", "cmp")}
 SPECS = {
     (entry.name, slot): entry.spec.slots[slot]
     for entry in default_registry().entries
@@ -68,11 +66,11 @@ OTHER_WHEN_DETERMINISTIC = [key for key in WITH_BACKWARD if not SPECS[key].deter
 def inputs_of(
     slot: str, case: Case
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """(the slot's tensors, do, cu_seqlens), made on the GPU: memory depends on shapes alone."""
+    """Return (the slot's tensors, do, cu_seqlens) with random values on the GPU."""
     generator = torch.Generator("cuda").manual_seed(0)
     config, geometry, tokens = case.config, case.config.geometry, case.tokens
-    lead = (tokens,) if case.packed else (case.batch, tokens)
-    keys = (
+    leading = (tokens,) if case.packed else (case.batch, tokens)
+    compressed = (
         (geometry.max_compressed(tokens),)
         if case.packed
         else (case.batch, geometry.num_compressed(tokens))
@@ -82,35 +80,36 @@ def inputs_of(
         return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
     heads, groups, d_k, d_v = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
-    do, q = normal(*lead, heads, d_v), normal(*lead, heads, d_k)
+    do, q = normal(*leading, heads, d_v), normal(*leading, heads, d_k)
     cu_seqlens = torch.tensor(
         [0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device="cuda"
     )
     if slot == "combine":
         tensors = [
-            normal(*lead, heads, 3, dtype=torch.float32),
-            *(normal(*lead, heads, d_v) for _ in "123"),
+            normal(*leading, heads, 3, dtype=torch.float32),
+            *(normal(*leading, heads, d_v) for _ in "123"),
         ]
     elif slot == "select":
-        lse = torch.full((*lead[:-1], heads, tokens), 3.0, device="cuda")
-        tensors = [q, normal(*keys, groups, d_k), lse]
+        lse = torch.full((*leading[:-1], heads, tokens), 3.0, device="cuda")
+        tensors = [q, normal(*compressed, groups, d_k), lse]
     else:
-        rows = keys if slot == "cmp" else lead
+        rows = compressed if slot == "cmp" else leading
         tensors = [q, normal(*rows, groups, d_k), normal(*rows, groups, d_v)]
     if slot == "sel":
-        most, shape = (
+        num_blocks, shape = (
             geometry.num_select_blocks(min(case.lengths)),
-            (*lead, groups, geometry.num_selected_blocks),
+            (*leading, groups, geometry.num_selected_blocks),
         )
         tensors.append(
-            torch.randint(most, shape, generator=generator, device="cuda", dtype=torch.int32)
+            torch.randint(num_blocks, shape, generator=generator, device="cuda", dtype=torch.int32)
         )
     return tensors, do, cu_seqlens if case.packed else None
 
 
-def asked() -> int:
-    """Bytes asked of the allocator and alive; its blocks may be up to 1 MiB larger, at 2k tokens
-    more than 5 %.
+def requested_bytes() -> int:
+    """Return the bytes that live tensors requested.
+
+    The allocator's blocks may be up to 1 MiB larger, which exceeds 5 % at 2k tokens.
     """
     gc.collect()
     torch.cuda.synchronize()
@@ -118,27 +117,25 @@ def asked() -> int:
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def peak_of(once: Callable[[], None]) -> int:
-    """Peak bytes of ``once`` beyond what was alive before; run in this thread alone.
+def peak_of(function: Callable[[], None]) -> int:
+    """Return the peak bytes of a call, beyond the bytes requested before it.
 
-    A thread of autograd's own may hold the last gradients a little longer than the call that made
-    them, which would then be freed under the next call and taken for memory that it did not need.
+    Autograd runs in this thread only. A thread of its own could hold the last gradients beyond the
+    call, and freeing them during the next call would hide memory that the next call needs.
     """
     with torch.autograd.set_multithreading_enabled(False):
-        once()  # libraries allocate for good in their first call
-        before = asked()
+        function()  # libraries allocate permanent workspaces in the first call
+        before = requested_bytes()
         torch.cuda.reset_peak_memory_stats()
-        once()
+        function()
         peak = int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-    after = asked()
-    assert after == before, f"{after - before} bytes changed owner while the peak was taken"
+    after = requested_bytes()
+    assert after == before, f"{after - before} bytes changed owner while the peak was measured"
     return peak - before
 
 
-class Operators(TorchDispatchMode):
-    """Per operator: the peak while it ran, and what it held inside beyond its results, both where
-    largest.
-    """
+class OperatorPeaks(TorchDispatchMode):
+    """Records the largest peak of each operator, and its memory beyond inputs and results."""
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -151,23 +148,32 @@ class Operators(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         stats = torch.cuda.memory_stats()
         peak = int(stats["requested_bytes.all.peak"])
-        inside = peak - max(held, int(stats["requested_bytes.all.current"]))
-        made = " ".join(str(tuple(x.shape)) for x in tree_iter(out) if isinstance(x, torch.Tensor))
+        temporary = peak - max(held, int(stats["requested_bytes.all.current"]))
+        shapes = " ".join(
+            str(tuple(tensor.shape))
+            for tensor in tree_iter(out)
+            if isinstance(tensor, torch.Tensor)
+        )
         self.rows[str(func)] = max(
-            self.rows.get(str(func), (0, 0, "")), (peak - self.before, inside, made)
+            self.rows.get(str(func), (0, 0, "")), (peak - self.before, temporary, shapes)
         )
         return out
 
     def __str__(self) -> str:
-        high = sorted(self.rows.items(), key=lambda row: row[1][0], reverse=True)[:6]
-        deep = sorted(self.rows.items(), key=lambda row: row[1][1], reverse=True)[:4]
+        by_peak = sorted(self.rows.items(), key=lambda row: row[1][0], reverse=True)[:6]
+        by_temporary = sorted(self.rows.items(), key=lambda row: row[1][1], reverse=True)[:4]
         lines = [
-            f"  peak {p / 2**20:9.3f} MiB, inside {i / 2**20:9.3f} MiB, {name} -> {o}"
-            for name, (p, i, o) in high
+            f"  peak {peak / 2**20:9.3f} MiB, temporary {temporary / 2**20:9.3f} MiB,"
+            f" {name} -> {shapes}"
+            for name, (peak, temporary, shapes) in by_peak
         ]
-        lines += ["  most inside:"]
+        lines += ["  most temporary memory:"]
         return "\n".join(
-            lines + [f"  inside {i / 2**20:9.3f} MiB, {name} -> {o}" for name, (_, i, o) in deep]
+            lines
+            + [
+                f"  temporary {temporary / 2**20:9.3f} MiB, {name} -> {shapes}"
+                for name, (_, temporary, shapes) in by_temporary
+            ]
         )
 
 
@@ -180,11 +186,9 @@ def breakdown(
     *,
     backward: bool,
 ) -> str:
-    """Which of PyTorch's operators the peak is at, and which allocate inside; the backend's
-    functions called bare.
-    """
+    """Call the backend's functions directly and describe the memory of PyTorch's operators."""
     spec, inputs = SPECS[backend, kernel.slot], [x.detach() for x in inputs]
-    with Operators(asked()) as operators:
+    with OperatorPeaks(requested_bytes()) as operators:
         out = import_named(spec.forward)(*inputs, call=call)
         if backward:
             assert spec.backward
@@ -213,31 +217,31 @@ def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
 def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
     plan = plan_of(backend, slot, case, **options)
     inputs, do, cu_seqlens = inputs_of(slot, case)
-    wanted = (
+    gradient_inputs = (
         [x.requires_grad_() for x in inputs if x.is_floating_point()]
         if options["needs_grad"]
         else []
     )
     kernel, backward = getattr(plan, slot), options["needs_grad"] and slot != "select"
 
-    def once() -> None:
+    def run() -> None:
         result = kernel(*inputs, cu_seqlens=cu_seqlens, max_seqlen=max(case.lengths))
         if backward:
-            torch.autograd.grad(result if slot == "combine" else result[0], wanted, do)
+            torch.autograd.grad(result if slot == "combine" else result[0], gradient_inputs, do)
 
-    peak, stated = peak_of(once), plan.workspace_bytes(plan.requests[slot])
-    how = " ".join([case.name, backend, slot, *(name for name, on in options.items() if on)])
+    peak, stated = peak_of(run), plan.workspace_bytes(plan.requests[slot])
+    label = " ".join([case.name, backend, slot, *(name for name, on in options.items() if on)])
     line = (
-        f"row 47: {how}: peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB,"
+        f"row 47: {label}: peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB,"
         f" {stated / peak:.3f}"
     )
     print(line)
-    bound = case.packed and case is not ONE_LONG and (backend, slot) in BOUNDS
-    if peak - stated > 0.05 * peak or (stated - peak > 0.05 * peak and not bound):
+    is_bound = case.packed and case is not ONE_LONG and (backend, slot) in UPPER_BOUNDS
+    if peak - stated > 0.05 * peak or (stated - peak > 0.05 * peak and not is_bound):
         geometry = BlockGeometry.from_ints(kernel.geometry)
         call = SlotCall(geometry, kernel.scale, cu_seqlens, max(case.lengths), kernel.deterministic)
-        found = breakdown(backend, kernel, inputs, do, call, backward=backward)
-        pytest.fail(f"{line}\n{found}", pytrace=False)
+        operators = breakdown(backend, kernel, inputs, do, call, backward=backward)
+        pytest.fail(f"{line}\n{operators}", pytrace=False)
 
 
 EACH = pytest.mark.parametrize(("backend", "slot"), BACKENDS)
@@ -245,39 +249,45 @@ EACH = pytest.mark.parametrize(("backend", "slot"), BACKENDS)
 
 @EACH
 @pytest.mark.parametrize("name", CASES)
-def test_row_47_forward_and_backward(name: str, backend: str, slot: str) -> None:
+def test_row_47_workspace_of_forward_and_backward_equals_the_peak(
+    name: str, backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True)
 
 
-@pytest.mark.parametrize(("backend", "slot"), [key for key in BACKENDS if key in BOUNDS])
-def test_row_47_one_long_document(backend: str, slot: str) -> None:
+@pytest.mark.parametrize(("backend", "slot"), [key for key in BACKENDS if key in UPPER_BOUNDS])
+def test_row_47_workspace_of_one_long_document_equals_the_peak(backend: str, slot: str) -> None:
     assert_stated(backend, slot, ONE_LONG, needs_grad=True)
 
 
 @EACH
-def test_row_47_forward_long(backend: str, slot: str) -> None:
+def test_row_47_workspace_of_a_long_forward_equals_the_peak(backend: str, slot: str) -> None:
     assert_stated(backend, slot, LONG, needs_grad=False)
 
 
 @pytest.mark.parametrize(("backend", "slot"), WITH_BACKWARD)
-def test_row_47_forward_few_heads(backend: str, slot: str) -> None:
+def test_row_47_workspace_of_a_forward_with_few_heads_equals_the_peak(
+    backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES["few heads"], needs_grad=False)
 
 
 @pytest.mark.parametrize(("backend", "slot"), OTHER_WHEN_DETERMINISTIC)
 @pytest.mark.parametrize("name", ["2k", "packed"])
-def test_row_47_deterministic(name: str, backend: str, slot: str) -> None:
+def test_row_47_workspace_of_deterministic_kernels_equals_the_peak(
+    name: str, backend: str, slot: str
+) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True, deterministic=True)
 
 
-def test_a_peak_taken_while_memory_changes_owner_is_refused() -> None:
-    held = [torch.empty(1 << 20, device="cuda")]
+def test_peak_of_refuses_a_call_that_frees_earlier_memory() -> None:
+    tensors = [torch.empty(1 << 20, device="cuda")]
     calls = []
 
-    def once() -> None:
+    def run() -> None:
         calls.append(torch.empty(1 << 10, device="cuda").numel())
         if len(calls) == 2:
-            held.clear()
+            tensors.clear()
 
     with pytest.raises(AssertionError, match="changed owner"):
-        peak_of(once)
+        peak_of(run)

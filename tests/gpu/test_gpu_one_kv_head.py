@@ -1,7 +1,7 @@
-"""Multi-query layers on the triton backend at lengths where sel runs by buckets.
+"""Layers with one kv head on the triton backend, at lengths where sel uses buckets.
 
-Triton makes an integer argument that equals 1 a constant, and the number of kv heads is one. The
-interpreter does not specialise arguments, so only a GPU runs what it compiles for one kv head.
+Triton specialises integer arguments that equal 1, such as the number of kv heads. The interpreter
+does not, so only a GPU runs the specialised code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS = ((1, 64), (2, 64), (4, 64), (6, 64), (8, 64), (12, 64), (4, 128), (8, 12
 
 @pytest.mark.parametrize("length", [1 << 14, 1 << 16], ids=["16k", "64k"])
 @pytest.mark.parametrize(("heads", "width"), HEADS)
-def test_every_slot_equals_the_oracle(heads: int, width: int, length: int) -> None:
+def test_every_slot_matches_the_oracle(heads: int, width: int, length: int) -> None:
     config = NSAConfig(dim=heads * width, n_heads=heads, n_kv_heads=1, head_dim=width, rope=False)
     rows = tuple(row for row in ROWS if row < length)
     case = Case(f"{heads}/1/{width}, {length} tokens", config, (length,), rows=rows)

@@ -1,6 +1,4 @@
-"""Packed documents on the sdpa backend: the host reads their boundaries once, and never in a CUDA
-graph.
-"""
+"""sdpa reads packed boundaries on the host once, and refuses them in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,30 +13,30 @@ pytestmark = pytest.mark.gpu
 CONFIG = NSAConfig(dim=256, n_heads=8, n_kv_heads=2, head_dim=64)
 
 
-def test_packed_documents_synchronise_once() -> None:
+def test_packed_boundaries_synchronise_once() -> None:
     attn = NSAttention(CONFIG, backends="sdpa").to("cuda", torch.bfloat16)
     x = torch.randn(3000, 256, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 1100, 1150, 3000], dtype=torch.int32, device="cuda")
 
-    def both() -> None:
+    def forward_backward() -> None:
         attn(x, cu_seqlens, max_seqlen=1850).square().sum().backward()
 
-    both()
+    forward_backward()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        both()
-        with pytest.raises(NSAError, match="synchroniz"):  # or the mode would find nothing
+        forward_backward()
+        with pytest.raises(NSAError, match="synchroniz"):  # the mode detects new boundaries
             attn(x, cu_seqlens.clone(), max_seqlen=1850)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_a_graph_of_packed_documents_is_refused() -> None:
+def test_capturing_packed_documents_is_refused() -> None:
     attn = NSAttention(CONFIG, backends="sdpa").to("cuda", torch.bfloat16).requires_grad_(False)
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 110, 300], dtype=torch.int32, device="cuda")
-    attn(x, cu_seqlens, max_seqlen=190)  # what it read must not serve the graph
+    attn(x, cu_seqlens, max_seqlen=190)  # the cached boundaries must not be used in the graph
     with (
         pytest.raises(Unsupported, match="cannot be captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

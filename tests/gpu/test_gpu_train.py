@@ -1,6 +1,4 @@
-"""Training on a GPU: no leak at full size, one loss curve whoever computes it, and no wait inside a
-step.
-"""
+"""Training on a GPU: equal loss curves on all backends, no synchronisation in a step, no leak."""
 
 from __future__ import annotations
 
@@ -28,138 +26,142 @@ from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
-# Blocks and window of the paper's sizes, few layers: what differs between backends is the
-# attention.
+# Block and window sizes of the paper with few layers, because backends differ in attention only.
 MODEL = LMConfig(NSAConfig(dim=256, n_heads=4, n_kv_heads=2), 2)
 SPECS = {e.name: e.spec for e in default_registry().entries if e.status == "ready" and e.spec}
 OFFERING = {slot: [name for name, spec in SPECS.items() if slot in spec.slots] for slot in SLOTS}
 TRIPLES = [
-    t
-    for t in itertools.product(*(OFFERING[slot] for slot in ("cmp", "sel", "win")))
-    if t != ("sdpa",) * 3
+    triple
+    for triple in itertools.product(*(OFFERING[slot] for slot in ("cmp", "sel", "win")))
+    if triple != ("sdpa",) * 3
 ]
 STEPS = 100
 
 
-def trainer(backends=None, task="python-docs", length=1024, **options) -> Trainer:
+def make_trainer(backends=None, task="python-docs", length=1024, **options) -> Trainer:
     torch.manual_seed(0)
     data = open_data(DataSpec(task, length, vocab_size=256, held_out_rows=4))
     recipe = Recipe(**{"steps": STEPS, "batch": 4, "learning_rate": 3e-4, "warmup": 20, **options})
     return Trainer(LanguageModel(MODEL, backends), data, recipe, World(torch.device("cuda")))
 
 
-def losses(made: Trainer, steps: int = STEPS) -> torch.Tensor:
-    return torch.tensor([made.step().read()[0] for _ in range(steps)])
+def losses(trainer: Trainer, steps: int = STEPS) -> torch.Tensor:
+    return torch.tensor([trainer.step().read()[0] for _ in range(steps)])
 
 
 @pytest.fixture(scope="module")
-def curve():
-    """The losses of the sdpa backend in each precision."""
-    kept: dict[str, torch.Tensor] = {}
+def sdpa_losses():
+    """Return a function that returns the losses of the sdpa backend in a precision."""
+    curves: dict[str, torch.Tensor] = {}
 
-    def of(precision: str) -> torch.Tensor:
-        if precision not in kept:
-            kept[precision] = losses(trainer("sdpa", precision=precision))
-            assert kept[precision][-10:].mean() < kept[precision][:10].mean() - 0.5  # it learns
-        return kept[precision]
+    def curve(precision: str) -> torch.Tensor:
+        if precision not in curves:
+            curves[precision] = losses(make_trainer("sdpa", precision=precision))
+            # the model learns
+            assert curves[precision][-10:].mean() < curves[precision][:10].mean() - 0.5
+        return curves[precision]
 
-    return of
+    return curve
 
 
 @pytest.mark.parametrize("triple", TRIPLES, ids="-".join)
-def test_report_row_17_every_triple_of_backends_gives_the_loss_curve(triple, curve):
+def test_report_row_17_every_triple_of_backends_gives_the_loss_curve(triple, sdpa_losses):
     precision = "bfloat16" if "fa2" in triple else "float32"
     backends = dict(zip(("cmp", "sel", "win"), triple)) | {"select": "sdpa", "combine": "sdpa"}
-    found = losses(trainer(backends, precision=precision))
-    apart = (found - curve(precision)).abs().max().item()
-    print(f"row 17: {'-'.join(triple)} {precision}: at most {apart:.2e} apart over {STEPS} steps")
-    assert apart <= 1e-3
+    difference = (
+        (losses(make_trainer(backends, precision=precision)) - sdpa_losses(precision))
+        .abs()
+        .max()
+        .item()
+    )
+    print(
+        f"row 17: {'-'.join(triple)} {precision}: at most {difference:.2e} apart over {STEPS} steps"
+    )
+    assert difference <= 1e-3
 
 
-def test_packed_rows_train_as_rows_do():
-    found = []
+def test_packed_and_dense_rows_give_equal_losses():
+    curves = []
     for packed in (False, True):
-        made = trainer(task="uniform", precision="float32")
-        made.data.rows.packed = packed
-        found.append(losses(made, 20))
-    assert (found[0] - found[1]).abs().max() <= 1e-3
+        trainer = make_trainer(task="uniform", precision="float32")
+        trainer.data.rows.packed = packed
+        curves.append(losses(trainer, 20))
+    assert (curves[0] - curves[1]).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize(
-    "how", ["compile", "graph", "recompute", "compile and graph", "graph in parts"]
+    "mode", ["compile", "graph", "recompute", "compile and graph", "graph in parts"]
 )
-def test_how_a_step_runs_does_not_change_its_loss(how):
-    task = "uniform" if "graph" in how else "python-docs"
-    options = {"task": task, "precision": "bfloat16", "accumulate": 2 if "parts" in how else 1}
-    plain = losses(trainer(**options), 20)
-    ways = how.removesuffix(" in parts").split(" and ")
-    found = losses(trainer(**options, **dict.fromkeys(ways, True)), 20)
-    assert (
-        found - plain
-    ).abs().max() <= 5e-3  # fused products round once where separate ones round twice
+def test_compile_graph_and_recompute_do_not_change_the_loss(mode):
+    task = "uniform" if "graph" in mode else "python-docs"
+    options = {"task": task, "precision": "bfloat16", "accumulate": 2 if "parts" in mode else 1}
+    eager = losses(make_trainer(**options), 20)
+    switches = mode.removesuffix(" in parts").split(" and ")
+    changed = losses(make_trainer(**options, **dict.fromkeys(switches, True)), 20)
+    # Fused products round once, separate ones twice.
+    assert (changed - eager).abs().max() <= 5e-3
 
 
 class SomeIgnored:
-    """Rows of which every other one has few targets."""
+    """Rows of which every other one has only 8 targets."""
 
     def __init__(self, rows):
-        self._rows, self._turn = rows, 0
+        self._rows, self._count = rows, 0
 
     def __getattr__(self, name):
         return getattr(self._rows, name)
 
     def __next__(self):
-        row, self._turn = next(self._rows), self._turn + 1
-        few = [IGNORED] * (len(row.targets) - 8) + row.targets[-8:]
-        return row._replace(targets=few) if self._turn % 2 else row
+        row, self._count = next(self._rows), self._count + 1
+        few_targets = [IGNORED] * (len(row.targets) - 8) + row.targets[-8:]
+        return row._replace(targets=few_targets) if self._count % 2 else row
 
 
-def test_a_graph_weighs_each_batch_by_its_own_targets():
-    found = []
+def test_a_graph_weights_each_batch_by_its_own_targets():
+    gradient_norms = []
     for graph in (False, True):
-        made = trainer(task="uniform", precision="bfloat16", batch=1, graph=graph)
-        made.data.rows = SomeIgnored(made.data.rows)
-        # norms of the gradients
-        found.append(torch.tensor([made.step().read()[2] for _ in range(6)]))
-    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=0)
+        trainer = make_trainer(task="uniform", precision="bfloat16", batch=1, graph=graph)
+        trainer.data.rows = SomeIgnored(trainer.data.rows)
+        gradient_norms.append(torch.tensor([trainer.step().read()[2] for _ in range(6)]))
+    torch.testing.assert_close(gradient_norms[1], gradient_norms[0], rtol=2e-2, atol=0)
 
 
-def test_no_step_waits_for_the_device():
-    made = trainer(task="uniform", precision="bfloat16")
-    losses(made, 3)
+def test_steps_do_not_synchronise():
+    trainer = make_trainer(task="uniform", precision="bfloat16")
+    losses(trainer, 3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = [made.step() for _ in range(3)]
+        steps = [trainer.step() for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(math.isfinite(x) for d in done for x in d.read())
+    assert all(math.isfinite(number) for step in steps for number in step.read())
 
 
-def test_neither_a_batch_nor_the_numbers_of_a_step_wait_for_later_work():
-    # its tokens are more than 64 KiB
-    made = trainer(task="uniform", precision="bfloat16", batch=16)
-    losses(made, 3)
-    done = made.step()
+def test_batches_and_results_of_a_step_do_not_wait_for_later_work():
+    # The tokens of a batch take more than 64 KiB, above which a pageable copy would wait.
+    trainer = make_trainer(task="uniform", precision="bfloat16", batch=16)
+    losses(trainer, 3)
+    step = trainer.step()
     torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
-    assert math.isfinite(done.read()[0])
-    batch_of([next(made.data.rows) for _ in range(16)], packed=False).to("cuda")
-    assert not torch.cuda.current_stream().query()  # it sleeps on
+    assert math.isfinite(step.read()[0])
+    batch_of([next(trainer.data.rows) for _ in range(16)], packed=False).to("cuda")
+    assert not torch.cuda.current_stream().query()  # the sleep has not ended
     torch.cuda.synchronize()
 
 
-def test_a_resumed_run_goes_on(tmp_path):
+def test_a_resumed_run_continues_the_loss_curve(tmp_path):
     pytest.importorskip("safetensors")
     from nsa_models.lm import checkpoint
 
     options = {"precision": "bfloat16"}
-    expected = losses(trainer(**options), 6)
-    first = trainer(**options)
-    found = losses(first, 3)
+    expected = losses(make_trainer(**options), 6)
+    first = make_trainer(**options)
+    before_save = losses(first, 3)
     first.save(tmp_path / checkpoint.FILE)
-    kept = checkpoint.read(tmp_path)
+    saved = checkpoint.read(tmp_path)
     data = open_data(DataSpec("python-docs", 1024, held_out_rows=4))
-    second = Trainer(kept.model(), data, first.recipe, World(torch.device("cuda")), kept)
-    assert (torch.cat((found, losses(second, 3))) - expected).abs().max() <= 1e-3
+    second = Trainer(saved.model(), data, first.recipe, World(torch.device("cuda")), saved)
+    assert (torch.cat((before_save, losses(second, 3))) - expected).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])
@@ -168,9 +170,9 @@ def test_nothing_leaks_at_full_size(times):
     recipe = Recipe(
         steps=500, batch=4, learning_rate=1e-3, warmup=50, weight_decay=0.0, precision="bfloat16"
     )
-    found = leak_sentinel(model, times * model.layer.window_size, recipe=recipe, device="cuda")
-    print(f"leak sentinel at {times} w: {found.loss:.4f}, ln V {found.floor:.4f}")
-    assert found.quiet, found
+    result = leak_sentinel(model, times * model.layer.window_size, recipe=recipe, device="cuda")
+    print(f"leak sentinel at {times} w: {result.loss:.4f}, ln V {result.floor:.4f}")
+    assert result.quiet, result
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -190,7 +192,7 @@ def test_two_gpus_give_the_loss_of_one(tmp_path: pathlib.Path, kind: str) -> Non
         "--warmup",
         "5",
     ]
-    found = []
+    curves = []
     for name, launcher in (
         ("one", []),
         ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
@@ -208,6 +210,7 @@ def test_two_gpus_give_the_loss_of_one(tmp_path: pathlib.Path, kind: str) -> Non
             kind,
         ]
         subprocess.run(command, check=True)
-        found.append(torch.tensor([r["loss"] for r in log.read_log(out / log.FILE)[1][1:]]))
-    print(f"{kind}: at most {(found[0] - found[1]).abs().max():.2e} apart")
-    assert (found[0] - found[1]).abs().max() <= 1e-3
+        records = log.read_log(out / log.FILE)[1][1:]
+        curves.append(torch.tensor([record["loss"] for record in records]))
+    print(f"{kind}: at most {(curves[0] - curves[1]).abs().max():.2e} apart")
+    assert (curves[0] - curves[1]).abs().max() <= 1e-3

@@ -1,4 +1,4 @@
-"""The repository as the tests of this folder read it: its files and their syntax trees."""
+"""The `repo` fixture: the files of the repository and their syntax trees."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SKIPPED = {".git", ".nox", ".venv", "build", "dist"}
 
 
 @functools.cache
-def parsed(path: pathlib.Path) -> ast.Module:
-    """The file's syntax tree."""
+def parse_file(path: pathlib.Path) -> ast.Module:
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
@@ -24,9 +24,7 @@ class Repository:
     root: pathlib.Path
 
     def files(self) -> list[pathlib.Path]:
-        """Tracked and new files, ignored ones left out; where there is no git, whatever lies
-        there.
-        """
+        """Return tracked and new files without ignored ones; without git, all files."""
         command = [
             "git",
             "-C",
@@ -52,26 +50,30 @@ class Repository:
         return path.relative_to(self.root).as_posix()
 
     def python(self, *folders: str) -> dict[str, ast.Module]:
-        """Name to syntax tree of the Python files, all of them or those under ``folders``; nobody
-        changes the trees.
+        """Return the syntax trees of the Python files, by name.
+
+        Args:
+            folders: Only files below these folders; all files if empty.
+
+        Returns:
+            Cached trees, which the caller must not change.
         """
-        names = {self.name(p): p for p in self.files() if p.suffix == ".py"}
+        paths = {self.name(path): path for path in self.files() if path.suffix == ".py"}
         return {
-            name: parsed(path)
-            for name, path in names.items()
+            name: parse_file(path)
+            for name, path in paths.items()
             if not folders or name.startswith(tuple(f"{folder}/" for folder in folders))
         }
 
     def modules(self) -> dict[str, ast.Module]:
-        """Import name to syntax tree of every module of our packages."""
-        found = {}
+        """Return the syntax tree of each module of our packages, by import name."""
+        trees = {}
         for name, tree in self.python("packages").items():
-            inside = name.split("/src/")
-            if len(inside) == 2:
-                found[inside[1].removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (
-                    tree
-                )
-        return found
+            parts = name.split("/src/")
+            if len(parts) == 2:
+                module = parts[1].removesuffix(".py").removesuffix("/__init__")
+                trees[module.replace("/", ".")] = tree
+        return trees
 
     def text(self, name: str) -> str:
         return (self.root / name).read_text(encoding="utf-8")

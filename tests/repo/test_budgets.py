@@ -1,6 +1,4 @@
-"""House rules: short files and functions, few parameters, three environment variables, no blanket
-except.
-"""
+"""House rules: sizes, numbers of parameters, environment variables, except clauses, docstrings."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ NO_CODE = {
 VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
-# Only where code that is not ours runs: the rest names the errors it expects.
-GUARDS_PLUGINS = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
-GUARDS_PLUGINS |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
-GUARDS_PLUGINS |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}
-GUARDS_PLUGINS |= {"packages/nsa-bench/src/nsa_bench/rivals.py"}
-# tokenizers raises nothing narrower
-GUARDS_PLUGINS |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
-# where the system keeps caches: a convention of the platform, not a switch of ours
+# Files that run third-party code, and may catch Exception. All other files name the errors.
+MAY_CATCH_ALL = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
+MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
+MAY_CATCH_ALL |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}
+MAY_CATCH_ALL |= {"packages/nsa-bench/src/nsa_bench/rivals.py"}
+# tokenizers raises plain Exception
+MAY_CATCH_ALL |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
+# a platform convention for the cache directory, not a setting of ours
 PLATFORM = {"XDG_CACHE_HOME"}
 
 
@@ -49,8 +47,9 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def lines_of_code(text: str, tree: ast.Module) -> set[int]:
-    """Line numbers of code: docstrings, comments, blank lines, signatures and argument lists do not
-    count.
+    """Return the line numbers of code.
+
+    Docstrings, comments, blank lines, signatures and argument lists do not count.
     """
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -72,23 +71,22 @@ def lines_of_code(text: str, tree: ast.Module) -> set[int]:
 
 
 def test_files_and_functions_are_short(repo):
-    wrong = []
+    errors = []
     for name, tree in repo.python().items():
-        found, lines = functions(tree), lines_of_code(repo.text(name), tree)
-        ordered = sorted(lines)
-        allowed = KERNEL_FILE_LINES if any(map(is_kernel, found)) else FILE_LINES
-        if len(lines) > allowed:
-            wrong.append(f"{name}: {len(lines)} lines of code, {allowed} allowed")
-        for function in found:
-            count = bisect_right(ordered, function.end_lineno or 0)
-            count -= bisect_left(ordered, function.lineno)
-            allowed = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
-            if count > allowed:
-                wrong.append(
-                    f"{name}:{function.lineno} {function.name}: {count} lines of code, {allowed}"
+        in_file, lines = functions(tree), sorted(lines_of_code(repo.text(name), tree))
+        limit = KERNEL_FILE_LINES if any(map(is_kernel, in_file)) else FILE_LINES
+        if len(lines) > limit:
+            errors.append(f"{name}: {len(lines)} lines of code, {limit} allowed")
+        for function in in_file:
+            count = bisect_right(lines, function.end_lineno or 0)
+            count -= bisect_left(lines, function.lineno)
+            limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
+            if count > limit:
+                errors.append(
+                    f"{name}:{function.lineno} {function.name}: {count} lines of code, {limit}"
                     " allowed"
                 )
-    assert not wrong, "\n".join(wrong)
+    assert not errors, "\n".join(errors)
 
 
 COUNTED = '''
@@ -116,13 +114,13 @@ def test_only_code_is_counted():
     assert sorted(lines_of_code(COUNTED, ast.parse(COUNTED))) == [4, 14, 18]
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    of = function.args
-    return len(of.posonlyargs) + len(of.args) + len(of.kwonlyargs)
+def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = function.args
+    return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
 
 
 def test_functions_have_few_parameters(repo):
-    """Kernels, typer commands and the public functions of nsa_core may have more than others."""
+    """Kernels, typer commands and the functions in PUBLIC may have more than PARAMETERS."""
     groups = [app, *(group.typer_instance for group in app.registered_groups)]
     registered = [
         info
@@ -131,29 +129,28 @@ def test_functions_have_few_parameters(repo):
         if info
     ]
     commands = {info.callback.__name__ for info in registered}
-    wrong, seen = [], set()
+    errors, seen = [], set()
     for name, tree in repo.python().items():
         for function in functions(tree):
-            if parameters(function) <= PARAMETERS or is_kernel(function):
+            count = count_parameters(function)
+            if count <= PARAMETERS or is_kernel(function):
                 continue
             if function.name in PUBLIC:
                 seen.add(function.name)
             elif not (name.startswith("packages/nsa-cli/") and function.name in commands):
-                wrong.append(
-                    f"{name}:{function.lineno} {function.name}: {parameters(function)} parameters"
-                )
-    assert not wrong, "\n".join(wrong)
+                errors.append(f"{name}:{function.lineno} {function.name}: {count} parameters")
+    assert not errors, "\n".join(errors)
     assert seen == PUBLIC
 
 
-def text_of(node: ast.AST | None, names: dict[str, str]) -> str | None:
-    """The string that ``node`` is, or that the constant it names holds."""
+def string_value(node: ast.AST | None, names: dict[str, str]) -> str | None:
+    """Return the string of a literal, or of the constant that ``node`` names."""
     value = node.value if isinstance(node, ast.Constant) else names.get(getattr(node, "id", ""))
     return value if isinstance(value, str) else None
 
 
 def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
-    """(line, name) of each read of the environment; None where nothing in the file tells it."""
+    """Return (line, variable) of each read of the environment; None if the name is not constant."""
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     constants = {
         ast.unparse(target): node.value.value
@@ -169,10 +166,8 @@ def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
         ):
             continue
         inner = parents[node]
-        if (
-            isinstance(inner, ast.Attribute) and inner.attr == "setdefault"
-        ):  # tells another library, reads nothing
-            continue
+        if isinstance(inner, ast.Attribute) and inner.attr == "setdefault":
+            continue  # sets a variable for another library
         outer = parents[inner] if isinstance(inner, ast.Attribute) else inner
         key: ast.AST | None = None
         if isinstance(outer, ast.Call) and outer.args and outer.args[0] is not node:
@@ -183,16 +178,18 @@ def environment_reads(tree: ast.Module) -> list[tuple[int, str | None]]:
             key = outer.left
         reads += [
             (node.lineno, name)
-            for name in given_as(key, node, parents, tree) or [text_of(key, constants)]
+            for name in passed_by_callers(key, node, parents, tree)
+            or [string_value(key, constants)]
         ]
     return reads
 
 
-def given_as(
+def passed_by_callers(
     key: ast.AST | None, node: ast.AST, parents: dict[ast.AST, ast.AST], tree: ast.Module
 ) -> list[str | None]:
-    """Where ``key`` is the first parameter of the function around ``node``: what its callers in the
-    file pass.
+    """Return the values that callers in the file pass as ``key``.
+
+    The list is empty unless ``key`` is the first parameter of the function around ``node``.
     """
     while node in parents and not isinstance(node, ast.FunctionDef):
         node = parents[node]
@@ -201,17 +198,19 @@ def given_as(
     if not node.args.args or node.args.args[0].arg != key.id:
         return []
     calls = [
-        c for c in ast.walk(tree) if isinstance(c, ast.Call) and ast.unparse(c.func) == node.name
+        call
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == node.name
     ]
-    return [text_of(call.args[0] if call.args else None, {}) for call in calls]
+    return [string_value(call.args[0] if call.args else None, {}) for call in calls]
 
 
-# Hands the whole environment on to a child process, and reads nothing in it.
+# Passes the environment to a child process without reading a variable.
 PASSES_ENVIRONMENT_ON = {DISPATCH + "trial.py"}
 
 
 def test_only_three_environment_variables_are_read(repo):
-    wrong, seen = [], set()
+    errors, seen = [], set()
     for name, tree in repo.python("packages").items():
         for node in ast.walk(tree):
             if (
@@ -219,17 +218,18 @@ def test_only_three_environment_variables_are_read(repo):
                 and node.module == "os"
                 and {"environ", "getenv"} & {alias.name for alias in node.names}
             ):
-                wrong.append(
-                    f"{name}:{node.lineno} imports from os what this test looks for as os.environ"
+                errors.append(
+                    f"{name}:{node.lineno} imports environ or getenv from os; use os.environ, which"
+                    " this test detects"
                 )
         for line, variable in environment_reads(tree):
             seen.add(variable)
             if variable not in VARIABLES | PLATFORM and not (
                 variable is None and name in PASSES_ENVIRONMENT_ON
             ):
-                wrong.append(f"{name}:{line} reads {variable}")
-    assert not wrong, "\n".join(wrong)
-    assert seen >= VARIABLES, f"documented but read nowhere: {VARIABLES - seen}"
+                errors.append(f"{name}:{line} reads {variable}")
+    assert not errors, "\n".join(errors)
+    assert seen >= VARIABLES, f"documented, but never read: {VARIABLES - seen}"
 
 
 def test_environment_variables_are_documented_in_one_table(repo):
@@ -242,21 +242,21 @@ def test_environment_variables_are_documented_in_one_table(repo):
     assert len(rows) == len(VARIABLES)
 
 
-def test_except_exception_stands_only_around_plugins(repo):
-    wrong = []
+def test_except_exception_is_used_only_around_foreign_code(repo):
+    errors = []
     for name, tree in repo.python("packages").items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ExceptHandler):
                 caught = "BaseException" if node.type is None else ast.unparse(node.type)
                 blanket = {"Exception", "BaseException"} & set(re.findall(r"\w+", caught))
-                if blanket and name not in GUARDS_PLUGINS:
-                    wrong.append(f"{name}:{node.lineno} except {caught}")
-    assert not wrong, "\n".join(wrong)
+                if blanket and name not in MAY_CATCH_ALL:
+                    errors.append(f"{name}:{node.lineno} except {caught}")
+    assert not errors, "\n".join(errors)
 
 
-def public(body: list[ast.stmt], prefix: str) -> list[tuple[str, ast.AST]]:
-    """The public classes and functions of a module or class body, with their dotted names."""
-    found: list[tuple[str, ast.AST]] = []
+def public_definitions(body: list[ast.stmt], prefix: str) -> list[tuple[str, ast.AST]]:
+    """Return (dotted name, node) of the public classes and functions in a module or class body."""
+    definitions: list[tuple[str, ast.AST]] = []
     for node in body:
         if not isinstance(
             node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -264,18 +264,18 @@ def public(body: list[ast.stmt], prefix: str) -> list[tuple[str, ast.AST]]:
             continue
         if any(ast.unparse(d).endswith((".setter", "overload")) for d in node.decorator_list):
             continue
-        found.append((f"{prefix}.{node.name}", node))
+        definitions.append((f"{prefix}.{node.name}", node))
         if isinstance(node, ast.ClassDef):
-            found += public(node.body, f"{prefix}.{node.name}")
-    return found
+            definitions += public_definitions(node.body, f"{prefix}.{node.name}")
+    return definitions
 
 
-def test_everything_public_has_a_docstring(repo):
-    wrong = []
+def test_public_modules_classes_and_functions_have_docstrings(repo):
+    missing = []
     for name, tree in repo.modules().items():
         if any(part.startswith("_") for part in name.split(".")):
             continue
-        for dotted, node in [(name, tree), *public(tree.body, name)]:
+        for dotted, node in [(name, tree), *public_definitions(tree.body, name)]:
             if not ast.get_docstring(node):  # type: ignore[arg-type]
-                wrong.append(dotted)
-    assert not wrong, "no docstring: " + ", ".join(wrong)
+                missing.append(dotted)
+    assert not missing, "no docstring: " + ", ".join(missing)

@@ -1,6 +1,7 @@
-"""PyTorch aligns is_causal top-left: with L keys and one query it returns the first value. So it is
-never passed unless the function that passes it has asserted as many queries as keys.
-(FlashAttention-2 aligns bottom-right.)
+"""is_causal is passed only after an assert that there are as many queries as keys.
+
+PyTorch aligns the causal mask top-left: with one query and L keys it returns the first value.
+FlashAttention-2 aligns it bottom-right.
 """
 
 from __future__ import annotations
@@ -9,35 +10,31 @@ import ast
 
 import pytest
 
-# Shows what goes wrong: the fact behind the historic numbers.
-SHOWS_THE_FAULT = {"tests/verify/report_rows/test_historic_numbers.py"}
+# Reproduces the wrong alignment on purpose, which explains the historic numbers.
+EXEMPT = {"tests/verify/report_rows/test_historic_numbers.py"}
 
 
 def may_be_causal(call: ast.Call) -> bool:
-    """Whether this call hands is_causal, by name or place, to one of PyTorch's scaled-dot-product
-    entry points.
-    """
+    """Return whether a call may pass is_causal to PyTorch's attention, by keyword or position."""
     if any(
-        k.arg == "is_causal" and not (isinstance(k.value, ast.Constant) and k.value.value is False)
-        for k in call.keywords
+        keyword.arg == "is_causal"
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+        for keyword in call.keywords
     ):
         return True
     name = ast.unparse(call.func).split(".")[-1]
     if name == "scaled_dot_product_attention":
-        keywords = {k.arg for k in call.keywords}
-        # Stars may hide it; where attn_mask, which stands before it, has a name, no place can reach
-        # it.
-        hidden = None in keywords or (
-            any(isinstance(a, ast.Starred) for a in call.args) and "attn_mask" not in keywords
+        keywords = {keyword.arg for keyword in call.keywords}
+        # Starred arguments may hold it, unless attn_mask, which precedes it, is passed by keyword.
+        in_starred = None in keywords or (
+            any(isinstance(arg, ast.Starred) for arg in call.args) and "attn_mask" not in keywords
         )
-        return hidden or len(call.args) > 5
-    return name.startswith("_scaled_dot_product")  # the operators below it take is_causal by place
+        return in_starred or len(call.args) > 5
+    return name.startswith("_scaled_dot_product")  # these operators take is_causal by position
 
 
 def asserts_equal_lengths(function: ast.AST, before: int) -> bool:
-    """Whether an assert above line ``before`` demands equal sizes of two tensors, and says that it
-    is for is_causal.
-    """
+    """Return whether an assert above line ``before`` compares two sizes and names is_causal."""
     for node in ast.walk(function):
         if (
             isinstance(node, ast.Assert)
@@ -53,32 +50,35 @@ def asserts_equal_lengths(function: ast.AST, before: int) -> bool:
     return False
 
 
-def unguarded(tree: ast.Module) -> list[int]:
+def unguarded_lines(tree: ast.Module) -> list[int]:
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and may_be_causal(node):
-            around: ast.AST = node
-            while around in parents and not isinstance(around, ast.FunctionDef):
-                around = parents[around]
+            scope: ast.AST = node
+            while scope in parents and not isinstance(scope, ast.FunctionDef):
+                scope = parents[scope]
             if not (
-                isinstance(around, ast.FunctionDef) and asserts_equal_lengths(around, node.lineno)
+                isinstance(scope, ast.FunctionDef) and asserts_equal_lengths(scope, node.lineno)
             ):
                 lines.append(node.lineno)
     return lines
 
 
-def test_is_causal_only_where_there_are_as_many_queries_as_keys(repo):
+def test_is_causal_needs_an_assert_of_as_many_queries_as_keys(repo):
     trees = repo.python()
-    wrong = [
-        f"{n}:{line}"
-        for n, tree in trees.items()
-        if n not in SHOWS_THE_FAULT
-        for line in unguarded(tree)
+    errors = [
+        f"{name}:{line}"
+        for name, tree in trees.items()
+        if name not in EXEMPT
+        for line in unguarded_lines(tree)
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not errors, "\n".join(errors)
     assert any(
-        may_be_causal(c) for t in trees.values() for c in ast.walk(t) if isinstance(c, ast.Call)
+        may_be_causal(node)
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
     )
 
 
@@ -86,7 +86,7 @@ GUARD = 'assert q.shape[2] == k.shape[2], "is_causal"'
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "is_unguarded"),
     [
         ("sdpa(q, k, v, is_causal=True)", True),
         ("sdpa(q, k, v, is_causal=flag)", True),
@@ -102,5 +102,6 @@ GUARD = 'assert q.shape[2] == k.shape[2], "is_causal"'
         ('assert q.shape[2] >= k.shape[2], "is_causal"\n    sdpa(q, k, v, is_causal=True)', True),
     ],
 )
-def test_the_search_finds_what_it_looks_for(body, found):
-    assert bool(unguarded(ast.parse(f"def f(q, k, v):\n    {body}"))) == found
+def test_unguarded_calls_are_detected(body, is_unguarded):
+    tree = ast.parse(f"def f(q, k, v):\n    {body}")
+    assert bool(unguarded_lines(tree)) == is_unguarded

@@ -1,4 +1,4 @@
-"""benchmarks/kernels/compare_trees.py: verdicts, table, arguments, and two trees on the CPU."""
+"""benchmarks/kernels/compare_trees.py: verdicts, table, arguments, and a run on the CPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NEVER = float("inf")
 
 @pytest.fixture
 def trees(monkeypatch):
-    """compare_trees.py as a module."""
+    """The module compare_trees.py."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import compare_trees
 
     return compare_trees
 
 
-class Clock:
-    """A tree whose kernels take the given times, round by round."""
+class FakeTree:
+    """A tree whose kernels take the given times, one per round."""
 
     def __init__(self, times, log=None, label=""):
         self.times, self.log, self.label = times, [] if log is None else log, label
@@ -46,9 +46,9 @@ class Clock:
         return next(self.rounds[name])
 
 
-def rows(trees, old, new, rounds=5):
-    found = trees.compare(Clock(old), Clock(new), trees.CASES[:1], rounds, NEVER)
-    return {row.name.removeprefix(f"{trees.CASES[0]} "): row for row in found}
+def compare(trees, old, new, rounds=5):
+    rows = trees.compare(FakeTree(old), FakeTree(new), trees.CASES[:1], rounds, NEVER)
+    return {row.name.removeprefix(f"{trees.CASES[0]} "): row for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -62,56 +62,56 @@ def rows(trees, old, new, rounds=5):
         ([1.0], [0.98], "same"),
         ([0.9, 1.0, 1.1, 1.0, 0.95], [1.2], "slower"),
         ([0.9, 1.0, 1.1, 1.0, 0.95], [1.09], "same"),  # within twice the spread
-        ([1.0], [1.0, 1.05, 1.1, 1.2, 1.3], "same"),  # the new tree's spread counts as well
-        ([1.0, 1.0, 9.0, 1.0, 1.0], [1.05], "slower"),  # one outlier is no spread
+        ([1.0], [1.0, 1.05, 1.1, 1.2, 1.3], "same"),  # the spread of the new tree counts too
+        ([1.0, 1.0, 9.0, 1.0, 1.0], [1.05], "slower"),  # one outlier does not add spread
     ],
 )
 def test_a_row_is_slower_beyond_3_percent_and_twice_the_spread(trees, old, new, verdict):
-    assert rows(trees, {"cmp": old}, {"cmp": new})["cmp"].verdict == verdict
+    assert compare(trees, {"cmp": old}, {"cmp": new})["cmp"].verdict == verdict
 
 
 def test_a_row_has_medians_and_their_ratio(trees):
-    row = rows(trees, {"cmp": [1.0, 2.0, 3.0]}, {"cmp": [4.0, 5.0, 3.0]}, 3)["cmp"]
+    row = compare(trees, {"cmp": [1.0, 2.0, 3.0]}, {"cmp": [4.0, 5.0, 3.0]}, 3)["cmp"]
     assert (row.old_ms, row.new_ms, row.ratio, row.spread) == (2.0, 4.0, 2.0, 0.5)
 
 
 def test_rounds_alternate_between_the_trees(trees):
     log = []
-    old, new = Clock({"cmp": [1.0]}, log, "old"), Clock({"cmp": [1.0]}, log, "new")
+    old, new = FakeTree({"cmp": [1.0]}, log, "old"), FakeTree({"cmp": [1.0]}, log, "new")
     list(trees.compare(old, new, trees.CASES[:1], 4, NEVER))
     assert log == ["old", "new", "new", "old"] * 2
 
 
 def test_a_kernel_that_only_the_old_tree_runs_is_missing(trees):
-    found = rows(
+    rows = compare(
         trees,
         {"cmp": [1.0], "sel": [1.0], "win": "Unsupported: no", "gates": [1.0]},
         {"cmp": "NSAError: broken", "sel": [1.0], "win": [1.0]},
     )
-    assert {name: row.verdict for name, row in found.items()} == {
+    assert {name: row.verdict for name, row in rows.items()} == {
         "cmp": "missing",
         "sel": "same",
         "win": "not timed",
         "gates": "missing",
     }
-    assert found["cmp"].reason == "new: NSAError: broken"
-    assert found["win"].reason == "old: Unsupported: no"
-    assert found["gates"].reason == "new: the tree has no such kernel"
+    assert rows["cmp"].reason == "new: NSAError: broken"
+    assert rows["win"].reason == "old: Unsupported: no"
+    assert rows["gates"].reason == "new: the tree has no such kernel"
 
 
-def test_cases_after_the_time_limit_are_left_out(trees):
-    found = list(trees.compare(Clock({}), Clock({}), trees.CASES[:2], 1, 0.0))
-    assert found == list(trees.CASES[:2])
+def test_cases_after_the_time_limit_are_skipped(trees):
+    skipped = list(trees.compare(FakeTree({}), FakeTree({}), trees.CASES[:2], 1, 0.0))
+    assert skipped == list(trees.CASES[:2])
 
 
-def test_the_table_and_exit_code(trees, capsys, tmp_path):
-    made = [
+def test_report_prints_a_table_and_returns_the_exit_code(trees, capsys, tmp_path):
+    rows = [
         trees.judged("64/4/128 8k cmp forward", [1.0, 1.0], [1.5, 1.5]),
         trees.judged("64/4/128 8k win forward", [1.0, 1.0], [1.0, 1.0]),
         trees.Row("8/2/32 1 x 2k gates", None, None, 0.0, "missing", "new: broken"),
     ]
     file = tmp_path / "rows.json"
-    assert trees.report(made, [], file) == 1
+    assert trees.report(rows, [], file) == 1
     output = capsys.readouterr().out.splitlines()
     assert output[0].split() == ["kernel", "old", "ms", "new", "ms", "new/old", "spread", "verdict"]
     assert output[1].split()[-5:] == ["1.0000", "1.5000", "1.500", "0.0%", "slower"]
@@ -122,13 +122,13 @@ def test_the_table_and_exit_code(trees, capsys, tmp_path):
         "same",
         "missing",
     ]
-    assert trees.report(made[1:2], [], None) == 0
+    assert trees.report(rows[1:2], [], None) == 0
     assert "nothing is slower" in capsys.readouterr().out
-    assert trees.report(made[1:2], [trees.CASES[0]], None) == 1
+    assert trees.report(rows[1:2], [trees.CASES[0]], None) == 1
     assert "left out by --minutes: 64/4/128 8k" in capsys.readouterr().out
 
 
-def test_every_case_asked_for_is_there(trees):
+def test_all_required_cases_exist(trees):
     names = {str(case) for case in trees.CASES}
     assert names >= {"64/4/128 8k", "64/4/128 32k", "32/8/128 32k", "12/2/64 32k", "12/2/64 64k"}
     assert names >= {"64/4/192/128 32k", "64/4/128 16 x 32k", "8/2/32 1 x 2k"}
@@ -144,7 +144,7 @@ def test_every_case_asked_for_is_there(trees):
         (["--device", "tpu"], "invalid choice: 'tpu'"),
     ],
 )
-def test_wrong_arguments_are_refused(trees, change, text, tmp_path, capsys):
+def test_invalid_arguments_are_refused(trees, change, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         trees.main(["--old", str(tmp_path), "--new", str(tmp_path), *change])
     assert caught.value.code == 2
@@ -170,26 +170,26 @@ def site(tmp_path):
     return folder
 
 
-def test_this_tree_beside_itself_on_the_cpu(site, tmp_path):
+def test_compares_this_tree_with_itself_on_the_cpu(site, tmp_path):
     file = tmp_path / "rows.json"
     options = ["--device", "cpu", "--backend", "sdpa", "--shapes", "tiny", "--rounds", "1"]
     command = [sys.executable, str(SCRIPT), "--old", str(site), "--new", str(site), *options]
     done = subprocess.run(
         [*command, "--json", str(file)], capture_output=True, text=True, timeout=300
     )
-    found = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text())["rows"]
     slots = ("cmp", "select", "sel", "win", "combine")
     expected = [f"4/2/8 96 {slot} forward" for slot in slots]
     expected += [f"4/2/8 96 {slot} backward" for slot in slots if slot != "select"]
     expected += ["4/2/8 2 x 48 layer step", "4/2/8 2 x 48 layer step of 4 tokens"]
-    assert sorted(row["name"] for row in found) == sorted(expected)
-    assert all(row["old_ms"] > 0 and row["new_ms"] > 0 for row in found), done.stderr
-    slower = any(row["verdict"] == "slower" for row in found)  # a busy machine may make one so
+    assert sorted(row["name"] for row in rows) == sorted(expected)
+    assert all(row["old_ms"] > 0 and row["new_ms"] > 0 for row in rows), done.stderr
+    slower = any(row["verdict"] == "slower" for row in rows)  # possible on a busy machine
     assert done.returncode == int(slower), done.stderr
-    assert len(done.stdout.splitlines()) == len(found) + 2
+    assert len(done.stdout.splitlines()) == len(rows) + 2
 
 
-def test_a_child_that_ends_is_said(trees, site, capsys):
+def test_a_child_that_ends_early_is_reported(trees, site, capsys):
     child = trees.Child("new", site, "cpu", "sdpa")
     try:
         assert child.hello().startswith(str(site))

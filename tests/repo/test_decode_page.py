@@ -1,4 +1,4 @@
-"""docs/decode.md: its examples run, and print what they say."""
+"""The examples of docs/decode.md run and print the output that the page shows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "decode.md").read
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def run(code, names, capsys):
-    exec(compile(code, "docs/decode.md", "exec"), names)
-    said = re.findall(r"print\(.*\)  # (.*)", code)
-    assert said
-    assert capsys.readouterr().out.split("\n")[:-1] == said
+def run_example(code, variables, capsys):
+    exec(compile(code, "docs/decode.md", "exec"), variables)
+    expected = re.findall(r"print\(.*\)  # (.*)", code)
+    assert expected
+    assert capsys.readouterr().out.split("\n")[:-1] == expected
 
 
-def test_the_first_example(capsys):
-    run(BLOCKS[0], {}, capsys)
+def test_the_first_example_prints_the_shown_output(capsys):
+    run_example(BLOCKS[0], {}, capsys)
 
 
 @pytest.mark.gpu
-def test_the_examples_of_a_gpu(capsys):
-    names = {}
+def test_all_examples_print_the_shown_output_on_a_gpu(capsys):
+    variables = {}
     for block in BLOCKS:
-        run(block, names, capsys)
+        run_example(block, variables, capsys)
     assert len(BLOCKS) == 2

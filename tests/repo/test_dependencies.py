@@ -1,6 +1,4 @@
-"""Imports follow the arrows of docs/architecture.md, form no cycle, and leave the oracle
-independent.
-"""
+"""Imports follow the layers of docs/architecture.md without cycles; the oracle is independent."""
 
 from __future__ import annotations
 
@@ -35,19 +33,20 @@ PACKAGES = (
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules of ours that it imports anywhere in its file, for type checking too."""
+    """The modules of ours that each module imports anywhere, including for type checking."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def root(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_packages_import_along_the_arrows(repo):
-    """The contracts of [tool.importlinter] in pyproject.toml.
+def test_packages_import_only_lower_layers(repo):
+    """The contracts of [tool.importlinter] in pyproject.toml hold.
 
-    In a process of its own, because import-linter configures logging and disables our logger.
+    They are checked in a separate process, because import-linter configures logging and disables
+    our logger.
     """
     code = "import sys; from importlinter.cli import lint_imports; "
     code += "sys.exit(lint_imports(config_filename='pyproject.toml', no_cache=True))"
@@ -56,7 +55,7 @@ def test_packages_import_along_the_arrows(repo):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_package_is_under_the_contracts(repo):
+def test_the_import_contracts_name_every_package(repo):
     folders = {
         path.parent.name for path in repo.files() if path.match("packages/*/src/*/__init__.py")
     }
@@ -72,37 +71,37 @@ def test_modules_form_no_cycle(imports):
     graphlib.TopologicalSorter(imports).prepare()
 
 
-def test_backends_import_only_what_the_contract_names(imports):
-    wrong = [
+def test_backends_import_only_the_permitted_modules(imports):
+    errors = [
         f"{module} imports {target}"
         for module, targets in imports.items()
         if module.startswith("nsa_backend")
         for target in targets
-        if root(target) != root(module) and target not in FOR_BACKENDS
+        if package_of(target) != package_of(module) and target not in FOR_BACKENDS
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not errors, "\n".join(errors)
 
 
-def test_oracle_imports_nothing_it_judges(imports):
-    todo = [module for module in imports if f"{module}.".startswith("nsa_verify.oracle.")]
-    assert todo
-    reached = set(todo)
-    while todo:
-        new = imports[todo.pop()] - reached
+def test_the_oracle_imports_no_code_that_it_judges(imports):
+    queue = [module for module in imports if f"{module}.".startswith("nsa_verify.oracle.")]
+    assert queue
+    reached = set(queue)
+    while queue:
+        new = imports[queue.pop()] - reached
         reached |= new
-        todo += new
+        queue += new
     outside = {module for module in reached if not f"{module}.".startswith("nsa_verify.oracle.")}
     assert outside <= FOR_ORACLE | {"nsa_core", "nsa_verify"}, outside
 
 
 def loaded_by(statements: str) -> set[str]:
-    """Modules present after ``statements`` ran in a fresh interpreter."""
+    """Return the modules that are loaded after ``statements`` in a new interpreter."""
     code = f"import json, sys\n{statements}\nprint(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_contract_and_every_plugin_import_without_torch():
+def test_the_contract_and_all_plugins_import_without_torch():
     points = importlib.metadata.entry_points(group="nsa.backends")
     plugins = sorted(
         {p.value.split(":")[0] for p in points if p.dist and p.dist.name.startswith("nsa-backend-")}
@@ -121,12 +120,12 @@ def test_contract_and_every_plugin_import_without_torch():
     )
 
 
-def test_command_line_imports_without_torch():
+def test_the_command_line_imports_without_torch():
     assert "torch" not in loaded_by("import nsa_cli.app")
 
 
-def test_public_names_resolve_and_a_layer_imports_without_the_compiler():
-    """torch._dynamo takes as long to import as torch itself; one process, to import torch once."""
+def test_public_names_and_the_layer_import_without_torch_dynamo():
+    """Importing torch._dynamo takes as long as importing torch. One process imports torch once."""
     modules = (
         "nsa_core.layer.module",
         "nsa_core.layer.attention",
@@ -139,7 +138,7 @@ def test_public_names_resolve_and_a_layer_imports_without_the_compiler():
     assert "torch._dynamo" not in loaded
 
 
-def test_a_result_is_marked_constant_as_torch_marks_it():
+def test_constant_result_sets_the_attributes_of_assume_constant_result():
     import torch
 
     from nsa_core.dispatch.default_plan import constant_result

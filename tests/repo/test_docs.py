@@ -1,4 +1,4 @@
-"""The tutorial's files are the template's, and the support matrix is what the probes say."""
+"""The tutorial shows the files of the template, and the support matrix matches the probes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_the_tutorial_shows_the_files_of_the_template() -> None:
         "decode.py",
         "test_conformance.py",
     }
-    assert text.count("```") == 2 * len(shown), "a code block that is no file of the template"
+    assert text.count("```") == 2 * len(shown), "a code block is not a file of the template"
 
 
 @pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the page is written where torch is a CPU build"
+    torch.version.cuda is not None, reason="the page is generated with a CPU build of torch"
 )
-def test_the_support_matrix_is_what_the_probes_say(monkeypatch) -> None:
+def test_the_support_matrix_matches_the_probes(monkeypatch) -> None:
     monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
     page = (DOCS / "backends.md").read_text()
     assert page == support_matrix(discover(safe=True)), (
@@ -50,9 +50,7 @@ def test_the_support_matrix_is_what_the_probes_say(monkeypatch) -> None:
 
 
 def probe(request) -> list[Reason]:
-    """Takes bfloat16 on GPUs from sm_80 on, forward only in float16, and misses a package
-    everywhere.
-    """
+    """Accept bfloat16, and float16 forward, from sm_80 on; always report a missing package."""
     reasons = [Reason("missing", "the package x is not installed")]
     if request.device != "cuda" or request.capability < (8, 0):
         reasons.append(Reason("gpu", "needs sm_80"))
@@ -63,7 +61,7 @@ def probe(request) -> list[Reason]:
     return reasons
 
 
-def test_the_matrix_tells_slots_gradients_and_devices() -> None:
+def test_the_matrix_shows_slots_gradients_and_devices() -> None:
     slots = {"win": SlotSpec("x:f", "x:b"), "cmp": SlotSpec("x:f")}
     spec = BackendSpec("toy", API_VERSION, slots, f"{__name__}:probe", summary="a toy")
     page = support_matrix(Registry().with_backend(spec))
@@ -74,4 +72,4 @@ def test_the_matrix_tells_slots_gradients_and_devices() -> None:
     assert "| float16 | - | - | forward: cmp, win | forward: cmp, win | forward: cmp, win |" in page
     assert "| float32 | - | - | - | - | - |" in page
     assert "- needs sm_80\n" in page
-    assert "not installed" not in page  # the machine's fault, not the backend's
+    assert "not installed" not in page  # a fact of this machine, not of the backend

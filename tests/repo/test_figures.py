@@ -1,4 +1,4 @@
-"""benchmarks/figures.py: pages show what the result files say; pieces run, resume and refuse."""
+"""benchmarks/figures.py: pages match the result files; pieces run, resume and are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = ("README.md", "benchmarks/README.md", "docs/bench.md", "docs/decode.md",
 
 @pytest.fixture
 def figures(monkeypatch):
-    """benchmarks/figures.py as a module."""
+    """The module benchmarks/figures.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for name in ("figures", "figure_pieces", "figure_tables"):
         sys.modules.pop(name, None)
@@ -29,7 +29,7 @@ def figures(monkeypatch):
 
 @pytest.fixture
 def pages(tmp_path):
-    """A copy of the pages and result files."""
+    """A folder with copies of the pages and result files."""
     for page in (*PAGES, "docs/report-rows.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
@@ -38,13 +38,13 @@ def pages(tmp_path):
 
 
 def git(root, *words):
-    who = ("-c", "user.name=n", "-c", "user.email=n@example.com")
-    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+    author = ("-c", "user.name=n", "-c", "user.email=n@example.com")
+    subprocess.run(["git", *author, *words], cwd=root, check=True, capture_output=True)
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A clean checkout with a package, a benchmark that counts its runs, and results."""
+    """A clean checkout with a package and a benchmark that records its runs."""
     package = tmp_path / "packages" / "p" / "src" / "nsa_toy"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -69,7 +69,10 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def run(figures, checkout, monkeypatch, capsys):
-    """Run the pieces ("name:mode", minutes) of the toy benchmark; (exit code, output, runs)."""
+    """Return a function that runs pieces "name:mode:minutes" of the toy benchmark.
+
+    It returns (exit code, output, modes of the runs).
+    """
     monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
 
     def piece(text, needs="", makes=()):
@@ -79,34 +82,34 @@ def run(figures, checkout, monkeypatch, capsys):
             name, name, command, f"{name}.json", float(minutes), needs, tuple(makes)
         )
 
-    def do(*pieces, words=("run",)):
+    def run_pieces(*pieces, words=("run",)):
         (checkout / "runs.txt").write_text("")
-        made = [p if isinstance(p, figures.Piece) else piece(p) for p in pieces]
-        code = figures.main(words, checkout, made)
+        pieces = [each if isinstance(each, figures.Piece) else piece(each) for each in pieces]
+        code = figures.main(words, checkout, pieces)
         captured = capsys.readouterr()
         runs = (checkout / "runs.txt").read_text().split()
         return code, captured.out + captured.err, runs
 
-    do.piece = piece
-    return do
+    run_pieces.piece = piece
+    return run_pieces
 
 
-def stamp(checkout, name):
+def stamp_of(checkout, name):
     file = checkout / "build" / "figures" / "h200" / f"{name}.json"
     return json.loads(file.read_text())["figures"]
 
 
-def test_the_pages_are_what_the_result_files_say(figures, capsys):
+def test_the_pages_match_the_result_files(figures, capsys):
     assert figures.main(["render", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_every_table_is_in_a_page(figures):
+def test_every_table_is_on_a_page(figures):
     paths = [path for pattern in figures.PAGES for path in ROOT.glob(pattern)]
     shown = {m[1] for p in paths for m in figures.MARKED.findall(p.read_text(encoding="utf-8"))}
     assert shown == set(figures.TABLES)
 
 
-def test_every_opening_marker_has_its_end(figures):
+def test_every_opening_marker_has_a_closing_marker(figures):
     for pattern in figures.PAGES:
         for path in ROOT.glob(pattern):
             text = path.read_text(encoding="utf-8")
@@ -127,21 +130,21 @@ def test_every_opening_marker_has_its_end(figures):
         ("real_blocks.json", r'"8": 2\.408', "docs/bench.md"),
     ],
 )
-def test_a_changed_number_in_a_result_file_is_noticed(figures, pages, file, pattern, page, capsys):
+def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
     path = pages / "benchmarks" / "results" / "h200" / file
     text = path.read_text(encoding="utf-8")
-    found = re.findall(pattern, text)
-    if not found:  # the figures were made anew: any number of the same field will do
+    matches = re.findall(pattern, text)
+    if not matches:  # after a new measurement, take any number of the same field
         field = pattern.split(":")[0]
-        found = re.findall(field + r": [\d.]+", text)[:1]
-    assert found
-    key, value = found[0].split(": ")
-    path.write_text(text.replace(found[0], f"{key}: {2 * float(value)}"), encoding="utf-8")
+        matches = re.findall(field + r": [\d.]+", text)[:1]
+    assert matches
+    key, value = matches[0].split(": ")
+    path.write_text(text.replace(matches[0], f"{key}: {2 * float(value)}"), encoding="utf-8")
     assert figures.main(["render", "--check"], pages) == 1
     assert page in capsys.readouterr().out
 
 
-def test_a_changed_number_in_a_page_is_noticed_and_written_back(figures, pages, capsys):
+def test_a_changed_number_on_a_page_is_detected_and_restored(figures, pages, capsys):
     page = pages / "README.md"
     text = page.read_text(encoding="utf-8")
     body = figures.MARKED.search(text)[3]
@@ -165,11 +168,11 @@ def test_every_result_file_belongs_to_a_piece(figures):
     expected = {piece.file for piece in figures.PIECES}
     core = [piece.file for piece in figures.PIECES if piece.name.startswith("core-")]
     if any(figures.read_stamp(folder / name) is None for name in core):
-        expected |= {"core.json"}  # holds the cells that older files of single shapes lack
+        expected |= {"core.json"}  # has cells that older files of single shapes lack
     assert not files - expected
 
 
-def test_pieces_are_distinct_and_fit_the_limit(figures):
+def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
     pieces = figures.PIECES
     assert len({piece.name for piece in pieces}) == len({p.file for p in pieces}) == len(pieces)
     assert all(0 < piece.minutes <= 10 for piece in pieces)
@@ -184,23 +187,23 @@ def test_list_shows_every_piece_with_its_state(figures, pages, capsys):
     assert all(re.search("done|other source|missing", line) for line in lines[1:])
 
 
-def test_a_run_measures_stamps_and_resumes(run, checkout):
+def test_a_run_measures_stamps_and_skips_finished_pieces(run, checkout):
     code, _, runs = run("a:quick", "b:quick")
     assert (code, runs) == (0, ["quick", "quick"])
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True
     ).stdout.strip()
-    kept = stamp(checkout, "a")
-    assert (kept["commit"], kept["clean"], kept["piece"]) == (head, True, "a")
-    assert set(kept["trees"]) == {"nsa_toy"}
-    assert set(kept["scripts"]) == {"toy.py"}
+    stamp = stamp_of(checkout, "a")
+    assert (stamp["commit"], stamp["clean"], stamp["piece"]) == (head, True, "a")
+    assert set(stamp["trees"]) == {"nsa_toy"}
+    assert set(stamp["scripts"]) == {"toy.py"}
     code, output, runs = run("a:quick", "b:quick")
     assert (code, runs) == (0, [])
     assert "a: done before" in output
 
 
 @pytest.mark.parametrize("change", ["package", "script", "command"])
-def test_another_source_or_command_runs_again(run, checkout, change):
+def test_a_changed_source_or_command_runs_the_piece_again(run, checkout, change):
     assert run("a:quick")[0] == 0
     path = {"package": "packages/p/src/nsa_toy/__init__.py", "script": "benchmarks/toy.py"}
     if change in path:
@@ -211,7 +214,7 @@ def test_another_source_or_command_runs_again(run, checkout, change):
     assert (code, len(runs)) == (0, 1)
 
 
-def test_a_commit_of_other_files_keeps_the_results(run, checkout):
+def test_a_commit_to_unrelated_files_keeps_the_results(run, checkout):
     assert run("a:quick")[0] == 0
     (checkout / "README.md").write_text("text")
     git(checkout, "add", "-A")
@@ -220,7 +223,7 @@ def test_a_commit_of_other_files_keeps_the_results(run, checkout):
 
 
 @pytest.mark.parametrize("mode", ["stopped", "broken"])
-def test_an_interrupted_or_failed_piece_starts_again(run, checkout, mode):
+def test_an_interrupted_or_failed_piece_runs_again(run, checkout, mode):
     piece = run.piece(f"a:{mode}")
     code, output, runs = run(piece, "b:quick")
     assert (code, runs) == (1, [mode, "quick"])
@@ -229,7 +232,7 @@ def test_an_interrupted_or_failed_piece_starts_again(run, checkout, mode):
     assert run(piece, "b:quick")[2] == [mode]
 
 
-def test_a_piece_that_outlasts_the_minutes_is_ended(run, checkout):
+def test_a_piece_beyond_the_time_limit_is_ended(run, checkout):
     code, output, runs = run("a:slow:0.01", words=("run", "--minutes", "0.02"))
     assert (code, runs) == (1, ["slow"])
     assert "the time is over" in output
@@ -245,31 +248,31 @@ def test_ctrl_c_ends_the_piece_and_leaves_no_result(figures, checkout, run, monk
     piece = run.piece("a:slow")
     monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    whole = figures.Figures("h200", checkout, [piece], allow_dirty=True)
+    runner = figures.Figures("h200", checkout, [piece], allow_dirty=True)
     with pytest.raises(KeyboardInterrupt):
-        whole.run_piece(piece, 5)
+        runner.run_piece(piece, 5)
     assert not list((checkout / "build" / "figures" / "h200").iterdir())
 
 
-def test_a_piece_that_does_not_fit_is_not_started(run):
+def test_a_piece_longer_than_the_time_left_is_not_started(run):
     code, output, runs = run("a:quick:1", "b:quick:9", words=("run", "--minutes", "5"))
     assert (code, runs) == (1, ["quick"])
     assert "b: not started, it takes about 9 minutes and 5.0 of 5 are left" in output
 
 
-def test_only_runs_the_named_pieces_and_what_they_need(run, checkout):
+def test_only_runs_the_named_pieces_and_their_requirements(run, checkout):
     maker = run.piece("maker:made", makes=["made.bin"])
     user = run.piece("user:quick", needs="maker")
     code, _, runs = run(maker, "other:quick", user, words=("run", "--only", "user"))
     assert (code, runs) == (0, ["made", "quick"])
-    (checkout / "made.bin").unlink()  # a fresh machine: the files are gone, the result is not
+    (checkout / "made.bin").unlink()  # as on a new machine, which has only the result files
     (checkout / "build" / "figures" / "h200" / "user.json").unlink()
     assert run(maker, user, words=("run", "--only", "user"))[2] == ["made", "quick"]
     code, output, _ = run(maker, user, words=("run", "--only", "frob"))
     assert (code, "no piece is named frob" in output) == (2, True)
 
 
-def test_a_piece_that_does_not_make_its_files_fails(run):
+def test_a_piece_that_does_not_write_its_files_fails(run):
     maker = run.piece("maker:quick", makes=["made.bin"])
     code, output, runs = run(maker, run.piece("user:quick", needs="maker"))
     assert (code, runs) == (1, ["quick"])
@@ -277,7 +280,7 @@ def test_a_piece_that_does_not_make_its_files_fails(run):
 
 
 @pytest.mark.parametrize("change", ["tracked", "new"])
-def test_a_dirty_checkout_is_refused_and_told(run, checkout, change):
+def test_a_dirty_checkout_is_refused_and_recorded(run, checkout, change):
     name = "toy.py" if change == "tracked" else "more.py"
     with (checkout / "benchmarks" / name).open("a") as file:
         file.write("# not committed\n")
@@ -285,7 +288,7 @@ def test_a_dirty_checkout_is_refused_and_told(run, checkout, change):
     assert (code, runs) == (2, [])
     assert "commit the changes first" in output
     assert run("a:quick", words=("run", "--allow-dirty"))[0] == 0
-    assert stamp(checkout, "a")["clean"] is False
+    assert stamp_of(checkout, "a")["clean"] is False
     git(checkout, "add", "-A")
     git(checkout, "commit", "-qm", "Clean")
     assert run("a:quick")[2] == ["quick"]  # a result of a dirty checkout does not count
@@ -296,10 +299,10 @@ def test_results_do_not_make_the_checkout_dirty(run, checkout):
     folder.mkdir(parents=True)
     (folder / "z.json").write_text("{}")
     assert run("a:quick")[0] == 0
-    assert stamp(checkout, "a")["clean"] is True
+    assert stamp_of(checkout, "a")["clean"] is True
 
 
-def test_other_packages_than_the_checkouts_are_refused(
+def test_installed_packages_that_differ_from_the_checkout_are_refused(
     run, checkout, tmp_path_factory, monkeypatch
 ):
     other = tmp_path_factory.mktemp("site") / "nsa_toy"
@@ -314,14 +317,14 @@ def test_other_packages_than_the_checkouts_are_refused(
 def test_collect_copies_clean_results(run, checkout):
     assert run("a:quick")[0] == 0
     assert run("a:quick", words=("collect",))[0] == 0
-    kept = json.loads((checkout / "benchmarks" / "results" / "h200" / "a.json").read_text())
-    assert kept["kind"] == "toy"
-    assert kept["figures"]["clean"] is True
+    collected = json.loads((checkout / "benchmarks" / "results" / "h200" / "a.json").read_text())
+    assert collected["kind"] == "toy"
+    assert collected["figures"]["clean"] is True
     shutil.rmtree(checkout / "build")
     assert run("a:quick")[2] == []  # the repository's own result counts
 
 
-def test_collect_refuses_results_of_a_dirty_checkout(run, checkout):
+def test_collect_refuses_results_from_a_dirty_checkout(run, checkout):
     (checkout / "benchmarks" / "more.py").write_text("")
     assert run("a:quick", words=("run", "--allow-dirty"))[0] == 0
     code, output, _ = run("a:quick", words=("collect",))
@@ -329,7 +332,7 @@ def test_collect_refuses_results_of_a_dirty_checkout(run, checkout):
     assert run("a:quick", words=("collect", "--allow-dirty"))[0] == 0
 
 
-def test_a_stamp_keeps_a_result_of_nsa_bench_readable(figures, tmp_path):
+def test_a_stamped_result_of_nsa_bench_stays_readable(figures, tmp_path):
     from nsa_bench.result import read_result
 
     file = ROOT / "benchmarks" / "results" / "h200" / "core_12_2_64.json"
@@ -340,7 +343,7 @@ def test_a_stamp_keeps_a_result_of_nsa_bench_readable(figures, tmp_path):
     assert figures.read_stamp(copy) == {"piece": "a"}
 
 
-def test_a_stamped_file_of_a_shape_needs_no_file_of_all_shapes(figures, pages):
+def test_a_stamped_file_of_one_shape_replaces_the_file_of_all_shapes(figures, pages):
     folder = pages / "benchmarks" / "results" / "h200"
     before = figures.Results(folder).core("12/2/64")
     file = folder / "core_12_2_64.json"

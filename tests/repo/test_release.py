@@ -1,4 +1,4 @@
-"""A release and its README: one version, pins, one licence, and the commands that CI runs."""
+"""Release metadata and README: versions, requirements, licences, and the commands of CI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import nsa_core
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+except ModuleNotFoundError:  # Python 3.10, where pytest depends on tomli
     import tomli as tomllib
 
 PACKAGES = (
@@ -64,56 +64,62 @@ def project(repo, package: str) -> str:
     return repo.text(f"packages/{package}/pyproject.toml")
 
 
-def version(repo, package: str) -> str:
-    (found,) = re.findall(r'(?m)^version = "([^"]+)"$', project(repo, package))
-    return found
+def version_of(repo, package: str) -> str:
+    (version,) = re.findall(r'(?m)^version = "([^"]+)"$', project(repo, package))
+    return version
 
 
 def metadata(text: str) -> dict:
-    """The table [project] of a pyproject.toml."""
+    """Return the table [project] of a pyproject.toml."""
     return tomllib.loads(text)["project"]
 
 
 def requirements(table: dict) -> dict[str, list[Requirement]]:
-    """The requirements of [project] by extra; "" has those without one."""
+    """Return the requirements of [project] by extra; those without an extra have the key ""."""
     groups = {"": table["dependencies"], **table.get("optional-dependencies", {})}
     return {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
 
 
 def requirements_on_ours(text: str) -> list[Requirement]:
     groups = requirements(metadata(text)).values()
-    return [one for group in groups for one in group if one.name.startswith("nsa-")]
+    return [
+        requirement
+        for group in groups
+        for requirement in group
+        if requirement.name.startswith("nsa-")
+    ]
 
 
-def test_one_version_for_all_packages(repo):
+def test_all_packages_have_one_version(repo):
     assert sorted(
         p.name for p in (repo.root / "packages").iterdir() if (p / "pyproject.toml").exists()
     ) == list(PACKAGES)
-    versions = {package: version(repo, package) for package in PACKAGES}
+    versions = {package: version_of(repo, package) for package in PACKAGES}
     assert len(set(versions.values())) == 1, versions
     installed = {package: importlib.metadata.version(package) for package in PACKAGES}
-    assert installed == versions, "the environment is stale: install the packages again"
+    assert installed == versions, "the installed packages are outdated: install them again"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_requirements_on_our_packages_fit_their_version(package, repo):
-    """Exact pins; a backend takes the releases of nsa-core that are compatible with this one."""
-    current = version(repo, package)
-    for one in requirements_on_ours(project(repo, package)):
-        assert one.name in PACKAGES
-        assert one.specifier.contains(current, prereleases=True), one
-        exact = str(one.specifier) == f"=={current}"
-        assert exact == (not package.startswith("nsa-backend-")), one
+def test_requirements_on_our_packages_match_their_version(package, repo):
+    """Packages pin each other exactly; a backend accepts all compatible releases of nsa-core."""
+    current = version_of(repo, package)
+    for requirement in requirements_on_ours(project(repo, package)):
+        specifier = requirement.specifier
+        assert requirement.name in PACKAGES
+        assert specifier.contains(current, prereleases=True), requirement
+        exact = str(specifier) == f"=={current}"
+        assert exact == (not package.startswith("nsa-backend-")), requirement
         if not exact:
             major, minor, patch = map(int, re.findall(r"\d+", current)[:3])
-            assert one.specifier.contains(f"{major}.{minor}.{patch + 1}"), one
-            assert not one.specifier.contains(f"{major + 1}.0.0"), one
-            assert major or not one.specifier.contains(f"0.{minor + 1}.0"), one
+            assert specifier.contains(f"{major}.{minor}.{patch + 1}"), requirement
+            assert not specifier.contains(f"{major + 1}.0.0"), requirement
+            assert major or not specifier.contains(f"0.{minor + 1}.0"), requirement
 
 
-def test_the_command_brings_what_its_commands_import(repo):
+def test_nsa_cli_requires_the_packages_that_it_imports(repo):
     groups = requirements(metadata(project(repo, "nsa-cli")))
-    names = {one.name: str(one.marker or "") for one in groups.pop("")}
+    names = {requirement.name: str(requirement.marker or "") for requirement in groups.pop("")}
     imported = {
         name.replace("_", "-")
         for path in (repo.root / "packages/nsa-cli/src").rglob("*.py")
@@ -127,26 +133,27 @@ def test_the_command_brings_what_its_commands_import(repo):
     assert groups.keys() == {"fa2", "train", "plot", "all"}
 
 
-def wanted(repo, package: str, extra: str) -> set[str]:
-    """Third-party distributions and our packages that ``package[extra]`` leads to."""
+def required_by(repo, package: str, extra: str) -> set[str]:
+    """Return the distributions that ``package[extra]`` requires, including nested extras."""
     names: set[str] = set()
-    for one in requirements(metadata(project(repo, package)))[extra]:
-        names.add(one.name)
-        for inner in one.extras:
-            names |= wanted(repo, one.name, inner)
+    for requirement in requirements(metadata(project(repo, package)))[extra]:
+        names.add(requirement.name)
+        for nested in requirement.extras:
+            names |= required_by(repo, requirement.name, nested)
     return names
 
 
-def test_the_extra_all_has_every_extra_of_the_command_and_pytest(repo):
-    everything = wanted(repo, "nsa-cli", "all")
+def test_the_extra_all_includes_every_extra_and_pytest(repo):
+    everything = required_by(repo, "nsa-cli", "all")
     for extra in ("fa2", "train", "plot"):
-        assert wanted(repo, "nsa-cli", extra) <= everything, extra
-    assert wanted(repo, "nsa-verify", "test") <= everything
-    assert wanted(repo, "nsa-bench", "checkpoint") <= everything
+        assert required_by(repo, "nsa-cli", extra) <= everything, extra
+    assert required_by(repo, "nsa-verify", "test") <= everything
+    assert required_by(repo, "nsa-bench", "checkpoint") <= everything
     assert everything >= {"pytest", "matplotlib", "safetensors", "tokenizers", "datasets"}
 
 
-def test_the_core_alone_adds_no_pytest_plugin_and_no_extras(repo):
+def test_only_nsa_verify_adds_a_pytest_plugin(repo):
+    """nsa-core has no entry points and no extras."""
     core = importlib.metadata.distribution("nsa-core")
     assert not list(core.entry_points)
     assert not core.metadata.get_all("Provides-Extra")
@@ -158,27 +165,28 @@ def test_the_core_alone_adds_no_pytest_plugin_and_no_extras(repo):
     assert [point.group for point in verify.entry_points] == ["pytest11"]
 
 
-def test_version_stands_nowhere_else(repo):
-    """In no module: importlib.metadata has it, and nsa_core.__version__ asks there."""
-    wrong = [
+def test_no_module_repeats_the_version(repo):
+    """importlib.metadata has the version, and nsa_core.__version__ reads it there."""
+    version = version_of(repo, "nsa-core")
+    modules = [
         name
         for name in repo.python("packages")
         if re.search(r"(?m)^__version__\b", repo.text(name))
-        or re.search(rf'"{re.escape(version(repo, "nsa-core"))}"', repo.text(name))
+        or re.search(rf'"{re.escape(version)}"', repo.text(name))
     ]
-    assert not wrong, f"a version in {wrong}: importlib.metadata knows it"
+    assert not modules, f"version repeated in {modules}: read it from importlib.metadata"
     assert nsa_core.__version__ == importlib.metadata.version("nsa-core")
 
 
-def test_public_names_of_the_core():
-    """Today's exports stay; a new one is added here."""
+def test_nsa_core_exports_the_public_names():
+    """Public names are stable; add a new name to PUBLIC_NAMES."""
     assert set(nsa_core.__all__) == set(dir(nsa_core)) == PUBLIC_NAMES
     with pytest.raises(AttributeError, match="has no attribute 'missing'"):
         _ = nsa_core.missing
 
 
 def bumped(repo, folder, to: str) -> dict[str, str]:
-    """The files that bump writes, after `nox -s bump -- TO` on a copy in ``folder``."""
+    """Return the files that `nox -s bump -- TO` writes, from a copy in ``folder``."""
     names = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
     names += TEMPLATES
     for name in (*names, "noxfile.py"):
@@ -205,25 +213,25 @@ def bumped(repo, folder, to: str) -> dict[str, str]:
     [("9.8.7", ">=9.8.7,<10"), ("0.3.0", ">=0.3.0,<0.4"), ("0.4.0rc1", ">=0.4.0rc1,<0.5")],
 )
 def test_bump_writes_every_version_pin_and_range(to, compatible, repo, tmp_path):
-    found = bumped(repo, tmp_path, to)
-    old = version(repo, "nsa-core")
+    texts = bumped(repo, tmp_path, to)
+    old = version_of(repo, "nsa-core")
     for package in PACKAGES:
         name = f"packages/{package}/pyproject.toml"
         expected = repo.text(name).replace(f'"{old}"', f'"{to}"').replace(f"=={old}", f"=={to}")
         expected = re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, expected)
-        assert found[name] == expected
-        assert metadata(found[name])["version"] == to
-        for one in requirements_on_ours(found[name]):
-            assert one.specifier.contains(to, prereleases=True), one
+        assert texts[name] == expected
+        assert metadata(texts[name])["version"] == to
+        for requirement in requirements_on_ours(texts[name]):
+            assert requirement.specifier.contains(to, prereleases=True), requirement
     for name in TEMPLATES:
-        assert found[name] == re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, repo.text(name))
-        assert f'version = "{old}"' in found[name], "the version of the package of its reader"
-    pins = "".join(found[name] for name in found)
-    assert f'"nsa-bench[plot]=={to}"' in pins
-    assert f"\"nsa-backend-triton=={to}; sys_platform == 'linux'\"" in pins
+        assert texts[name] == re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, repo.text(name))
+        assert f'version = "{old}"' in texts[name], "the example package keeps its own version"
+    all_texts = "".join(texts.values())
+    assert f'"nsa-bench[plot]=={to}"' in all_texts
+    assert f"\"nsa-backend-triton=={to}; sys_platform == 'linux'\"" in all_texts
 
 
-def test_every_package_carries_the_licence(repo):
+def test_every_package_includes_the_licence(repo):
     for package in PACKAGES:
         assert repo.text(f"packages/{package}/LICENSE") == repo.text("LICENSE")
         assert 'license-files = ["LICENSE"]' in project(repo, package)
@@ -238,7 +246,7 @@ def test_packages_build_with_setuptools_alone(repo):
 
 
 def commands(repo) -> list[str]:
-    """The one-line shell commands of the README's first screen, in order."""
+    """Return the one-line shell commands of the README's first section."""
     return re.findall(r"```bash\n([^\n]+)\n```", repo.text("README.md").split("\n## ")[0])
 
 
@@ -255,7 +263,7 @@ def test_ci_runs_the_second_command_of_the_readme(repo):
     assert first.endswith("&& nsa backends list && nsa verify")
 
 
-def test_torch_version_is_one_everywhere(repo):
+def test_one_torch_version_is_pinned_everywhere(repo):
     first, _ = commands(repo)
     pins = set(
         re.findall(r"torch==([\d.]+\d)", first + repo.text("noxfile.py") + repo.text("README.md"))
@@ -263,8 +271,8 @@ def test_torch_version_is_one_everywhere(repo):
     assert pins == {"2.13.0"}
 
 
-def test_what_it_buys_is_arithmetic(repo):
-    """The README's table: S/d + n*l' + w keys read by a query against S, with the paper's sizes."""
+def test_keys_per_query_in_the_readme_match_the_formula(repo):
+    """The README's table of keys per query: S / d + n * l' + w for NSA, S for dense attention."""
     rows = re.findall(
         r"(?m)^\| (\d+)k \| ([\d ]+) \| ([\d ]+) \| ([\d.]+)x \|$", repo.text("README.md")
     )
@@ -276,7 +284,7 @@ def test_what_it_buys_is_arithmetic(repo):
         assert ratio == f"{tokens / bound:.1f}"
 
 
-def test_readme_code_runs(repo):
+def test_the_code_of_the_readme_runs(repo):
     (code,) = re.findall(
         r"```python\n(.*?)```", repo.text("README.md").split("\n## ")[0], re.DOTALL
     )
@@ -284,7 +292,7 @@ def test_readme_code_runs(repo):
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_syntax_is_python_3_10(repo):
+def test_all_files_parse_as_python_3_10(repo):
     for path in repo.files():
         if path.suffix == ".py":
             ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))

@@ -1,6 +1,4 @@
-"""docs/report-rows.md: 25 rows, tests that are collected, and commands that exist once they have
-given a figure.
-"""
+"""docs/report-rows.md has 25 rows with tests that are collected and commands that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PENDING = "not measured yet"
 class Row(NamedTuple):
     number: str
     claim: str
-    was: str
+    problem: str
     check: str
     figure: str
     command: str
@@ -44,25 +42,25 @@ def commands(row: Row) -> list[list[str]]:
     return [shlex.split(text) for text in re.findall(r"`([^`]+)`", row.command)]
 
 
-def test_there_are_25_rows_and_no_cell_is_empty(repo: Any) -> None:
-    found = rows(repo)
-    assert [row.number for row in found] == [str(n) for n in range(1, 26)]
-    for row in found:
+def test_the_page_has_25_rows_without_empty_cells(repo: Any) -> None:
+    table = rows(repo)
+    assert [row.number for row in table] == [str(n) for n in range(1, 26)]
+    for row in table:
         assert all(row), row.number
         assert len(commands(row)) == 1, f"row {row.number} needs one command"
-        shown = (
+        evidence = (
             named_tests(row)
             or result_files(row)
             or PENDING in row.figure
             or "nsa verify" in row.command
         )
-        assert shown, row.number
+        assert evidence, row.number
         for file in result_files(row):
             assert (repo.root / file).is_file(), (row.number, file)
 
 
 def collected(*arguments: str) -> set[str]:
-    """Ids that pytest collects, without parameters."""
+    """Return the ids that pytest collects, without parameters."""
     command = [
         sys.executable,
         "-m",
@@ -78,45 +76,45 @@ def collected(*arguments: str) -> set[str]:
     return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
-def missing(named: set[str], found: set[str]) -> set[str]:
-    return named - found - {name.split("::")[0] for name in found}
+def missing(named: set[str], existing: set[str]) -> set[str]:
+    return named - existing - {name.split("::")[0] for name in existing}
 
 
 def test_every_named_test_is_collected(
-    repo: Any, collected_here: list[str], monkeypatch: pytest.MonkeyPatch
+    repo: Any, collected_ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By this run, or by one of its own for the files that this run leaves out."""
+    """Files that this run does not collect are collected in a separate run."""
     monkeypatch.chdir(repo.root)
     named = {name for row in rows(repo) for name in named_tests(row)}
-    if named := missing(named, {name.split("[")[0] for name in collected_here}):
+    if named := missing(named, {name.split("[")[0] for name in collected_ids}):
         named = missing(named, collected(*sorted({name.split("::")[0] for name in named})))
     assert not named, f"docs/report-rows.md names {sorted(named)}"
-    # A command's files hold the tests that its row names, and -k leaves them in.
+    # The command of a row runs a test that the row names: its files hold it and -k selects it.
     for row in rows(repo):
         (words,) = commands(row)
         if words[0] == "pytest":
-            given = [word for word in words[1:] if word.startswith("tests/")]
-            assert given, row.number
-            assert all((repo.root / name).exists() for name in given), row.number
+            paths = [word for word in words[1:] if word.startswith("tests/")]
+            assert paths, row.number
+            assert all((repo.root / path).exists() for path in paths), row.number
             keyword = words[words.index("-k") + 1] if "-k" in words else ""
             assert any(
-                name.startswith(tuple(given)) and keyword in name for name in named_tests(row)
+                name.startswith(tuple(paths)) and keyword in name for name in named_tests(row)
             ), row.number
 
 
-def fault(words: list[str], repo: Any) -> str:
-    """What is wrong with a command; "": nothing."""
+def command_error(words: list[str], repo: Any) -> str:
+    """Return the error of a command line; "" if the command and its options exist."""
     if words[0] == "pytest":
         return ""
     if words[0] == "python":
         script = repo.root / words[1]
         if not script.is_file():
-            return f"{words[1]} is not there"
+            return f"{words[1]} does not exist"
         text = script.read_text(encoding="utf-8")
-        lacking = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in text]
-        return f"{words[1]} has no {', '.join(lacking)}" if lacking else ""
+        unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in text]
+        return f"{words[1]} has no {', '.join(unknown)}" if unknown else ""
     if words[0] != "nsa":
-        return f"{words[0]} is no command of ours"
+        return f"{words[0]} is not nsa, python or pytest"
     from nsa_cli.app import app
 
     command: Any = typer.main.get_command(app)
@@ -128,40 +126,44 @@ def fault(words: list[str], repo: Any) -> str:
             return f"nsa has no {' '.join(words[:1])}"
         command, words = command.commands[words[0]], words[1:]
     options = {name for parameter in command.params for name in parameter.opts}
-    lacking = [word for word in words if word.startswith("--") and word not in options]
-    return f"nsa {command.name} has no {', '.join(lacking)}" if lacking else ""
+    unknown = [word for word in words if word.startswith("--") and word not in options]
+    return f"nsa {command.name} has no {', '.join(unknown)}" if unknown else ""
 
 
-def test_commands_that_gave_a_figure_exist(repo: Any) -> None:
-    wrong = {row.number: fault(*commands(row), repo) for row in rows(repo) if row.figure != PENDING}
-    assert not any(wrong.values()), {number: text for number, text in wrong.items() if text}
+def test_commands_of_rows_with_a_figure_exist(repo: Any) -> None:
+    errors = {
+        row.number: command_error(*commands(row), repo)
+        for row in rows(repo)
+        if row.figure != PENDING
+    }
+    assert not any(errors.values()), {number: text for number, text in errors.items() if text}
 
 
-def documented(text: str) -> list[list[str]]:
-    """The commands of a page's indented blocks, continued lines joined."""
+def documented_commands(text: str) -> list[list[str]]:
+    """Return the commands in the indented blocks of a page, with continued lines joined."""
     lines = text.replace("\\\n", " ").splitlines()
-    shown = [
+    command_lines = [
         line.strip().split("#")[0]
         for line in lines
         if re.match(r" {4}(nsa|python benchmarks/\S+\.py) ", line)
     ]
-    return [shlex.split(line) for line in shown]
+    return [shlex.split(line) for line in command_lines]
 
 
-@pytest.mark.parametrize(("page", "least"), [("docs/bench.md", 6), ("benchmarks/README.md", 3)])
-def test_commands_of_a_page_exist(page: str, least: int, repo: Any) -> None:
-    found = documented(repo.text(page))
-    assert len(found) >= least
-    wrong = {" ".join(words): fault(words, repo) for words in found}
-    assert not any(wrong.values()), {command: text for command, text in wrong.items() if text}
+@pytest.mark.parametrize(("page", "minimum"), [("docs/bench.md", 6), ("benchmarks/README.md", 3)])
+def test_commands_of_a_page_exist(page: str, minimum: int, repo: Any) -> None:
+    on_page = documented_commands(repo.text(page))
+    assert len(on_page) >= minimum
+    errors = {" ".join(words): command_error(words, repo) for words in on_page}
+    assert not any(errors.values()), {command: text for command, text in errors.items() if text}
 
 
 def test_commands_of_the_figures_exist(repo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(repo.root / "benchmarks")
     from figure_pieces import PIECES
 
-    wrong = {piece.name: fault(shlex.split(piece.command), repo) for piece in PIECES}
-    assert not any(wrong.values()), {name: text for name, text in wrong.items() if text}
+    errors = {piece.name: command_error(shlex.split(piece.command), repo) for piece in PIECES}
+    assert not any(errors.values()), {name: text for name, text in errors.items() if text}
 
 
 @pytest.mark.parametrize(
@@ -176,13 +178,13 @@ def test_commands_of_the_figures_exist(repo: Any, monkeypatch: pytest.MonkeyPatc
         "make",
     ],
 )
-def test_a_command_that_does_not_exist_is_found(command: str, repo: Any) -> None:
-    assert fault(command.split(), repo)
+def test_a_command_that_does_not_exist_is_detected(command: str, repo: Any) -> None:
+    assert command_error(command.split(), repo)
 
 
 @pytest.mark.parametrize(
     "command",
     ["nsa verify --win fa2", "nsa bench --phase decode", "nsa bench compare a b", "nsa tune"],
 )
-def test_a_command_that_exists_passes(command: str, repo: Any) -> None:
-    assert not fault(command.split(), repo)
+def test_a_command_that_exists_has_no_error(command: str, repo: Any) -> None:
+    assert not command_error(command.split(), repo)

@@ -1,4 +1,4 @@
-"""The shards of `nox -s full`: every collected test is in exactly one, and they take alike."""
+"""Shards of `nox -s full`: each collected test is in exactly one; they take similar time."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ DIVIDED = {"test_two.py::test_c[1]": 9.0, "test_one.py": 4.0}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 6, 50])
-def test_each_test_has_one_shard_whatever_the_order(shards: int, collected_here: list[str]) -> None:
-    places = dict(zip(collected_here, sharding.shard_of_each(collected_here, shards)))
-    assert set(places.values()) <= set(range(1, shards + 1))
-    mixed = random.Random(1).sample(collected_here, len(collected_here))
-    assert dict(zip(mixed, sharding.shard_of_each(mixed, shards))) == places
+def test_each_test_has_one_shard_in_any_order(shards: int, collected_ids: list[str]) -> None:
+    shard_of = dict(zip(collected_ids, sharding.shard_of_each(collected_ids, shards)))
+    assert set(shard_of.values()) <= set(range(1, shards + 1))
+    shuffled = random.Random(1).sample(collected_ids, len(collected_ids))
+    assert dict(zip(shuffled, sharding.shard_of_each(shuffled, shards))) == shard_of
 
 
-def test_a_file_stays_whole_unless_a_test_of_it_is_listed() -> None:
+def test_a_file_is_split_only_if_its_tests_are_listed() -> None:
     names = [f"{file}::test_{n}" for file in ("a.py", "b.py", "c.py") for n in range(8)]
     seconds = {"a.py": 30.0, "b.py::test_0": 20.0, "b.py::test_1": 20.0}
-    places = dict(zip(names, sharding.shard_of_each(names, 3, seconds)))
-    assert len({places[name] for name in names if name.startswith("a.py")}) == 1
-    assert len({places[name] for name in names if name.startswith("c.py")}) == 1
-    assert places["b.py::test_0"] != places["b.py::test_1"]
+    shard_of = dict(zip(names, sharding.shard_of_each(names, 3, seconds)))
+    assert len({shard_of[name] for name in names if name.startswith("a.py")}) == 1
+    assert len({shard_of[name] for name in names if name.startswith("c.py")}) == 1
+    assert shard_of["b.py::test_0"] != shard_of["b.py::test_1"]
 
 
-def test_shards_take_alike_by_the_measured_seconds() -> None:
-    """The ordinary and the interpreted tests are sharded apart."""
+def test_shards_take_similar_time_by_the_measured_seconds() -> None:
+    """Tests in Triton's interpreter are sharded separately."""
     for interpreted in (False, True):
         listed = {
             name if "::" in name else f"{name}::test": seconds
@@ -53,19 +53,21 @@ def test_shards_take_alike_by_the_measured_seconds() -> None:
             if ("/interpreted/" in name) == interpreted
         }
         load = [0.0] * 6
-        for place, seconds in zip(sharding.shard_of_each(list(listed), 6), listed.values()):
-            load[place - 1] += seconds
+        for shard, seconds in zip(sharding.shard_of_each(list(listed), 6), listed.values()):
+            load[shard - 1] += seconds
         assert max(load) < 1.25 * sum(load) / 6, load
 
 
-def test_every_listed_name_is_a_file_of_the_tests() -> None:
-    gone = [name for name in sharding.SECONDS if not (TESTS.parent / name.split("::")[0]).exists()]
-    assert not gone, f"tests/shard_seconds.json lists {gone}"
+def test_every_listed_file_exists() -> None:
+    missing = [
+        name for name in sharding.SECONDS if not (TESTS.parent / name.split("::")[0]).exists()
+    ]
+    assert not missing, f"tests/shard_seconds.json lists {missing}"
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small suite below this repository's conftest.py."""
+    """A small suite that uses this repository's tests/conftest.py."""
     root = tmp_path_factory.mktemp("suite")
     for name in ("conftest.py", "sharding.py"):
         shutil.copy(TESTS / name, root / name)
@@ -78,7 +80,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def collected(suite: Path, *options: str) -> list[str]:
-    """The tests that pytest would run."""
+    """Return the ids of the tests that pytest would run."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *options], cwd=suite, capture_output=True, text=True, check=False
@@ -88,13 +90,15 @@ def collected(suite: Path, *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize("selection", [[], ["-m", "not slow"]], ids=["all", "selected"])
-def test_the_shards_together_are_the_collected_tests(selection: list[str], suite: Path) -> None:
-    parts = [collected(suite, *selection, "--shard", f"{n}/3") for n in (1, 2, 3)]
-    assert sorted(name for part in parts for name in part) == sorted(collected(suite, *selection))
-    assert all(parts)
+def test_the_shards_together_are_all_collected_tests(selection: list[str], suite: Path) -> None:
+    shards = [collected(suite, *selection, "--shard", f"{n}/3") for n in (1, 2, 3)]
+    assert sorted(name for shard in shards for name in shard) == sorted(
+        collected(suite, *selection)
+    )
+    assert all(shards)
 
 
 @pytest.mark.parametrize("text", ["0/6", "7/6", "2", "a/b", "-1/6", "1/0", "1/6/2"])
-def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
+def test_an_invalid_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a shard such as 2/6"):
-        sharding.parsed(text)
+        sharding.parse_shard(text)

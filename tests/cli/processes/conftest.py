@@ -1,4 +1,4 @@
-"""`nsa` in a process of its own."""
+"""Run `nsa` in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Nobody's settings and nobody's remembered verdicts."""
+    """Remove the user's settings and use an empty cache directory."""
     for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -21,7 +21,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -
 
 @pytest.fixture
 def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `nsa`, or another module, in a process of its own, with these directories on the path."""
+    """Return a function that runs `nsa` or another module in a separate process."""
 
     def run(
         *arguments: str,
@@ -29,7 +29,7 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
         module: str = "nsa_cli",
         **options: object,
     ):
-        given = {
+        environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             **({"PYTHONPATH": str(path)} if path else {}),
@@ -38,7 +38,7 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
             [sys.executable, "-m", module, *arguments],
             capture_output=True,
             text=True,
-            env=given,
+            env=environment,
             timeout=500,
             check=False,
             **options,

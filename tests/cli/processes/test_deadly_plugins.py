@@ -1,6 +1,4 @@
-"""Plugins that segfault or hang while they load, or leave when they are asked, leave the commands
-working (row 57).
-"""
+"""Commands keep working with plugins that crash, hang or exit while loading or probing (row 57)."""
 
 from __future__ import annotations
 
@@ -9,13 +7,13 @@ import pathlib
 
 import pytest
 
-ASKED = """
+PROBE_PLUGIN = """
 from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
 @hookimpl
 def nsa_register_backends():
     return BackendSpec("{name}", (1, 0), {{"win": SlotSpec("{name}:forward")}}, "{name}:probe", 99)
 def probe(request):
-    {does}
+    {statement}
 """
 DEADLY = {
     "segfaults": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
@@ -23,12 +21,12 @@ DEADLY = {
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)\n",
         "within 3 s",
     ),
-    "asked": (
-        ASKED.format(name="asked", does="import ctypes; ctypes.string_at(0)"),
+    "probecrash": (
+        PROBE_PLUGIN.format(name="probecrash", statement="import ctypes; ctypes.string_at(0)"),
         "SIGSEGV while loading or probing",
     ),
-    "leaves": (
-        ASKED.format(name="leaves", does="import os; os._exit(0)"),
+    "probeexit": (
+        PROBE_PLUGIN.format(name="probeexit", statement="import os; os._exit(0)"),
         "exit status 0 while loading or probing",
     ),
 }
@@ -37,7 +35,7 @@ LIMIT = ("--plugin-limit", "3")
 
 @pytest.fixture
 def site(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A directory with all of them installed."""
+    """A directory with all of these plugins installed."""
     for name, (source, _) in DEADLY.items():
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
@@ -47,23 +45,23 @@ def site(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-@pytest.mark.slow  # in the ordinary run the doctor meets the crashes of test_doctor.py
-def test_row_57_doctor_goes_on(nsa, site) -> None:
+@pytest.mark.slow  # test_doctor.py covers crashes in the ordinary run
+def test_row_57_doctor_reports_each_plugin(nsa, site) -> None:
     done = nsa(*LIMIT, "doctor", "--json", path=site)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["works"] is True
-    said = {trouble["what"]: trouble for trouble in document["troubles"]}
-    for name, (_, words) in DEADLY.items():
-        trouble = said[f"backend {name} 1.0 ({name})"]
-        assert words in trouble["message"]
-        assert trouble["hint"]
+    problems = {problem["what"]: problem for problem in document["troubles"]}
+    for name, (_, expected) in DEADLY.items():
+        problem = problems[f"backend {name} 1.0 ({name})"]
+        assert expected in problem["message"]
+        assert problem["hint"]
 
 
-def test_row_57_list_and_verify_go_on(nsa, site) -> None:
+def test_row_57_list_and_verify_report_each_plugin(nsa, site) -> None:
     done = nsa(*LIMIT, "backends", "list", path=site)
     assert done.returncode == 0, done.stderr
-    assert all(words in done.stdout for _, words in DEADLY.values())
+    assert all(expected in done.stdout for _, expected in DEADLY.values())
     assert "sdpa" in done.stdout
     done = nsa(*LIMIT, "verify", "--win", "hangs", path=site)
     assert (done.returncode, DEADLY["hangs"][1] in done.stderr, "Traceback" in done.stderr) == (
@@ -74,7 +72,7 @@ def test_row_57_list_and_verify_go_on(nsa, site) -> None:
 
 
 @pytest.mark.slow
-def test_row_57_verify_judges_the_others(nsa, site) -> None:
+def test_row_57_verify_checks_the_other_backends(nsa, site) -> None:
     done = nsa(*LIMIT, "verify", "--dtype", "float32", path=site)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     assert "0 failed" in done.stdout

@@ -1,6 +1,4 @@
-"""`nsa doctor` and `nsa env`: whatever is broken is a line with what to type, and never the end of
-the command.
-"""
+"""`nsa doctor` and `nsa env` report each problem with a fix and keep running."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import sys
 import pytest
 
 from nsa_cli import health, trial_imports
-from nsa_cli.trial_imports import Tried
+from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import Reason
 
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
@@ -30,7 +28,7 @@ TORCH = {
 
 
 def plugin(folder: pathlib.Path, name: str, source: str) -> None:
-    """An installed distribution with an entry point in ``nsa.backends``."""
+    """Install a distribution with an entry point in group ``nsa.backends``."""
     package = name.replace("-", "_")
     (folder / f"{package}.py").write_text(source)
     info = folder / f"{package}-1.0.dist-info"
@@ -48,14 +46,16 @@ def nsa_register_backends():
 
 
 @pytest.fixture(scope="module")
-def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with a segfaulting plugin, two whose probes segfault and raise, a flash_attn that
-    segfaults, and a backend of ours whose probe raises.
+def broken_site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory of broken distributions: plugins, probes, flash_attn and one of our backends.
+
+    One plugin segfaults on import, one in its probe; another one's probe raises. flash_attn
+    segfaults, and the probe of our backend fa2 raises.
     """
-    folder = tmp_path_factory.mktemp("wards")
+    folder = tmp_path_factory.mktemp("broken_site")
     plugin(folder, "segfaults", SEGFAULTS)
-    for name, does in (("prober", SEGFAULTS.replace("\n", ";")), ("raiser", "1 // 0")):
-        source = f"NAME = HOME = {name!r}\n{REGISTERS}def probe(request):\n    {does}\n"
+    for name, statement in (("prober", SEGFAULTS.replace("\n", ";")), ("raiser", "1 // 0")):
+        source = f"NAME = HOME = {name!r}\n{REGISTERS}def probe(request):\n    {statement}\n"
         plugin(folder, name, source)
     home = "/" + "home" + "/janedoe"
     plugin(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
@@ -72,15 +72,16 @@ def wards(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def troubles(
-    wards: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+def report(
+    broken_site: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict, dict[str, dict[str, str]]]:
-    """What `nsa doctor --json` prints where all of ``wards`` is installed, and its troubles by
-    their subject: one run for several tests, as it starts a process for each library.
+    """The document of `nsa doctor --json` with ``broken_site``, and its problems by subject.
+
+    One run serves several tests, because it starts a process per library.
     """
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("NSA_")},
-        "PYTHONPATH": str(wards),
+        "PYTHONPATH": str(broken_site),
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }
@@ -92,10 +93,10 @@ def troubles(
         timeout=500,
     )
     document = json.loads(done.stdout)
-    return document, {trouble["what"]: trouble for trouble in document["troubles"]}
+    return document, {problem["what"]: problem for problem in document["troubles"]}
 
 
-def test_a_healthy_machine_works(nsa) -> None:
+def test_doctor_reports_a_working_environment(nsa) -> None:
     done = nsa("doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
@@ -117,26 +118,26 @@ def test_a_healthy_machine_works(nsa) -> None:
     }
 
 
-def test_what_crashes_is_reported_with_its_signal(troubles) -> None:
-    document, said = troubles
-    assert "SIGSEGV" in said["backend segfaults 1.0 (segfaults)"]["message"]
-    assert "SIGSEGV" in said["backend prober 1.0 (prober)"]["message"]
-    assert "ZeroDivisionError" in said["probe of backend raiser"]["message"]
-    assert "NSA_DISABLE_PLUGINS=raiser" in said["probe of backend raiser"]["hint"]
-    assert "SIGSEGV" in said["flash-attn"]["message"]
-    assert all(trouble["hint"] for trouble in document["troubles"])
+def test_crashes_are_reported_with_their_signal(report) -> None:
+    document, problems = report
+    assert "SIGSEGV" in problems["backend segfaults 1.0 (segfaults)"]["message"]
+    assert "SIGSEGV" in problems["backend prober 1.0 (prober)"]["message"]
+    assert "ZeroDivisionError" in problems["probe of backend raiser"]["message"]
+    assert "NSA_DISABLE_PLUGINS=raiser" in problems["probe of backend raiser"]["hint"]
+    assert "SIGSEGV" in problems["flash-attn"]["message"]
+    assert all(problem["hint"] for problem in document["troubles"])
 
 
-def test_a_probe_of_our_own_that_raises_is_reported_to_this_project(nsa, troubles, wards) -> None:
-    trouble = troubles[1]["probe of backend fa2"]
-    assert "ZeroDivisionError" in trouble["message"]
-    assert "this is a bug in NSA itself" in trouble["message"]
-    listed = nsa("--safe", "backends", "list", path=wards).stdout
+def test_an_error_in_our_own_probe_is_reported_to_this_project(nsa, report, broken_site) -> None:
+    problem = report[1]["probe of backend fa2"]
+    assert "ZeroDivisionError" in problem["message"]
+    assert "this is a bug in NSA itself" in problem["message"]
+    listed = nsa("--safe", "backends", "list", path=broken_site).stdout
     assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in listed
     assert "author" not in listed
 
 
-def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> None:
+def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise OSError('libcudart.so.12: cannot open shared object file')"
     )
@@ -147,9 +148,9 @@ def test_a_broken_torch_is_exit_code_4_and_says_what_to_type(nsa, tmp_path) -> N
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_the_block_has_no_path_and_no_user(troubles, monkeypatch, capsys) -> None:
+def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
-    health.print_block(troubles[0])
+    health.print_block(report[0])
     out = capsys.readouterr().out
     assert "cannot read .../libx.so.1, ask USER" in out
     assert "janedoe" not in out
@@ -158,11 +159,11 @@ def test_the_block_has_no_path_and_no_user(troubles, monkeypatch, capsys) -> Non
     assert out.endswith("```\n")
 
 
-@pytest.mark.slow  # the block itself: above
-def test_the_block_for_a_bug_report_has_no_path_and_no_user(nsa, wards, monkeypatch) -> None:
+@pytest.mark.slow  # the test above checks the block in the ordinary run
+def test_env_prints_no_path_and_no_user(nsa, broken_site, monkeypatch) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "raiser")  # as the doctor advises
-    done = nsa("env", path=wards)
+    done = nsa("env", path=broken_site)
     assert done.returncode == 0
     assert "cannot read .../libx.so.1, ask USER" in done.stdout
     assert "janedoe" not in done.stdout
@@ -172,7 +173,7 @@ def test_the_block_for_a_bug_report_has_no_path_and_no_user(nsa, wards, monkeypa
     assert done.stdout.endswith("```\n")
 
 
-def test_children_that_hang_exit_or_raise(tmp_path) -> None:
+def test_try_all_reports_children_that_hang_exit_or_raise(tmp_path) -> None:
     bodies = [
         "import time\ntime.sleep(60)",
         "import os\nos._exit(0)",
@@ -190,11 +191,11 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
         "error": "No module named 'nonesuch_module'",
     }
     assert raises.facts["error"].startswith("ZeroDivisionError")
-    assert fine == Tried({"a": 1}, None)
+    assert fine == TrialResult({"a": 1}, None)
 
 
 @pytest.mark.parametrize(
-    ("facts", "node", "said"),
+    ("facts", "has_device_node", "messages"),
     [
         ({}, False, []),
         ({"cuda": None}, True, ["built for the CPU only"]),
@@ -211,40 +212,40 @@ def test_children_that_hang_exit_or_raise(tmp_path) -> None:
         ({"gpus": [GPU], "computes": False}, True, ["product on the GPU is wrong"]),
     ],
 )
-def test_troubles_of_torch_and_the_gpu(
-    monkeypatch, facts: dict, node: bool, said: list[str]
+def test_problems_of_torch_and_the_gpu(
+    monkeypatch, facts: dict, has_device_node: bool, messages: list[str]
 ) -> None:
-    monkeypatch.setattr(trial_imports, "has_nvidia_device", lambda: node)
-    troubles = health._torch_troubles(Tried({**TORCH, **facts}, None))
-    assert len(troubles) == len(said), troubles
+    monkeypatch.setattr(trial_imports, "has_nvidia_device", lambda: has_device_node)
+    problems = health._torch_problems(TrialResult({**TORCH, **facts}, None))
+    assert len(problems) == len(messages), problems
     assert all(
-        text in trouble["message"] and trouble["hint"] for text, trouble in zip(said, troubles)
+        text in problem["message"] and problem["hint"] for text, problem in zip(messages, problems)
     )
 
 
-def test_torch_too_old_missing_or_crashing(monkeypatch) -> None:
-    (old,) = health._torch_troubles(Tried({**TORCH, "version": "2.7.1"}, None))
+def test_problems_of_an_old_missing_or_crashing_torch(monkeypatch) -> None:
+    (old,) = health._torch_problems(TrialResult({**TORCH, "version": "2.7.1"}, None))
     assert "2.7.1 is too old, nsa-core needs torch>=2.8" in old["message"]
-    (crash,) = health._torch_troubles(
-        Tried({}, Reason("crashes", "killed its process with SIGILL"))
+    (crash,) = health._torch_problems(
+        TrialResult({}, Reason("crashes", "killed its process with SIGILL"))
     )
     assert "SIGILL" in crash["message"]
     assert crash["hint"] == "pip install --force-reinstall torch"
-    (slow,) = health._torch_troubles(Tried({}, Reason("hangs", "did not end within 60 s")))
+    (slow,) = health._torch_problems(TrialResult({}, Reason("hangs", "did not end within 60 s")))
     assert slow["hint"].startswith("nsa doctor --limit 300 ")
-    monkeypatch.setattr(health, "_installed", lambda name: None)
-    (missing,) = health._torch_troubles(
-        Tried({"missing": "torch", "error": "No module named 'torch'"}, None)
+    monkeypatch.setattr(health, "_installed_version", lambda name: None)
+    (missing,) = health._torch_problems(
+        TrialResult({"missing": "torch", "error": "No module named 'torch'"}, None)
     )
     assert missing["hint"] == "pip install torch"
 
 
-def test_triton_and_flash_attn_matter_where_there_is_a_gpu() -> None:
+def test_broken_triton_and_flash_attn_are_problems_with_a_gpu_only() -> None:
     absent, broken = (
-        Tried({"missing": "x", "error": "no x"}, None),
-        Tried({"error": "ImportError: libcuda"}, None),
+        TrialResult({"missing": "x", "error": "no x"}, None),
+        TrialResult({"error": "ImportError: libcuda"}, None),
     )
-    assert health._optional_troubles(absent, absent, gpu=False) == []
-    assert health._optional_troubles(broken, absent, gpu=False) == []
-    (said,) = health._optional_troubles(broken, Tried({"version": "2.8"}, None), gpu=True)
-    assert "libcuda" in said["message"]
+    assert health._optional_problems(absent, absent, gpu=False) == []
+    assert health._optional_problems(broken, absent, gpu=False) == []
+    (problem,) = health._optional_problems(broken, TrialResult({"version": "2.8"}, None), gpu=True)
+    assert "libcuda" in problem["message"]

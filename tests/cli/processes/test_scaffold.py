@@ -1,4 +1,4 @@
-"""`nsa backends new`: what it writes installs, is listed, conforms, and is used."""
+"""`nsa backends new` writes a package that installs, is listed, passes conformance and is used."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ LONG = "installed or truth or operator or strided or untouched"
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
-    """(a freshly generated package, the directory it is installed in), by the commands that people
-    type.
-    """
+    """(the generated package, the directory in which it is installed)."""
     home, site = tmp_path_factory.mktemp("fresh") / "package", tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "nsa_cli", "backends", "new", "fresh-one", str(home)],
@@ -42,7 +40,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathl
     return home, site
 
 
-def test_installed_it_is_listed_and_ready(nsa, fresh) -> None:
+def test_the_generated_backend_is_listed_and_ready(nsa, fresh) -> None:
     done = nsa("backends", "list", "--json", path=fresh[1])
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
@@ -54,7 +52,7 @@ def test_installed_it_is_listed_and_ready(nsa, fresh) -> None:
 
 
 @pytest.mark.parametrize("tests", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
-def test_its_own_three_line_test_passes(tests, nsa, fresh) -> None:
+def test_the_generated_three_line_test_passes(tests, nsa, fresh) -> None:
     home, site = fresh
     test = home / "tests" / "test_conformance.py"
     assert len([line for line in test.read_text().splitlines() if line.strip()]) == 3
@@ -65,35 +63,35 @@ def test_its_own_three_line_test_passes(tests, nsa, fresh) -> None:
     assert "passed" in done.stdout
 
 
-def test_the_command_runs_the_same_suite(nsa, fresh) -> None:
+def test_nsa_conformance_runs_the_same_suite(nsa, fresh) -> None:
     done = nsa("conformance", "fresh-one", "-k", "float32 and truth", path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert "2 passed" in done.stdout  # prefill and decode
     assert "warning" not in done.stdout
 
 
-@pytest.mark.slow  # in the ordinary run test_interrupted.py has it in its own process
-def test_nothing_tested_is_not_a_success(nsa, fresh) -> None:
+@pytest.mark.slow  # test_interrupted.py covers it in the ordinary run
+def test_conformance_without_kernel_tests_exits_with_code_3(nsa, fresh) -> None:
     done = nsa("conformance", "fresh-one", "-k", "installed", path=fresh[1])
     assert (done.returncode, "nothing could be tested" in done.stderr) == (3, True)
 
 
 @pytest.mark.slow
-def test_it_passes_conformance_and_verify_uses_it(nsa, fresh, tmp_path) -> None:
+def test_the_generated_backend_passes_conformance_and_verify(nsa, fresh, tmp_path) -> None:
     done = nsa("conformance", "fresh-one", path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     report = tmp_path / "report.json"
     done = nsa("verify", "--win", "fresh-one", "--json", str(report), path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:]
-    read = json.loads(report.read_text())
-    assert read["backends"]["win"] == "fresh-one 0.1.0"
-    ran = [
+    document = json.loads(report.read_text())
+    assert document["backends"]["win"] == "fresh-one 0.1.0"
+    profiled = [
         f
-        for f in read["findings"]
+        for f in document["findings"]
         if (f["check"], f["slot"]) == ("dispatch", "win") and f["quantity"] == "profile"
     ]
-    assert ran
-    assert all("nsa_backend_fresh_one.win" in f["detail"] for f in ran)
+    assert profiled
+    assert all("nsa_backend_fresh_one.win" in f["detail"] for f in profiled)
 
 
 @pytest.mark.parametrize(
@@ -114,29 +112,29 @@ def test_it_passes_conformance_and_verify_uses_it(nsa, fresh, tmp_path) -> None:
         "x" * 41,
     ],
 )
-def test_a_name_that_cannot_be_is_refused(name: str, tmp_path) -> None:
+def test_an_invalid_or_used_name_is_refused(name: str, tmp_path) -> None:
     with pytest.raises(InvalidInput) as caught:
         scaffold.create(name, tmp_path / "new")
     assert repr(name) in str(caught.value)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_bad_name_is_one_line_and_exit_code_2(nsa, tmp_path) -> None:
+def test_an_invalid_name_exits_with_code_2_and_one_line(nsa, tmp_path) -> None:
     done = nsa("backends", "new", "Mine", str(tmp_path / "new"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "'Mine' cannot be a backend's name" in done.stderr
 
 
-def test_nothing_is_overwritten(tmp_path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    for place in (tmp_path, tmp_path / "mine.txt"):
+    for folder in (tmp_path, tmp_path / "mine.txt"):
         with pytest.raises(InvalidInput, match=r"not empty|not a directory"):
-            scaffold.create("mine", place)
+            scaffold.create("mine", folder)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     assert (tmp_path / "mine.txt").read_text() == "precious"
 
 
-def test_an_empty_directory_is_filled(tmp_path) -> None:
+def test_an_empty_directory_is_accepted(tmp_path) -> None:
     written = scaffold.create("mine", tmp_path)
     assert {p.name for p in written} >= {
         "pyproject.toml",
@@ -148,7 +146,7 @@ def test_an_empty_directory_is_filled(tmp_path) -> None:
     assert all(p.is_file() for p in written)
 
 
-def test_nothing_stays_behind_when_the_system_refuses(tmp_path, monkeypatch) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         scaffold, "rendered", lambda name: {"a/b.txt": "text", "a/b.txt/c.txt": "text"}
     )

@@ -1,1 +1,1 @@
-"""The command line of Native Sparse Attention. Importing it imports no torch."""
+"""The command line of Native Sparse Attention. Importing this package does not import torch."""

@@ -1,5 +1,6 @@
-"""The documents that `nsa backends list` and `show` print, as JSON or as tables. Torch only where
-probes run.
+"""Build and print the output of `nsa backends list` and `show`, as JSON or as tables.
+
+Torch is imported only to probe the backends.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def unprobed() -> dict[str, Any]:
-    """What the metadata of the installed distributions says; nothing is loaded."""
+def list_from_metadata() -> dict[str, Any]:
+    """Return the backends in the metadata of the installed distributions, without loading them."""
     rows = []
     for plugin in installed():
         reason = disabled_reason(plugin, output.safe_mode())
@@ -39,13 +40,13 @@ def unprobed() -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "probed": False, "request": None, "backends": rows}
 
 
-def probed(
+def list_and_probe(
     registry: Registry | None = None, phase: str = "prefill"
 ) -> tuple[Registry, dict[str, Any]]:
-    """Every backend and what it says to an ordinary request of ``phase`` on this machine."""
+    """Return all backends with their answers to a typical request of ``phase`` on this machine."""
     registry = output.find_backends() if registry is None else registry
-    summary, answers = _ask(registry, phase)
-    rows = [_row(entry, answers) for entry in registry.entries]
+    summary, candidates = _probe(registry, phase)
+    rows = [_row(entry, candidates) for entry in registry.entries]
     return registry, {
         "schema_version": SCHEMA_VERSION,
         "probed": True,
@@ -54,8 +55,8 @@ def probed(
     }
 
 
-def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Candidate]]:
-    """The request in a line, and the answers by (backend, slot)."""
+def _probe(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Candidate]]:
+    """Return the request in a line, and the candidates by (backend, slot)."""
     import torch
 
     from nsa_core.config import NSAConfig
@@ -66,17 +67,17 @@ def _ask(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Can
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     options = PlanOptions(device=device, dtype=dtype, phase=phase)
     candidates = find_candidates(NSAConfig(768, 12, 2), options, registry=registry)
-    answers = {
-        (c.backend, slot): c
+    by_backend_and_slot = {
+        (candidate.backend, slot): candidate
         for slot, of_slot in candidates.by_slot.items()
-        for c in of_slot
-        if c.status == "ready"
+        for candidate in of_slot
+        if candidate.status == "ready"
     }
-    return describe_request(candidates.requests["cmp"]), answers
+    return describe_request(candidates.requests["cmp"]), by_backend_and_slot
 
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
-    """Put into each row of ``document`` what its backend says of itself on this machine."""
+    """Add to each row of ``document`` the details that its backend reports on this machine."""
     from nsa_core.dispatch.probing import details
 
     entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
@@ -92,10 +93,10 @@ def _reason_row(reason: Reason | None) -> dict[str, str] | None:
     )
 
 
-def _row(entry: BackendEntry, answers: dict[tuple[str, str], Candidate]) -> dict[str, Any]:
+def _row(entry: BackendEntry, candidates: dict[tuple[str, str], Candidate]) -> dict[str, Any]:
     spec = entry.spec
-    slots = {slot: _slot_row(entry, slot, answers.get((entry.name, slot))) for slot in SLOTS}
-    # A backend that loaded and yet refuses in every slot it offers is of no use on this machine.
+    slots = {slot: _slot_row(entry, slot, candidates.get((entry.name, slot))) for slot in SLOTS}
+    # A loaded backend that refuses the request in every slot is unavailable on this machine.
     usable = spec is None or any(slots[slot]["accepted"] for slot in spec.slots)
     return {
         "name": entry.name,
@@ -111,35 +112,37 @@ def _row(entry: BackendEntry, answers: dict[tuple[str, str], Candidate]) -> dict
     }
 
 
-def _slot_row(entry: BackendEntry, slot: str, answer: Candidate | None) -> dict[str, Any]:
-    offered = entry.spec.slots.get(slot) if entry.spec else None
-    reasons = list(answer.reasons) if answer else [entry.reason] if entry.reason else []
+def _slot_row(entry: BackendEntry, slot: str, candidate: Candidate | None) -> dict[str, Any]:
+    spec = entry.spec.slots.get(slot) if entry.spec else None
+    reasons = list(candidate.reasons) if candidate else [entry.reason] if entry.reason else []
+    # Decode steps use the forward of combine.
+    decodes = spec is not None and (spec.decode is not None or slot == "combine")
     return {
-        "forward": offered is not None,
-        "backward": offered is not None and offered.backward is not None,
-        "decode": (
-            offered is not None and (offered.decode is not None or slot == "combine")
-        ),  # whose forward serves
-        "accepted": answer is not None and answer.accepted,
-        "deterministic": offered.deterministic if offered else None,
-        "reads_boundaries": offered.reads_boundaries if offered else None,
-        "workspace": offered is not None and offered.workspace is not None,
-        "priority": entry.spec.priority_of(slot) if entry.spec and offered else None,
-        "rank": answer.rank if answer else None,
+        "forward": spec is not None,
+        "backward": spec is not None and spec.backward is not None,
+        "decode": decodes,
+        "accepted": candidate is not None and candidate.accepted,
+        "deterministic": spec.deterministic if spec else None,
+        "reads_boundaries": spec.reads_boundaries if spec else None,
+        "workspace": spec is not None and spec.workspace is not None,
+        "priority": entry.spec.priority_of(slot) if entry.spec and spec else None,
+        "rank": candidate.rank if candidate else None,
         "reasons": [_reason_row(reason) for reason in reasons],
     }
 
 
 def _offer(slot: dict[str, Any]) -> str:
+    """Return the forms that a slot offers, in parentheses if it refuses the request."""
     if not slot["forward"]:
         return "-"
     offered = "+".join(name for name in ("forward", "backward", "decode") if slot[name])
     return offered if slot["accepted"] else f"({offered})"
 
 
-def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """(reason, hint) in words: the backend's own, or those of its slots that refuse, equal ones
-    together.
+def _reasons(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the (message, hint) pairs of the backend, or of the slots that refuse the request.
+
+    Slots with equal reasons share one pair.
     """
     if row["reason"]:
         return [(output.one_line(row["reason"]["message"]), output.one_line(row["reason"]["hint"]))]
@@ -156,20 +159,18 @@ _STYLES = {"ready": "green", "broken": "red", "incompatible": "red"}
 
 
 def print_list(document: dict[str, Any]) -> None:
-    """One row per backend; what a slot offers stands in parentheses where it refuses the request on
-    this machine.
-    """
+    """Print one row per backend; parentheses mark slots that refuse the request."""
     from rich.text import Text
 
     slots = SLOTS if document["probed"] else ()
-    made = output.plain_table(
+    table = output.plain_table(
         "backend", "version", "distribution", "status", *slots, "reason", "hint"
     )
     for row in document["backends"]:
         title = [output.one_line(row[key]) for key in ("name", "version", "distribution")]
         offers = [_offer(row["slots"][slot]) for slot in slots]
-        for message, hint in _said(row) or [("", "")]:
-            made.add_row(
+        for message, hint in _reasons(row) or [("", "")]:
+            table.add_row(
                 *title,
                 Text(row["status"], _STYLES.get(row["status"], "yellow")),
                 *offers,
@@ -178,13 +179,13 @@ def print_list(document: dict[str, Any]) -> None:
             )
             title, offers = [""] * 3, [""] * len(offers)
     console = output.console()
-    console.print(made)
+    console.print(table)
     if document["probed"]:
-        console.print(f"asked: {document['request']}; (offers in parentheses) refuse this")
+        console.print(f"request: {document['request']}; slots in parentheses refuse it")
 
 
 def print_details(document: dict[str, Any]) -> None:
-    """Every field of every row, one to a line."""
+    """Print every field of every row, one per line."""
     console = output.console()
     for row in document["backends"]:
         for key in (
@@ -214,32 +215,32 @@ def print_details(document: dict[str, Any]) -> None:
             *(["rank"] if _ranks(row) else []),
             "reads_boundaries",
         )
-        made = output.plain_table("slot", "offers", *columns, "refuses, because")
+        table = output.plain_table("slot", "offers", *columns, "reasons for refusal")
         for name, slot in row["slots"].items():
-            said = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])
-            stated = [
+            reasons = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])
+            cells = [
                 str(slot[key]) if slot["forward"] and slot[key] is not None else "-"
                 for key in columns
             ]
-            made.add_row(name, _offer(slot), *stated, said)
-        console.print(made)
-        console.print(f"{'asked':13} {document['request']}")
+            table.add_row(name, _offer(slot), *cells, reasons)
+        console.print(table)
+        console.print(f"{'request':13} {document['request']}")
         if _ranks(row):
-            console.print(f"{'rank':13} counts for this request, in place of the stated priority")
+            console.print(f"{'rank':13} replaces the stated priority for this request")
 
 
 def _ranks(row: dict[str, Any]) -> bool:
-    """Whether the backend ranks the request that was asked."""
+    """Return whether the backend ranks this request."""
     return any(slot["rank"] is not None for slot in row["slots"].values())
 
 
-def complain(document: dict[str, Any]) -> None:
-    """Say that nothing can work.
+def raise_nothing_usable(document: dict[str, Any]) -> None:
+    """Raise the error that no backend can be used.
 
     Raises:
-        BackendUnavailable: always, marked as such.
+        BackendUnavailable: Always, with ``nothing_usable`` set.
     """
-    found = "none is ready" if document["backends"] else "none is installed"
-    error = BackendUnavailable(f"no backend can be used, {found}; pip install nsa-backend-sdpa")
+    state = "none is ready" if document["backends"] else "none is installed"
+    error = BackendUnavailable(f"no backend can be used, {state}; pip install nsa-backend-sdpa")
     error.nothing_usable = True
     raise error

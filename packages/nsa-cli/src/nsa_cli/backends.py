@@ -1,4 +1,4 @@
-"""`nsa backends`: what is installed, what it offers, and why a request goes where it goes."""
+"""`nsa backends`: list installed backends, show one, explain a plan, and write a new plugin."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nsa_cli.choices import pick_device
 if TYPE_CHECKING:
     from nsa_core.dispatch.candidates import Candidates
 
-_HELP = """List the backends, show one, or explain who would run a request and why.
+_HELP = """List the backends, show one, or explain which backend runs a request and why.
 
-NSA_PLUGINS=name,... loads only these third-party plugins ("" none); NSA_DISABLE_PLUGINS=name,...
-leaves these out ("1" or "all": every third-party plugin). Names are those of entry points or
-distributions.
+NSA_PLUGINS=name,... loads only the named third-party plugins ("": none).
+NSA_DISABLE_PLUGINS=name,... disables the named plugins ("1" or "all": every third-party plugin).
+A name is that of an entry point or a distribution.
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None)
 
-_Phase = Annotated[str, typer.Option("--phase", help="Ask about prefill or decode.")]
+_Phase = Annotated[str, typer.Option("--phase", help="Phase of the request: prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
 
 
@@ -32,48 +32,51 @@ def list_backends(
     probe: Annotated[
         bool,
         typer.Option(
-            "--probe/--no-probe", help="--no-probe reads the metadata only and loads nothing."
+            "--probe/--no-probe", help="--no-probe reads package metadata and loads no plugin."
         ),
     ] = True,
     phase: _Phase = "prefill",
 ) -> None:
-    """Every installed backend: version, status, what each slot offers, and the reason when it is
-    not ready.
+    """List all installed backends with their slots and status.
 
-    Probed with the shape 12/2/64 in float32 on the CPU, or bfloat16 on CUDA where there is a GPU.
-    Exit code 4 when nothing can work.
+    A backend that is not ready has a reason and a hint. Each backend is probed with the shape
+    12/2/64, in bfloat16 on a GPU if one is available, else in float32 on the CPU. Exit code 4 if no
+    backend can be used.
     """
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
         if probe:
-            registry, document = rows.probed(phase=phase)
+            registry, document = rows.list_and_probe(phase=phase)
             usable = bool(registry.ready())
         else:
-            document = rows.unprobed()
+            document = rows.list_from_metadata()
             usable = bool(document["backends"])
         if json:
             output.print_json(document)
         else:
             rows.print_list(document)
         if not usable:
-            rows.complain(document)
+            rows.raise_nothing_usable(document)
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A backend's name.")],
+    name: Annotated[str, typer.Argument(help="Name of the backend.")],
     json: _Json = False,
     phase: _Phase = "prefill",
 ) -> None:
-    """Everything known about one backend."""
+    """Show all details of one backend.
+
+    The details are its slots, priorities, requirements, and the reasons against a typical request.
+    """
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
         registry = output.find_backends()
-        wanted = registry.get(name)  # refuses unknown names before anything is probed
-        _, document = rows.probed(registry, phase)
-        document["backends"] = [row for row in document["backends"] if row["name"] == wanted.name]
+        entry = registry.get(name)  # raises for an unknown name before any backend is probed
+        _, document = rows.list_and_probe(registry, phase)
+        document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
         rows.add_details(document, registry)
         if json:
             output.print_json(document)
@@ -84,15 +87,16 @@ def show(
 @app.command()
 def new(
     name: Annotated[
-        str, typer.Argument(help="The backend's name: lower-case words joined by '-'.")
+        str, typer.Argument(help="Name of the backend: lower-case words joined by '-'.")
     ],
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A directory to create, or an empty one.")
+        Path, typer.Argument(metavar="DIR", help="Directory to create, or an empty one.")
     ],
 ) -> None:
-    """Write a working plugin package: one slot in plain PyTorch, its conformance test, its README.
+    """Write a working plugin package for a new backend.
 
-    The distribution is nsa-backend-NAME. docs/write-a-backend.md walks through it.
+    It has one slot in plain PyTorch, a conformance test and a README. The distribution is called
+    nsa-backend-NAME. docs/write-a-backend.md explains its files.
     """
     from nsa_cli import scaffold
 
@@ -108,13 +112,18 @@ def new(
 
 _ValueWidth = Annotated[
     int | None,
-    typer.Option(help="Dv, width of a value head; left out, as --head-dim.", show_default=False),
+    typer.Option(help="Dv, width of a value head. Default: --head-dim.", show_default=False),
 ]
 _PageSize = Annotated[
     int | None,
-    typer.Option(help="Decode: tokens of a page of the cache; left out, none.", show_default=False),
+    typer.Option(
+        help="Tokens per cache page (decode only). Default: no pages.", show_default=False
+    ),
 ]
-_Slot = typer.Option(help="Backend asked for; left out, the best that accepts.", show_default=False)
+_Slot = typer.Option(
+    help="Backend for this slot. Default: the accepting backend of the highest rank.",
+    show_default=False,
+)
 
 
 @app.command()
@@ -130,29 +139,32 @@ def explain(
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is cuda where there is one.")
+        str,
+        typer.Option(help="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is available, else cpu."),
     ] = "auto",
     batch: Annotated[
-        int | None, typer.Option(help="Sequences; left out, unknown.", min=0, show_default=False)
+        int | None,
+        typer.Option(help="Sequences per batch. Default: unknown.", min=0, show_default=False),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens; left out, unknown.", min=0, show_default=False)
+        int | None,
+        typer.Option(help="Tokens per sequence. Default: unknown.", min=0, show_default=False),
     ] = None,
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")
     ] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Demand equal bits every run.")
+        bool, typer.Option("--deterministic", help="Require equal bits in every run.")
     ] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
     page_size: _PageSize = None,
     json: _Json = False,
 ) -> None:
-    """Who would run each slot of a request: every candidate, accepted or with each reason and its
-    hint.
+    """Explain which backend runs each slot of a request.
 
-    Exit code 3 when a slot has nobody to run it.
+    The table lists all candidates, and the reasons and hints of those that refuse the request. Exit
+    code 3 if no backend accepts the request in some slot.
     """
     from nsa_cli import explain_rows as rows
 
@@ -168,8 +180,7 @@ def explain(
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
             v_head_dim=v_head_dim,
-            # rotary embedding is not a slot: an odd head width is a question that may be asked
-            rope=False,
+            rope=False,  # no slot applies it; without it, odd head widths are allowed
         )
         options = PlanOptions(
             device=pick_device(device),
@@ -183,10 +194,10 @@ def explain(
             seq_len=seq_len,
             page_size=page_size,
         )
-        answers: Candidates = find_candidates(config, options, registry=output.find_backends())
-        document: dict[str, Any] = rows.explained(answers)
+        candidates: Candidates = find_candidates(config, options, registry=output.find_backends())
+        document: dict[str, Any] = rows.explain_candidates(candidates)
         if json:
             output.print_json(document)
         else:
             rows.print_explained(document)
-        rows.leave(document)
+        rows.raise_error(document)

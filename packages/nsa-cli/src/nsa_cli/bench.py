@@ -1,6 +1,4 @@
-"""`nsa bench`: time combinations of backends against dense attention, compare results, and report
-on one.
-"""
+"""`nsa bench`: time combinations of backends against dense attention; compare result files."""
 
 from __future__ import annotations
 
@@ -12,7 +10,14 @@ import typer
 
 from nsa_cli import bench_options as options
 from nsa_cli import output
-from nsa_cli.choices import block_sizes, dtype_names, options_said, pick_device, spelt, words
+from nsa_cli.choices import (
+    as_options,
+    block_sizes,
+    dtype_names,
+    options_on_command_line,
+    pick_device,
+    split_commas,
+)
 from nsa_core.util.interruption import Interruption, exit_code, held
 
 if TYPE_CHECKING:
@@ -22,12 +27,11 @@ if TYPE_CHECKING:
     from nsa_bench.result import Result
     from nsa_bench.run import Settings
 
-_HELP = """Time combinations of backends, each branch and the whole, against dense attention in the
-same run.
+_HELP = """Time combinations of backends against dense attention: the whole call and each branch.
 
-Core: mean compression, three branches, selection and gates; q, k, v and gates in, o out.
-Correctness first: a combination is judged against the float64 truth before it is timed; one that
-fails has no figure, and exit code 1.
+The timed call takes q, k, v and gates and returns o: mean compression, selection, three branches
+and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
+combination that fails has no figures, and the exit code is 1.
 """
 app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
 
@@ -43,7 +47,7 @@ def bench(
     phase: options.Phases = None,
     dtype: options.Dtypes = None,
     blocks: options.Blocks = "32,16,64,16,512",
-    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 1,
     page_size: options.PageSize = None,
     inputs: options.Inputs = "random",
     text: options.Text = None,
@@ -59,17 +63,17 @@ def bench(
     png: options.Png = None,
     svg: options.Svg = None,
     force: options.Force = False,
-    seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
 ) -> None:
-    """Run the bench; the options that are left out are the preset's for this device."""
+    """Run the benchmark; options that are not given take the preset's values for this device."""
     if context.invoked_subcommand is not None:
         return
-    given = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
-    decode = words(phase or "") == ["decode"]
+    overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
+    decode = split_commas(phase or "") == ["decode"]
     with output.exit_codes(), held() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
-        _check(preset, decode, options_said(context))
-        quick = {
+        _check_options(preset, decode, options_on_command_line(context))
+        preset_limits = {
             "budget_s": options.BUDGET_S.get(preset),
             "time_limit_s": options.TIME_LIMIT_S.get(preset),
         }
@@ -78,12 +82,12 @@ def bench(
             from nsa_cli import bench_decode
 
             cells = bench_decode.cells(shape, length, batch, page_size)
-            how = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
-            result = bench_decode.run(cells, *how, limits, preset, cell_limit, stop)
+            settings_of_run = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
+            result = bench_decode.run(cells, *settings_of_run, limits, preset, cell_limit, stop)
         else:
             settings = _settings(
                 preset,
-                given,
+                overrides,
                 combo or [],
                 block_sizes(blocks),
                 device,
@@ -96,7 +100,7 @@ def bench(
                 }
                 | {
                     name: default if limits[name] is None else limits[name]
-                    for name, default in quick.items()
+                    for name, default in preset_limits.items()
                 },
                 inputs,
                 text,
@@ -104,22 +108,24 @@ def bench(
                 threads,
             )
             result = _run(settings, stop)
-        _write(result, json_file, html, png, svg, force)
-        _print(result)
-    raise typer.Exit(_code(result))
+        _write_files(result, json_file, html, png, svg, force)
+        _print_result(result)
+    raise typer.Exit(_exit_code(result))
 
 
 @app.command("compare")
 def compare_files(
-    old: Annotated[Path, typer.Argument(help="Result file to compare with.")],
-    new: Annotated[Path, typer.Argument(help="Result file to judge.")],
-    fail_over: Annotated[str, typer.Option(help="Tolerated slow-down.")] = "5%",
+    old: Annotated[Path, typer.Argument(help="Baseline result file.")],
+    new: Annotated[Path, typer.Argument(help="Result file to compare with the baseline.")],
+    fail_over: Annotated[str, typer.Option(help="Tolerated slow-down in percent.")] = "5%",
     force: Annotated[
-        bool, typer.Option("--force", help="Compare results of different devices.")
+        bool, typer.Option("--force", help="Compare results from different devices.")
     ] = False,
 ) -> None:
-    """Compare two result files. Exit code 1: something is slower beyond --fail-over and beyond the
-    noise, or lost.
+    """Compare two result files.
+
+    Exit code 1 if a figure of the baseline is missing, or slower by more than --fail-over and by
+    more than the noise.
     """
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
@@ -128,77 +134,83 @@ def compare_files(
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
-        bad = regressed(changes)
+        has_regressed = regressed(changes)
         console = output.console()
         console.print(_table(changes_rows([c for c in changes if c.verdict != "same"])))
-        for file, cut in ((old, before.interrupted), (new, after.interrupted)):
-            if cut is not None:
+        for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
+            if interrupted is not None:
                 console.print(
-                    f"{file} was interrupted: {cut.cells_left} of {cut.cells} cells left",
+                    f"{file} was interrupted: {interrupted.cells_left} of {interrupted.cells} cells"
+                    " left",
                     style="yellow",
                 )
         counts = {
-            v: sum(c.verdict == v for c in changes)
-            for v in ("slower", "lost", "faster", "same", "missing")
+            verdict: sum(change.verdict == verdict for change in changes)
+            for verdict in ("slower", "lost", "faster", "same", "missing")
         }
-        line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        console.print(f"{len(changes)} figures: {line}", style="bold red" if bad else "bold green")
-    raise typer.Exit(output.FAILED if bad else 0)
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        console.print(
+            f"{len(changes)} figures: {summary}",
+            style="bold red" if has_regressed else "bold green",
+        )
+    raise typer.Exit(output.FAILED if has_regressed else 0)
 
 
 @app.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="Result file of nsa bench --json.")],
+    file: Annotated[Path, typer.Argument(help="Result file written by nsa bench --json.")],
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
     force: options.Force = False,
 ) -> None:
-    """Print a result file, and write its report or plots. Exit code 1 where a combination had
-    failed.
+    """Print a result file and write its HTML report or plots.
+
+    Exit code 1 if a combination in the file failed its check.
     """
     with output.exit_codes():
         from nsa_bench.result import read_result
 
         _check_outputs([html, png, svg], html or png or svg, force)
         result = read_result(file)
-        _write(result, None, html, png, svg, force)
-        _print(result)
+        _write_files(result, None, html, png, svg, force)
+        _print_result(result)
     raise typer.Exit(output.FAILED if result.failed else 0)
 
 
-def _code(result: Result) -> int:
+def _exit_code(result: Result) -> int:
     if result.interrupted is not None:
         return exit_code(result.interrupted.signal)
     return output.FAILED if result.failed else 0
 
 
-def _check_outputs(files: Sequence[Path | None], plotted: Path | None, force: bool) -> None:
+def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool) -> None:
     for file in files:
         output.check_writable(file, force)
-    if plotted is not None:
+    if plot is not None:
         from nsa_bench.render.style import need_matplotlib
 
         need_matplotlib()
 
 
-def _check(preset: str, decode: bool, said: set[str]) -> None:
-    """Refuse an unknown preset, and options that a run of this phase would pass over."""
+def _check_options(preset: str, decode: bool, typed: set[str]) -> None:
+    """Refuse an unknown preset, and typed options that have no effect in this phase."""
     from nsa_core.errors import InvalidInput
 
     if preset not in options.PRESETS:
         raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
-    if over := [name for name in options.PREFILL if decode and name in said]:
-        raise InvalidInput(f"{spelt(over)}: not for --phase decode; leave it out")
-    if over := [
+    if unused := [name for name in options.PREFILL_ONLY if decode and name in typed]:
+        raise InvalidInput(f"{as_options(unused)}: not for --phase decode; leave it out")
+    if unused := [
         name
         for name in ("batch", "page_size")
-        if decode and name in said and not {"shape", "length"} & said
+        if decode and name in typed and not {"shape", "length"} & typed
     ]:
         raise InvalidInput(
-            f"{spelt(over)}: give --shape or --length with it; the device's own cells have theirs"
+            f"{as_options(unused)}: give --shape or --length with it; the default cells of this"
+            " device have their own values"
         )
-    if "page_size" in said and not decode:
+    if "page_size" in typed and not decode:
         raise InvalidInput("--page-size is for --phase decode; leave it out")
 
 
@@ -216,7 +228,7 @@ def _percentage(text: str) -> float:
 
 def _settings(
     preset: str,
-    given: dict[str, str | None],
+    overrides: dict[str, str | None],
     combos: Sequence[str],
     blocks: tuple[int, ...],
     device: str,
@@ -226,24 +238,26 @@ def _settings(
     checkpoints: Sequence[Path],
     threads: int,
 ) -> Settings:
-    place = pick_device(device, threads)
-    chosen = {n: v for n, v in given.items() if v is not None}
-    of = options.PRESETS[preset]["cuda" if place.startswith("cuda") else "cpu"] | chosen
+    torch_device = pick_device(device, threads)
+    defaults = options.PRESETS[preset]["cuda" if torch_device.startswith("cuda") else "cpu"]
+    values = defaults | {name: text for name, text in overrides.items() if text is not None}
     from nsa_bench.run import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
     from nsa_verify.combination import parse_combination
 
-    kinds, lengths = words(inputs), parse_lengths(of["lengths"])
-    name, content = _text(text, numbers["batch"] * max(lengths)) if "real" in kinds else ("", b"")
+    input_kinds, lengths = split_commas(inputs), parse_lengths(values["lengths"])
+    name, content = "", b""
+    if "real" in input_kinds:
+        name, content = _read_text(text, numbers["batch"] * max(lengths))
     return Settings(
-        shapes=[parse_shape(word) for word in words(of["shapes"])],
+        shapes=[parse_shape(word) for word in split_commas(values["shapes"])],
         lengths=lengths,
-        phases=words(of["phases"]),
-        dtypes=dtype_names(of["dtypes"]),
-        inputs=kinds,
+        phases=split_commas(values["phases"]),
+        dtypes=dtype_names(values["dtypes"]),
+        inputs=input_kinds,
         combos=[parse_combination(word) for word in combos],
         blocks=blocks,
-        device=place,
+        device=torch_device,
         text=content,
         text_name=name,
         checkpoints=checkpoints,
@@ -251,8 +265,8 @@ def _settings(
     )
 
 
-def _text(path: Path | None, at_least: int) -> tuple[str, bytes]:
-    """(name, bytes) behind real inputs: the given file, or the documentation inside this Python."""
+def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
+    """Return (name, bytes) of the file; None reads the documentation that ships with Python."""
     from nsa_cli.verify import read_text
 
     if path is not None:
@@ -261,19 +275,19 @@ def _text(path: Path | None, at_least: int) -> tuple[str, bytes]:
 
     from nsa_bench.python_docs import library_text
 
-    return f"documentation of Python {platform.python_version()}", library_text(at_least)
+    return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
 
 
 def _run(settings: Settings, stop: Interruption) -> Result:
     from nsa_bench.run import Bench
 
-    run = Bench(settings, output.find_backends(), output.environment())
-    total = len(run.cells()) + len(settings.shapes) * len(settings.dtypes)
+    benchmark = Bench(settings, output.find_backends(), output.environment())
+    total = len(benchmark.cells()) + len(settings.shapes) * len(settings.dtypes)
     with output.progress(total) as advance:
-        return run.run(advance, stop)
+        return benchmark.run(advance, stop)
 
 
-def _write(
+def _write_files(
     result: Result,
     json_file: Path | None,
     html: Path | None,
@@ -294,7 +308,7 @@ def _write(
             save(result, file, kind, force)
 
 
-def _print(result: Result) -> None:
+def _print_result(result: Result) -> None:
     from nsa_bench.render.summary import summary
     from nsa_bench.render.tables import tables
 

@@ -1,4 +1,4 @@
-"""The cells and settings of `nsa bench --phase decode`."""
+"""`nsa bench --phase decode`: build its cells and settings, and run it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def cells(
     shape: str | None, length: str | None, batch: int, page_size: int | None
 ) -> list[DecodeCell]:
-    """Every shape at every length; none where neither is named, for the device's own."""
+    """Return a cell per shape and length; none if neither is given, which selects the defaults."""
     from nsa_bench.decode import shape_named
     from nsa_bench.decode_workloads import DecodeCell
     from nsa_bench.shapes import parse_lengths
@@ -26,9 +26,9 @@ def cells(
         return []
     shapes = [shape_named(word) for word in (shape or "reports").split(",")]
     return [
-        DecodeCell(one, batch, n, page_size)
-        for one in shapes
-        for n in parse_lengths(length or "512,1024,2048")
+        DecodeCell(each_shape, batch, tokens, page_size)
+        for each_shape in shapes
+        for tokens in parse_lengths(length or "512,1024,2048")
     ]
 
 
@@ -45,26 +45,26 @@ def run(
     cell_limit_s: float,
     stop: Interruption,
 ) -> Result:
-    """Measure; limits left out are the preset's."""
+    """Run the decode benchmark; a limit that is None takes the preset's value."""
     from nsa_bench.decode import DecodeBench, DecodeSettings
     from nsa_verify.combination import parse_combination
 
-    place = pick_device(device, threads)
-    dtypes = dtype_names(dtype or ("bfloat16" if place.startswith("cuda") else "float32"))
+    torch_device = pick_device(device, threads)
+    dtypes = dtype_names(dtype or ("bfloat16" if torch_device.startswith("cuda") else "float32"))
     defaults = {"budget_s": bench_options.BUDGET_S, "time_limit_s": bench_options.TIME_LIMIT_S}
-    numbers: dict[str, Any] = {
-        name: given if given is not None else defaults[name][preset]
-        for name, given in limits.items()
+    seconds: dict[str, Any] = {
+        name: limit if limit is not None else defaults[name][preset]
+        for name, limit in limits.items()
     }
     settings = DecodeSettings(
         cells=chosen,
         dtypes=dtypes,
         combos=[parse_combination(word) for word in combos],
         blocks=blocks,
-        device=place,
+        device=torch_device,
         seed=seed,
         cell_limit_s=cell_limit_s,
-        **numbers,
+        **seconds,
     )
     bench = DecodeBench(settings, output.find_backends(), output.environment())
     with output.progress(len(bench.cells())) as advance:

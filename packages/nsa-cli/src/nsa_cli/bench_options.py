@@ -1,4 +1,4 @@
-"""The options of `nsa bench`, and what its presets stand for."""
+"""The options of `nsa bench` and the values of its presets."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
-# options that a step of decode has no use for
-PREFILL = (
+# options that have no effect on --phase decode
+PREFILL_ONLY = (
     "rival",
     "inputs",
     "text",
@@ -49,10 +49,11 @@ BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
 
 Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the result file.", show_default=False)
+    Path | None, typer.Option("--json", help="Write the results as JSON.", show_default=False)
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", help="Write a report in one file.", show_default=False)
+    Path | None,
+    typer.Option("--html", help="Write a self-contained HTML report.", show_default=False),
 ]
 Png = Annotated[
     Path | None, typer.Option("--png", help="Write the plots as PNG.", show_default=False)
@@ -65,7 +66,10 @@ Combos = Annotated[
     list[str] | None,
     typer.Option(
         "--combo",
-        help="win=sdpa,cmp=fa2 or one name; repeatable. Left out: all that are ready.",
+        help=(
+            "Backends to time: one name, or pairs such as win=sdpa,cmp=fa2. Repeatable. Default:"
+            " every ready backend."
+        ),
         show_default=False,
     ),
 ]
@@ -74,36 +78,51 @@ Rivals = Annotated[
     typer.Option(
         "--rival",
         show_default=False,
-        help="Somebody else's NSA to time as well: fla; repeatable. Left out: all known, on a GPU.",
+        help=(
+            "Other NSA implementation to time as well: fla. Repeatable. Default: on a GPU, all that"
+            " are known."
+        ),
     ),
 ]
-Preset = Annotated[str, typer.Option(help="quick (under a minute) or full.")]
+Preset = Annotated[str, typer.Option(help="quick (less than a minute) or full.")]
 Shapes = Annotated[
     str | None,
-    typer.Option(help="Comma-separated Hq/G/Dk[/Dv], reports, paper or tiny.", show_default=False),
+    typer.Option(
+        help="Comma-separated shapes: Hq/G/Dk[/Dv], reports, paper or tiny.", show_default=False
+    ),
 ]
-Lengths = Annotated[str | None, typer.Option(help="512,2k,64k or 2k..64k.", show_default=False)]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        help="Sequence lengths in tokens: a list 512,2k,64k or a range 2k..64k.",
+        show_default=False,
+    ),
+]
 Phases = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated: forward, backward, both; or decode, alone.", show_default=False
+        help="Comma-separated phases: forward, backward, both; or decode alone.",
+        show_default=False,
     ),
 ]
 PageSize = Annotated[
     int | None,
     typer.Option(
-        help="Decode: tokens of a page of the cache; left out, none.", min=1, show_default=False
+        help="Tokens per cache page (decode only). Default: no pages.", min=1, show_default=False
     ),
 ]
-Dtypes = Annotated[str | None, typer.Option(help="Comma-separated.", show_default=False)]
-Blocks = Annotated[str, typer.Option(help="l,d,l',n,w.")]
+Dtypes = Annotated[
+    str | None, typer.Option(help="Comma-separated dtypes, such as bfloat16.", show_default=False)
+]
+Blocks = Annotated[str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")]
 Inputs = Annotated[
-    str, typer.Option(help="Comma-separated: random, real (a layer's activations over --text).")
+    str,
+    typer.Option(help="Comma-separated inputs: random, real (activations of a layer on --text)."),
 ]
 Text = Annotated[
     Path | None,
     typer.Option(
-        help="Text behind real inputs; by default the documentation inside Python.",
+        help="Text file for real inputs. Default: the documentation that ships with Python.",
         show_default=False,
     ),
 ]
@@ -112,20 +131,25 @@ Checkpoints = Annotated[
     typer.Option(
         "--checkpoint",
         show_default=False,
-        help="Trained layer behind real inputs (safetensors), one for each shape; repeatable.",
+        help="Trained layer for real inputs (safetensors), one per shape. Repeatable.",
     ),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(help="Seconds per figure; 3 to 20 samples.", min=0.001, show_default=False),
+    typer.Option(
+        help="Seconds to spend on each figure (3 to 20 samples).", min=0.001, show_default=False
+    ),
 ]
 MaxCall = Annotated[
-    float, typer.Option(help="Skip lengths whose call is expected to take longer (s).")
+    float, typer.Option(help="Skip lengths at which one call is expected to exceed these seconds.")
 ]
 CellLimit = Annotated[
-    float, typer.Option(help="Seconds after which a cell measures nothing new.", min=0.001)
+    float,
+    typer.Option(help="Seconds after which a cell starts no new measurement.", min=0.001),
 ]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(help="Seconds after which nothing new is measured.", min=1, show_default=False),
+    typer.Option(
+        help="Seconds after which the run starts no new measurement.", min=1, show_default=False
+    ),
 ]

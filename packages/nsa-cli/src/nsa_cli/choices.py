@@ -1,5 +1,6 @@
-"""What options that several commands share stand for: devices, dtypes, block sizes, combinations.
-Torch comes last.
+"""Parse the options that several commands share: devices, dtypes, block sizes and backends.
+
+Only :func:`pick_device` imports torch.
 """
 
 from __future__ import annotations
@@ -16,64 +17,69 @@ if TYPE_CHECKING:
     import typer
 
 
-def options_said(context: typer.Context) -> set[str]:
-    """Parameters that stand on the command line, and are no defaults."""
+def options_on_command_line(context: typer.Context) -> set[str]:
+    """Return the names of the parameters that the user typed; defaults are left out."""
     return {
-        n
-        for n in context.params
-        if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
 
 
-def spelt(names: Sequence[str]) -> str:
-    """Parameters as they are typed: "--page-size, --batch"."""
+def as_options(names: Sequence[str]) -> str:
+    """Format parameter names as options: "--page-size, --batch"."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 @contextlib.contextmanager
 def said_as_options(names: Mapping[str, str]) -> Iterator[None]:
-    """An InvalidInput about a field names the option instead: ``names`` has the parameter of each
-    ("lr").
+    """Replace field names in the message of an InvalidInput by the options that set them.
 
-    Fields stand where a message begins to speak of one ("clip must", "batch 3 does", "graph=True
-    needs"): a path in it stays as it is.
+    A field name is replaced only where a clause of the message starts with it ("clip must",
+    "batch 3 does", "graph=True needs"), so that paths in the message stay unchanged.
+
+    Args:
+        names: Maps each field to the parameter of its option, such as "learning_rate" to "lr".
+
+    Raises:
+        InvalidInput: The body raised one; the message names options.
     """
     try:
         yield
     except InvalidInput as error:
         fields = rf"(^|; | over )({'|'.join(names)})(=True|(?= must | \d))"
         raise InvalidInput(
-            re.sub(fields, lambda m: m[1] + spelt([names[m[2]]]), str(error))
+            re.sub(fields, lambda m: m[1] + as_options([names[m[2]]]), str(error))
         ) from error
 
 
-def words(text: str) -> list[str]:
-    """The words between commas."""
+def split_commas(text: str) -> list[str]:
+    """Split ``text`` at commas, strip each part and drop empty ones."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def dtype_names(text: str) -> list[str]:
-    """The dtypes of --dtype, each once.
+    """Parse --dtype into dtype names without duplicates.
 
     Raises:
-        InvalidInput: one is none of the contract's, or there is none.
+        InvalidInput: ``text`` is empty or contains a dtype that the contract does not list.
     """
     from nsa_core.contract import DTYPES
 
-    names = list(dict.fromkeys(words(text)))
-    wrong = [name for name in names if name not in DTYPES]
-    if wrong or not names:
+    names = list(dict.fromkeys(split_commas(text)))
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown or not names:
         raise InvalidInput(
-            f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(wrong) or 'nothing'}"
+            f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(unknown) or 'nothing'}"
         )
     return names
 
 
 def block_sizes(text: str) -> tuple[int, ...]:
-    """The integers of --blocks.
+    """Parse --blocks into integers; the shape checks their number later.
 
     Raises:
-        InvalidInput: they are no integers; how many there must be is the shape's to say.
+        InvalidInput: A part of ``text`` is not an integer.
     """
     try:
         return tuple(int(word) for word in text.split(","))
@@ -81,33 +87,37 @@ def block_sizes(text: str) -> tuple[int, ...]:
         raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {text!r}") from None
 
 
-def named_backends(text: str) -> dict[str, str] | None:
-    """What :class:`nsa_core.NSAttention` takes for the words of --backends.
+def parse_backends(text: str) -> dict[str, str] | None:
+    """Parse --backends into the ``backends`` argument of :class:`nsa_core.NSAttention`.
 
     Raises:
-        InvalidInput: they name no slot, or one twice.
+        InvalidInput: ``text`` names an unknown slot, or one slot twice.
     """
     from nsa_verify.combination import parse_combination
 
     return dict(parse_combination(text).backends) or None
 
 
-def quiet_profiler() -> None:
-    """Call it before torch loads: some builds of its profiler write to stderr at every start and
-    stop.
+def silence_profiler() -> None:
+    """Stop torch's profiler from logging to stderr; call this before torch is imported.
+
+    Some builds of the profiler write a line at every start and stop.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pick_device(text: str, threads: int | None = None) -> str:
-    """The device of --device, "auto" being cuda where there is one; torch uses ``threads`` CPU
-    threads from here on.
+    """Return the device named by --device and set torch's number of CPU threads.
+
+    Args:
+        text: A torch device, or "auto": cuda if a GPU is available, else cpu.
+        threads: Number of CPU threads; None keeps torch's setting.
 
     Raises:
-        InvalidInput: torch knows no such device.
-        BackendUnavailable: it is not there.
+        InvalidInput: Torch does not support a device of this name.
+        BackendUnavailable: The device is not available on this machine.
     """
-    quiet_profiler()
+    silence_profiler()
     import torch
 
     from nsa_core.dispatch.device import known_device

@@ -1,4 +1,4 @@
-"""`nsa doctor` and `nsa env`: what this machine has, what is wrong with it, and what to type."""
+"""`nsa doctor` and `nsa env`: report this machine's environment, its problems and their fixes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import typer
 
 from nsa_cli import output
 
-_Limit = typer.Option(
-    "--limit", help="Seconds each library may take to import in its child process.", min=1.0
-)
+_Limit = typer.Option("--limit", help="Time limit in seconds for importing each library.", min=1.0)
 
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")] = False,
     limit: Annotated[float, _Limit] = 60.0,
 ) -> None:
-    """One screen: Python, torch, CUDA, driver, GPUs, triton, flash-attn and every plugin, and what
-    to type.
+    """Check Python, torch, CUDA, the driver, GPUs, triton, flash-attn and every plugin.
 
-    Each library and each third-party plugin is tried in a child process with a time limit, so that
-    one that crashes, hangs or exits is a line here. Exit code 4 if the environment cannot work.
+    Prints a command to type for each problem. Each library and each third-party plugin loads in a
+    child process with a time limit, so that a crash or a hang becomes a line of the report. Exit
+    code 4 if no attention can run in this environment.
     """
     from nsa_cli import health
 
     with output.exit_codes():
-        document = health.examine(limit)
+        document = health.inspect_environment(limit)
         if json:
             output.print_json(document)
         else:
@@ -35,10 +33,8 @@ def doctor(
 
 
 def env(limit: Annotated[float, _Limit] = 60.0) -> None:
-    """Print a block to paste in a bug report: versions, GPUs and backends; no paths, no host or
-    user names.
-    """
+    """Print versions, GPUs and backends for a bug report, without paths and user names."""
     from nsa_cli import health
 
     with output.exit_codes():
-        health.print_block(health.examine(limit))
+        health.print_block(health.inspect_environment(limit))

@@ -1,4 +1,4 @@
-"""The document that `nsa backends explain` prints, as JSON or as a table."""
+"""Build and print the output of `nsa backends explain`, as JSON or as a table."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ SCHEMA_VERSION = 1
 
 
 def reason_row(reason: Reason) -> dict[str, str]:
-    """A reason as JSON holds it."""
+    """Return a reason as a JSON object."""
     return dataclasses.asdict(reason)
 
 
-def explained(answers: Candidates) -> dict[str, Any]:
-    """Per slot: what was asked, who was chosen, and every candidate with its reasons."""
-    chosen: dict[str, str | None] = dict.fromkeys(answers.requests)
-    candidates, error = dict(answers.by_slot), None
+def explain_candidates(candidates: Candidates) -> dict[str, Any]:
+    """Return the named backend, the chosen backend and all candidates with reasons per slot."""
+    chosen: dict[str, str | None] = dict.fromkeys(candidates.requests)
+    by_slot, error = dict(candidates.by_slot), None
     try:
-        plan = decide(answers)
+        plan = decide(candidates)
     except (Unsupported, BackendUnavailable) as refusal:
         error = _error_row(refusal)
     else:
         chosen = {slot: choice.backend for slot, choice in plan.choices.items()}
-        candidates = {slot: choice.candidates for slot, choice in plan.choices.items()}
-    request = dataclasses.asdict(answers.requests["cmp"])
+        by_slot = {slot: choice.candidates for slot, choice in plan.choices.items()}
+    request = dataclasses.asdict(candidates.requests["cmp"])
     del request["slot"]
     return {
         "schema_version": SCHEMA_VERSION,
-        "request": {**request, "summary": describe_request(answers.requests["cmp"])},
+        "request": {**request, "summary": describe_request(candidates.requests["cmp"])},
         "slots": {
             slot: {
-                "asked": answers.wanted[slot],
+                "asked": candidates.wanted[slot],
                 "chosen": chosen[slot],
-                "tuned": None if answers.wanted[slot] else answers.tuned.get(slot),
-                "candidates": [_candidate_row(candidate) for candidate in of],
+                "tuned": None if candidates.wanted[slot] else candidates.tuned.get(slot),
+                "candidates": [_candidate_row(candidate) for candidate in of_slot],
             }
-            for slot, of in candidates.items()
+            for slot, of_slot in by_slot.items()
         },
         "error": error,
     }
@@ -68,20 +68,20 @@ def _candidate_row(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_explained(document: dict[str, Any]) -> None:
-    """The request in a line, then a row per slot and candidate; `*` marks the chosen one."""
+    """Print the request, then a row per slot and candidate; `*` marks the chosen candidate."""
     from rich.text import Text
 
     console = output.console()
     console.print(document["request"]["summary"])
-    made = output.plain_table("slot", "", "backend", "version", "verdict", "reason", "hint")
+    table = output.plain_table("slot", "", "backend", "version", "verdict", "reason", "hint")
     for slot, row in document["slots"].items():
         if not row["candidates"]:
-            made.add_row(
+            table.add_row(
                 slot,
                 "",
                 "-",
                 "-",
-                "nobody",
+                "no backend",
                 "no backend is installed",
                 "pip install nsa-backend-sdpa",
             )
@@ -92,23 +92,28 @@ def print_explained(document: dict[str, Any]) -> None:
             style = "green" if candidate["accepted"] else "yellow"
             title = [output.one_line(candidate[key]) for key in ("backend", "version")]
             for reason in candidate["reasons"] or [{"message": "", "hint": ""}]:
-                said = [output.one_line(reason[key]) for key in ("message", "hint")]
-                made.add_row(slot, mark, *title, Text(verdict, style), *said)
+                cells = [output.one_line(reason[key]) for key in ("message", "hint")]
+                table.add_row(slot, mark, *title, Text(verdict, style), *cells)
                 title, mark = ["", ""], ""
-    console.print(made)
+    console.print(table)
     for slot, row in document["slots"].items():
         if row["tuned"]:
             console.print(f"{slot}: tuned: {row['tuned']}")
 
 
-def leave(document: dict[str, Any]) -> None:
-    """Raise what a plan for this request raises, in one line: the reasons are printed already."""
+def raise_error(document: dict[str, Any]) -> None:
+    """Raise the error that planning this request raises, without the reasons printed above.
+
+    Raises:
+        Unsupported: No candidate accepts the request in some slot.
+        BackendUnavailable: A named backend is unavailable, or no backend is.
+    """
     error = document["error"]
     if error is None:
         return
-    sentence = error["message"].splitlines()[0]
+    first_line = error["message"].splitlines()[0]
     if error["kind"] == "Unsupported":
-        raise Unsupported(sentence)
-    refusal = BackendUnavailable(sentence)
-    refusal.nothing_usable = error["nothing_usable"]
-    raise refusal
+        raise Unsupported(first_line)
+    unavailable = BackendUnavailable(first_line)
+    unavailable.nothing_usable = error["nothing_usable"]
+    raise unavailable

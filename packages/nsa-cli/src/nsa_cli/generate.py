@@ -1,4 +1,4 @@
-"""`nsa generate`: text from a checkpoint of `nsa train`."""
+"""`nsa generate`: generate text from a checkpoint of `nsa train`."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import named_backends, pick_device, said_as_options
+from nsa_cli.choices import parse_backends, pick_device, said_as_options
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the folder of a run.")],
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint file, or the folder of a run.")],
     prompt: Annotated[
-        str, typer.Option(help="Text to go on from; empty: the beginning of a document.")
+        str, typer.Option(help="Text to continue. Empty: start a new document.")
     ] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to make at most.", min=0)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0.0)] = 0.8,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens to generate.", min=0)
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature. 0: always the most likely token.", min=0.0)
+    ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw among the k likeliest.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Sample from the k most likely tokens.", min=1, show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
     device: options.Device = "auto",
     threads: options.Threads = 1,
     backends: options.Backends = "auto",
 ) -> None:
-    """Print the prompt and what a model makes of it, to the end of the document or to
-    --max-new-tokens.
-    """
+    """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
-        place = pick_device(device, threads)
+        torch_device = pick_device(device, threads)
         import torch
 
         from nsa_core.errors import InvalidInput
         from nsa_models.lm.checkpoint import read
-        from nsa_models.lm.generate import generate as made
+        from nsa_models.lm.generate import generate as generate_tokens
 
-        kept = read(checkpoint)
-        tokenizer = kept.text()
+        saved = read(checkpoint)
+        tokenizer = saved.text()
         if tokenizer is None:
             raise InvalidInput(
-                f"{kept.path} was trained on the task {kept.facts['data']['data']}: it has no text"
+                f"{saved.path} was trained on the task {saved.facts['data']['data']}: it has no"
+                " text; give the checkpoint of a run on text"
             )
-        model = kept.model(named_backends(backends)).to(place).eval()
-        tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=place)
+        model = saved.model(parse_backends(backends)).to(torch_device).eval()
+        tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=torch_device)
         end = tokenizer.end
         with said_as_options(
             {name: name for name in ("max_new_tokens", "temperature", "top_k", "seed")}
         ):
-            new = made(
+            new_tokens = generate_tokens(
                 model,
                 tokens,
                 max_new_tokens,
@@ -60,17 +64,15 @@ def generate(
                 end=end,
                 seed=seed,
             )
-        print(_shown(prompt + tokenizer.decode(new[0].tolist())))
+        print(_escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))
 
 
-def _shown(text: str) -> str:
-    """A model's text: what moves a terminal's cursor or hides, beyond line ends and tabs, as its
-    escape.
-    """
-    hidden = {"Cc", "Cf", "Cs"}
+def _escape_control(text: str) -> str:
+    """Escape control and format characters of generated text, except newlines and tabs."""
+    escaped_categories = {"Cc", "Cf", "Cs"}
     return "".join(
-        c
-        if c in "\n\t" or unicodedata.category(c) not in hidden
-        else c.encode("unicode_escape").decode()
-        for c in text
+        char
+        if char in "\n\t" or unicodedata.category(char) not in escaped_categories
+        else char.encode("unicode_escape").decode()
+        for char in text
     )

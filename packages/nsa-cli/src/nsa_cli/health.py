@@ -1,5 +1,6 @@
-"""What `nsa doctor` and `nsa env` find and print. Torch is imported in children only: it may be
-what is broken.
+"""Collect and print the environment report of `nsa doctor` and `nsa env`.
+
+Torch is imported only in child processes, because torch itself may be broken.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from nsa_cli import output, trial_imports
-from nsa_cli.trial_imports import Tried
+from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import Registry
 
 SCHEMA_VERSION = 1
-_OURS = (
+_OUR_PACKAGES = (
     "nsa-core",
     "nsa-verify",
     "nsa-bench",
@@ -34,15 +35,19 @@ _OURS = (
 )
 
 
-def examine(limit_s: float) -> dict[str, Any]:
-    """Everything `nsa doctor --json` prints; ``works``: torch imports and some backend runs a small
-    attention.
+def inspect_environment(limit_s: float) -> dict[str, Any]:
+    """Return the document that `nsa doctor --json` prints.
+
+    Its field ``works`` is true if torch imports and a backend runs a small attention.
+
+    Args:
+        limit_s: Seconds after which a child process is ended.
     """
     registry = output.find_backends()
     bodies = (trial_imports.TORCH, trial_imports.TRITON, trial_imports.FLASH_ATTN)
     safe = output.safe_mode()
-    # Our own probes share a child process; each third-party probe, which may crash, has one to
-    # itself.
+    # The probes of our own backends share a child process. A third-party probe may crash, so each
+    # has its own.
     groups = [[entry for entry in registry.ready() if entry.first_party]]
     groups += [[entry] for entry in registry.ready() if not entry.first_party]
     probes = [
@@ -50,59 +55,59 @@ def examine(limit_s: float) -> dict[str, Any]:
         for group in groups
     ]
     attention = trial_imports.ATTENTION.format(safe=safe)
-    torch, triton, flash, ran, *asked = trial_imports.try_all(
+    torch, triton, flash, attention_result, *probe_results = trial_imports.try_all(
         [*bodies, attention, *probes], limit_s
     )
     gpu = bool(torch.facts.get("gpus"))
-    troubles = _python_troubles() + _torch_troubles(torch) + _optional_troubles(triton, flash, gpu)
-    troubles += _backend_troubles(registry)
+    problems = _python_problems() + _torch_problems(torch) + _optional_problems(triton, flash, gpu)
+    problems += _backend_problems(registry)
     if torch.facts.get("version"):
-        for group, tried in zip(groups, asked):
-            troubles += [trouble for entry in group for trouble in _probe_troubles(entry, tried)]
-        troubles += _attention_troubles(ran, registry)
+        for group, result in zip(groups, probe_results):
+            problems += [problem for entry in group for problem in _probe_problems(entry, result)]
+        problems += _attention_problems(attention_result, registry)
     return {
         "schema_version": SCHEMA_VERSION,
         "works": (
-            bool(ran.facts)
-            and "error" not in ran.facts
-            and all(d["finite"] for d in ran.facts.values())
+            bool(attention_result.facts)
+            and "error" not in attention_result.facts
+            and all(run["finite"] for run in attention_result.facts.values())
         ),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": {name: found for name in _OURS if (found := _installed(name))},
+        "packages": {
+            name: installed for name in _OUR_PACKAGES if (installed := _installed_version(name))
+        },
         "torch": _library(torch, "torch"),
         "driver": trial_imports.driver_version(),
         "triton": _library(triton, "triton"),
         "flash_attn": _library(flash, "flash-attn"),
         "backends": [_backend(entry) for entry in registry.entries],
-        "attention": ran.facts if "error" not in ran.facts else {},
+        "attention": attention_result.facts if "error" not in attention_result.facts else {},
         "variables": {
             "NSA_PLUGINS": os.environ.get("NSA_PLUGINS"),
             "NSA_DISABLE_PLUGINS": os.environ.get("NSA_DISABLE_PLUGINS"),
             "NSA_CHECK": os.environ.get("NSA_CHECK"),
         },
-        "troubles": troubles,
+        "troubles": problems,
     }
 
 
-def _installed(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
 
 
-def _library(tried: Tried, distribution: str) -> dict[str, Any]:
-    """Facts, and a status: ok, missing (not installed) or broken (installed, and does not
-    import).
-    """
-    broken = tried.reason is not None or "error" in tried.facts
-    absent = "missing" in tried.facts and not _installed(distribution)
+def _library(result: TrialResult, distribution: str) -> dict[str, Any]:
+    """Return the facts about a library and its status: ok, missing or broken (fails to import)."""
+    broken = result.reason is not None or "error" in result.facts
+    absent = "missing" in result.facts and not _installed_version(distribution)
     status = "ok" if not broken else "missing" if absent else "broken"
-    error = str(tried.reason) if tried.reason else tried.facts.get("error", "")
-    facts = {key: value for key, value in tried.facts.items() if key not in ("error", "missing")}
-    return {"version": _installed(distribution), **facts, "status": status, "error": error}
+    error = str(result.reason) if result.reason else result.facts.get("error", "")
+    facts = {key: value for key, value in result.facts.items() if key not in ("error", "missing")}
+    return {"version": _installed_version(distribution), **facts, "status": status, "error": error}
 
 
 def _backend(entry: BackendEntry) -> dict[str, Any]:
@@ -121,83 +126,85 @@ def _backend(entry: BackendEntry) -> dict[str, Any]:
     }
 
 
-def _trouble(what: str, message: str, hint: str) -> dict[str, str]:
-    return {"what": what, "message": message, "hint": hint}
+def _problem(subject: str, message: str, hint: str) -> dict[str, str]:
+    return {"what": subject, "message": message, "hint": hint}
 
 
-def _python_troubles() -> list[dict[str, str]]:
+def _python_problems() -> list[dict[str, str]]:
     if sys.maxsize > 2**32:
         return []
     return [
-        _trouble("python", "this Python has 32 bits, and torch needs 64", "install a 64-bit Python")
+        _problem("python", "this Python is 32-bit, torch needs 64-bit", "install a 64-bit Python")
     ]
 
 
-def _torch_troubles(tried: Tried) -> list[dict[str, str]]:
-    found = _library(tried, "torch")
-    if found["status"] == "missing":
-        return [_trouble("torch", "torch is not installed", "pip install torch")]
-    if found["status"] == "broken":
-        slow = tried.reason is not None and tried.reason.code == "hangs"
+def _torch_problems(result: TrialResult) -> list[dict[str, str]]:
+    torch = _library(result, "torch")
+    if torch["status"] == "missing":
+        return [_problem("torch", "torch is not installed", "pip install torch")]
+    if torch["status"] == "broken":
+        slow = result.reason is not None and result.reason.code == "hangs"
         hint = (
-            "nsa doctor --limit 300  # a busy machine or a slow disk; if that does not help, "
+            "nsa doctor --limit 300  # for a busy machine or a slow disk; if that does not help, "
             * slow
         )
-        return [_trouble("torch", found["error"], hint + "pip install --force-reinstall torch")]
-    troubles = []
-    needed = next(
+        return [_problem("torch", torch["error"], hint + "pip install --force-reinstall torch")]
+    problems = []
+    requirement = next(
         (r for r in map(Requirement, requires("nsa-core") or []) if r.name == "torch"), None
     )
     try:
-        fits = needed is None or needed.specifier.contains(
-            Version(found["version"]), prereleases=True
+        compatible = requirement is None or requirement.specifier.contains(
+            Version(torch["version"]), prereleases=True
         )
     except InvalidVersion:
-        fits = True  # a build with a name of its own
-    if not fits:
-        wanted = f"torch{needed.specifier}" if needed else "torch"
-        text = f"torch {found['version']} is too old, nsa-core needs {wanted}"
-        troubles.append(_trouble("torch", text, f'pip install "{wanted}"'))
-    return troubles + _cuda_troubles(found)
+        compatible = True  # a custom build with its own version scheme
+    if not compatible:
+        required = f"torch{requirement.specifier}" if requirement else "torch"
+        text = f"torch {torch['version']} is too old, nsa-core needs {required}"
+        problems.append(_problem("torch", text, f'pip install "{required}"'))
+    return problems + _cuda_problems(torch)
 
 
-def _cuda_troubles(found: dict[str, Any]) -> list[dict[str, str]]:
-    troubles = []
-    if trial_imports.has_nvidia_device() and not found["cuda"] and not found["hip"]:
-        text = "there is an NVIDIA GPU, and this torch is built for the CPU only"
-        troubles.append(
-            _trouble(
+def _cuda_problems(torch: dict[str, Any]) -> list[dict[str, str]]:
+    problems = []
+    if trial_imports.has_nvidia_device() and not torch["cuda"] and not torch["hip"]:
+        text = "this machine has an NVIDIA GPU, but the installed torch is built for the CPU only"
+        problems.append(
+            _problem(
                 "cuda", text, "pip install --force-reinstall torch, from an index with CUDA builds"
             )
         )
-    elif found["cuda"] and not found["cuda_available"] and trial_imports.has_nvidia_device():
+    elif torch["cuda"] and not torch["cuda_available"] and trial_imports.has_nvidia_device():
         text = (
-            f"torch is built for CUDA {found['cuda']} and finds no usable GPU (driver"
+            f"torch is built for CUDA {torch['cuda']} and finds no usable GPU (driver"
             f" {trial_imports.driver_version()})"
         )
-        troubles.append(
-            _trouble(
-                "cuda", text, "nvidia-smi  # a driver too old for this CUDA is the usual cause"
+        problems.append(
+            _problem(
+                "cuda", text, "nvidia-smi  # the usual cause is a driver too old for this CUDA"
             )
         )
-    for gpu in found["gpus"]:
+    for gpu in torch["gpus"]:
         major, minor = gpu["capability"]
-        if found["built_for"] and not any(_runs(arch, major, minor) for arch in found["built_for"]):
+        if torch["built_for"] and not any(_runs(arch, major, minor) for arch in torch["built_for"]):
             text = (
                 f"{gpu['name']} is sm_{major}{minor}, and this torch is built for"
-                f" {', '.join(found['built_for'])}"
+                f" {', '.join(torch['built_for'])}"
             )
-            troubles.append(_trouble("cuda", text, "install a torch built for this GPU"))
-    if found["gpus"] and not found.get("computes"):
-        troubles.append(
-            _trouble("cuda", "a matrix product on the GPU is wrong", "nvidia-smi -q -d ECC")
+            problems.append(_problem("cuda", text, "install a torch built for this GPU"))
+    if torch["gpus"] and not torch.get("computes"):
+        problems.append(
+            _problem("cuda", "a matrix product on the GPU is wrong", "nvidia-smi -q -d ECC")
         )
-    return troubles
+    return problems
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:
-    """Code for ``arch`` runs on sm_<major><minor>: the same major and no later minor, or PTX for no
-    later GPU.
+    """Return whether code built for ``arch`` runs on a GPU of capability (major, minor).
+
+    Binary code (sm_XY) runs on the same major and the same or a later minor; PTX (compute_XY) runs
+    on the same or any later GPU.
     """
     digits = re.sub(r"\D", "", arch)
     if len(digits) < 2:
@@ -206,74 +213,73 @@ def _runs(arch: str, major: int, minor: int) -> bool:
     return built <= (major, minor) and (arch.startswith("compute") or built[0] == major)
 
 
-def _optional_troubles(triton: Tried, flash: Tried, gpu: bool) -> list[dict[str, str]]:
-    troubles = []
-    for name, distribution, tried in (
+def _optional_problems(triton: TrialResult, flash: TrialResult, gpu: bool) -> list[dict[str, str]]:
+    problems = []
+    for name, distribution, result in (
         ("triton", "triton", triton),
         ("flash-attn", "flash-attn", flash),
     ):
-        found = _library(tried, distribution)
-        # flash-attn does not import without a GPU's libraries; that is no trouble where there is no
-        # GPU.
-        if found["status"] == "broken" and (gpu or tried.reason):
+        library = _library(result, distribution)
+        # flash-attn does not import without CUDA libraries, which matters only with a GPU.
+        if library["status"] == "broken" and (gpu or result.reason):
             hint = (
                 f"pip uninstall -y {distribution}; pip install --no-build-isolation {distribution}"
             )
-            troubles.append(_trouble(name, found["error"], hint))
-    if gpu and "missing" in triton.facts and not _installed("triton"):
-        troubles.append(_trouble("triton", "there is a GPU and no triton", "pip install triton"))
-    return troubles
+            problems.append(_problem(name, library["error"], hint))
+    if gpu and "missing" in triton.facts and not _installed_version("triton"):
+        text = "this machine has a GPU, but triton is not installed"
+        problems.append(_problem("triton", text, "pip install triton"))
+    return problems
 
 
-def _backend_troubles(registry: Registry) -> list[dict[str, str]]:
-    troubles = []
+def _backend_problems(registry: Registry) -> list[dict[str, str]]:
+    problems = []
     if not registry.ready():
-        troubles.append(
-            _trouble("backends", "no backend can be used", "pip install nsa-backend-sdpa")
+        problems.append(
+            _problem("backends", "no backend can be used", "pip install nsa-backend-sdpa")
         )
     for entry in registry.entries:
         if entry.status in ("broken", "incompatible") and entry.reason:
-            what = f"backend {entry.name} {entry.version} ({entry.distribution})"
+            subject = f"backend {entry.name} {entry.version} ({entry.distribution})"
             hint = entry.reason.hint or f"pip uninstall {entry.distribution}"
-            troubles.append(_trouble(what, entry.reason.message, hint))
-    return troubles
+            problems.append(_problem(subject, entry.reason.message, hint))
+    return problems
 
 
-def _probe_troubles(entry: BackendEntry, tried: Tried) -> list[dict[str, str]]:
-    error = tried.facts.get("error") or tried.facts.get("wrong", {}).get(entry.name, "")
-    said = str(tried.reason) if tried.reason else error
+def _probe_problems(entry: BackendEntry, result: TrialResult) -> list[dict[str, str]]:
+    error = result.facts.get("error") or result.facts.get("failed", {}).get(entry.name, "")
+    message = str(result.reason) if result.reason else error
     hint = f"pip uninstall {entry.distribution}, or set NSA_DISABLE_PLUGINS={entry.name}"
-    return [_trouble(f"probe of backend {entry.name}", said, hint)] if said else []
+    return [_problem(f"probe of backend {entry.name}", message, hint)] if message else []
 
 
-def _attention_troubles(ran: Tried, registry: Registry) -> list[dict[str, str]]:
+def _attention_problems(result: TrialResult, registry: Registry) -> list[dict[str, str]]:
     if not registry.ready():
-        return []  # said already
+        return []  # _backend_problems reports it
     hint = "nsa backends explain; nsa verify"
-    if ran.reason or "error" in ran.facts:
-        return [
-            _trouble("attention", str(ran.reason) if ran.reason else str(ran.facts["error"]), hint)
-        ]
-    wrong = [device for device, row in ran.facts.items() if not row["finite"]]
+    if result.reason or "error" in result.facts:
+        message = str(result.reason) if result.reason else str(result.facts["error"])
+        return [_problem("attention", message, hint)]
+    not_finite = [device for device, run in result.facts.items() if not run["finite"]]
     return [
-        _trouble("attention", f"a small attention on {device} is not finite", hint)
-        for device in wrong
+        _problem("attention", f"the output of a small attention on {device} is not finite", hint)
+        for device in not_finite
     ]
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(component, state, detail), the same for the screen and the block."""
+    """Return the rows (component, state, detail) of `nsa doctor` and `nsa env`."""
     torch = document["torch"]
     rows = [("python", document["python"], f"{document['platform']}, {document['cpus']} CPUs")]
-    rows += [("nsa", v, name) for name, v in document["packages"].items()]
-    for name, found in (
+    rows += [("nsa", installed, name) for name, installed in document["packages"].items()]
+    for name, library in (
         ("torch", torch),
         ("triton", document["triton"]),
         ("flash-attn", document["flash_attn"]),
     ):
-        state = str(found["version"] or "") if found["status"] == "ok" else found["status"]
-        rows.append((name, state, found["error"] if found["status"] == "broken" else ""))
-    rows.append(("cuda", str(torch.get("cuda") or "none"), "what torch is built for"))
+        state = str(library["version"] or "") if library["status"] == "ok" else library["status"]
+        rows.append((name, state, library["error"] if library["status"] == "broken" else ""))
+    rows.append(("cuda", str(torch.get("cuda") or "none"), "CUDA version of the torch build"))
     rows.append(("driver", document["driver"] or "none", ""))
     for index, gpu in enumerate(torch.get("gpus", [])):
         size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
@@ -281,15 +287,15 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
             (f"gpu {index}", f"sm_{''.join(map(str, gpu['capability']))}", f"{gpu['name']}, {size}")
         )
     if not torch.get("gpus"):
-        rows.append(("gpu", "none", "the CPU is used"))
+        rows.append(("gpu", "none", "attention runs on the CPU"))
     for backend in document["backends"]:
-        said = (
+        detail = (
             backend["reason"]["message"]
             if backend["reason"]
             else f"offers {', '.join(backend['slots'])}"
         )
         title = f"{backend['distribution']} {backend['version']}"
-        rows.append((f"backend {backend['name']}", backend["status"], f"{title}: {said}"))
+        rows.append((f"backend {backend['name']}", backend["status"], f"{title}: {detail}"))
     for device, run in document["attention"].items():
         chosen = ", ".join(f"{slot} {name}" for slot, name in run["backends"].items())
         rows.append((f"runs on {device}", "yes" if run["finite"] else "wrong", chosen))
@@ -299,45 +305,45 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def print_screen(document: dict[str, Any]) -> None:
-    """The table, then every trouble with what to type."""
+    """Print the table, then each problem with a command to type."""
     from rich.text import Text
 
-    made = output.plain_table("what", "state", "detail")
+    table = output.plain_table("component", "state", "detail")
     for row in _rows(document):
-        bad = row[1] in ("broken", "incompatible", "wrong")
+        is_problem = row[1] in ("broken", "incompatible", "wrong")
         cells = [output.one_line(cell) for cell in row]
-        made.add_row(cells[0], Text(cells[1], "red" if bad else ""), cells[2])
+        table.add_row(cells[0], Text(cells[1], "red" if is_problem else ""), cells[2])
     console = output.console()
-    console.print(made)
-    for trouble in document["troubles"]:
+    console.print(table)
+    for problem in document["troubles"]:
         console.print(
-            f"TROUBLE {output.one_line(trouble['what'])}: {output.one_line(trouble['message'])}",
+            f"PROBLEM {output.one_line(problem['what'])}: {output.one_line(problem['message'])}",
             style="red",
         )
-        console.print(f"  type: {output.one_line(trouble['hint'])}")
+        console.print(f"  type: {output.one_line(problem['hint'])}")
     if not document["works"]:
-        console.print("this environment cannot work", style="bold red")
+        console.print("no attention can run in this environment", style="bold red")
     else:
         console.print(
-            f"this environment works, {len(document['troubles'])} troubles", style="bold green"
+            f"this environment works, {len(document['troubles'])} problems", style="bold green"
         )
 
 
 def print_block(document: dict[str, Any]) -> None:
-    """Markdown for a bug report, paths cut to their last part and the user's name taken out."""
+    """Print a Markdown block for a bug report, without directories and without the user's name."""
     lines = [
-        f"{what}: {state}" + (f" ({detail})" if detail else "")
-        for what, state, detail in _rows(document)
+        f"{component}: {state}" + (f" ({detail})" if detail else "")
+        for component, state, detail in _rows(document)
     ]
-    lines += [f"TROUBLE {t['what']}: {t['message']}" for t in document["troubles"]]
+    lines += [f"PROBLEM {row['what']}: {row['message']}" for row in document["troubles"]]
     print("```")
     for line in lines:
-        print(anonymous(output.one_line(line)))
+        print(anonymize(output.one_line(line)))
     print("```")
 
 
-def anonymous(line: str) -> str:
-    """``line`` with absolute paths cut to their last part, and without the user's name."""
+def anonymize(line: str) -> str:
+    """Return ``line`` with absolute paths cut to their last part and the user's name replaced."""
     line = re.sub(r"""(?<![\w.:/])(?:[A-Za-z]:)?[/\\](?:[^/\\\s'":;,]+[/\\])*""", ".../", line)
     try:
         user = getpass.getuser()

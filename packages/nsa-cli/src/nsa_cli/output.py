@@ -1,6 +1,4 @@
-"""What every command shares: consoles, progress, files, and errors turned into one line and an exit
-code.
-"""
+"""Shared by all commands: consoles, progress, output files, and errors as exit codes."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ __all__ = [
 ]
 
 FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 5, 130, 141
-# A write that fails with one of these failed for good. EBADF: standard output is open for reading
-# only.
+# Errors of a failed write. EBADF: standard output is open for reading only.
 _UNWRITABLE = {
     errno.ENOSPC,
     errno.EFBIG,
@@ -52,29 +49,35 @@ _UNWRITABLE = {
     errno.EBADF,
     getattr(errno, "EDQUOT", errno.ENOSPC),
 }
-# typer borrows click or carries its own, by version; this is ClickException either way.
+# Depending on its version, typer depends on click or vendors it; this finds ClickException in both.
 _ClickError: Any = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
-_UNLIMITED = 1_000_000  # columns: piped output is never wrapped or cut
+_UNLIMITED = 1_000_000  # columns; piped output is never wrapped or truncated
 _plugin_options = (False, 20.0)
 
 
 def set_plugin_options(safe: bool, limit_s: float) -> None:
-    """Whether to load this project's own plugins only, and how long a third-party one may take
-    (`nsa --help`).
+    """Set the options that :func:`find_backends` uses.
+
+    Args:
+        safe: Load only this project's own plugins.
+        limit_s: Seconds that a third-party plugin may take to load in a child process.
     """
     global _plugin_options
     _plugin_options = (safe, limit_s)
 
 
 def safe_mode() -> bool:
-    """Whether only this project's own plugins are loaded."""
+    """Return whether only this project's own plugins are loaded."""
     return _plugin_options[0]
 
 
 def find_backends() -> Registry:
-    """Every backend, third-party plugins tried in a child process first; only ours in safe mode."""
+    """Return the registry of all backends, or of this project's own in safe mode.
+
+    Third-party plugins load in a child process first, so that a crash does not end the command.
+    """
     from nsa_core.dispatch.registry import discover
 
     safe, limit_s = _plugin_options
@@ -82,27 +85,26 @@ def find_backends() -> Registry:
 
 
 def prepare_streams() -> None:
-    """Foreign text must not stop the output: what the terminal cannot encode is written as an
-    escape.
+    """Make the output streams accept any text.
 
-    A closed standard error swallows its messages; a closed standard output ends the command with
-    exit code 5.
+    Characters that the terminal cannot encode are written as escapes. If standard error is closed,
+    its messages are dropped. If standard output is closed, the command ends with exit code 5.
     """
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the process
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
     if sys.stdout is None:
-        _leave(UNWRITTEN, "cannot write: standard output is closed")
+        _exit(UNWRITTEN, "cannot write: standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that reads no markup; when piped, without colour and without a width."""
+    """Return a console without markup; piped output has no colour and no line limit."""
     from rich.console import Console
 
     class PlainConsole(Console):
-        def on_broken_pipe(self) -> None:  # rich would leave with exit code 1
+        def on_broken_pipe(self) -> None:  # rich would exit with code 1
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     file = sys.stderr if stderr else sys.stdout
@@ -111,28 +113,32 @@ def console(stderr: bool = False) -> Console:
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without borders whose cells are folded, never cut."""
+    """Return a table without borders whose cells are folded, never truncated."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        made.add_column(name, overflow="fold")
-    return made
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """``document`` as indented JSON in ASCII on stdout."""
+    """Print ``document`` as indented ASCII JSON on standard output."""
     import json
 
     print(json.dumps(document, indent=1))
 
 
 def check_writable(path: Path | None, force: bool = False) -> None:
-    """Refuse, before any work is done, an output file that could not be written after it.
+    """Check, before a long run, that an output file can be written after it.
+
+    Args:
+        path: The output file; None needs no check.
+        force: Accept an existing file.
 
     Raises:
-        InvalidInput: the file exists (and not ``force``), or its directory does not exist or takes
-            no files.
+        InvalidInput: The file exists and ``force`` is false, the path is not a plain file, or its
+            directory does not exist or is not writable.
     """
     if path is None:
         return
@@ -142,16 +148,19 @@ def check_writable(path: Path | None, force: bool = False) -> None:
         raise InvalidInput(f"{path} exists; give --force to overwrite it")
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        raise InvalidInput(f"{path}: the directory {folder} does not exist")
+        raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInput(f"{path}: the directory {folder} cannot be written to")
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Progress and time left on stderr: a bar on a terminal, else a line at most every ten seconds.
+    """Show progress and the time left on standard error.
 
-    Yields ``advance(label)``.
+    A terminal gets a bar; other outputs get a line at most every ten seconds.
+
+    Yields:
+        ``advance(label)``, to call after each of the ``total`` steps.
     """
     if sys.stderr.isatty():
         from rich.progress import (
@@ -180,9 +189,9 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         done += 1
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            left = (last - started) / done * (total - done)
+            seconds_left = (last - started) / done * (total - done)
             print(
-                f"{done}/{total} {one_line(label)}, about {left:.0f} s left",
+                f"{done}/{total} {one_line(label)}, about {seconds_left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -191,7 +200,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, for result files."""
+    """Return the versions and the machine that result files record."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -217,54 +226,50 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _leave(code: int, message: str) -> NoReturn:
+def _exit(code: int, message: str) -> NoReturn:
+    """Flush standard output, print ``message`` on standard error, and exit with ``code``."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
-        # What is still buffered for a reader that is gone must not raise again when Python shuts
-        # down.
+        # Python flushes the remaining buffer at shutdown, which would raise again.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    with contextlib.suppress(OSError):  # the reader may have taken stderr with it
+    with contextlib.suppress(OSError):  # standard error may be closed too
         print(f"nsa: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn the errors a user can meet into one line on stderr and the exit code that `nsa --help`
-    lists.
-    """
+    """Turn expected errors into a message on standard error and an exit code of `nsa --help`."""
     try:
         yield
     except InvalidInput as error:
-        _leave(USAGE, _paragraph(error))
+        _exit(USAGE, _paragraph(error))
     except BackendUnavailable as error:
-        _leave(BROKEN if error.nothing_usable else UNAVAILABLE, _paragraph(error))
+        _exit(BROKEN if error.nothing_usable else UNAVAILABLE, _paragraph(error))
     except Unsupported as error:
-        _leave(UNAVAILABLE, _paragraph(error))
+        _exit(UNAVAILABLE, _paragraph(error))
     except NSAError as error:
-        _leave(FAILED, _paragraph(error))
+        _exit(FAILED, _paragraph(error))
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
-        _leave(USAGE, one_line(error.format_message()) + hint)
+        _exit(USAGE, one_line(error.format_message()) + hint)
     except (KeyboardInterrupt, typer.Abort):
-        _leave(INTERRUPTED, "interrupted")
+        _exit(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        _leave(CLOSED, "the output was closed before everything was written")
+        _exit(CLOSED, "the output was closed before everything was written")
     except ImportError as error:
-        _leave(BROKEN, f"the installation is broken: {describe_error(error)}")
+        _exit(BROKEN, f"the installation is broken: {describe_error(error)}")
     except OSError as error:
         if error.errno in _UNWRITABLE:
-            _leave(UNWRITTEN, f"cannot write: {describe_error(error)}")
-        _leave(BROKEN, f"the system refused: {describe_error(error)}")
+            _exit(UNWRITTEN, f"cannot write: {describe_error(error)}")
+        _exit(BROKEN, f"an operating system call failed: {describe_error(error)}")
 
 
 def _paragraph(error: BaseException) -> str:
-    """The message with its own line breaks (a line per backend) and nothing else that moves the
-    cursor.
-    """
+    """Return the message with its line breaks; other control characters are escaped."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)

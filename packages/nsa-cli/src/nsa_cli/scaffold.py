@@ -1,4 +1,4 @@
-"""`nsa backends new`: a working plugin package, written from the templates this package carries."""
+"""`nsa backends new`: write a working plugin package from the templates of this package."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from nsa_core.dispatch.loading import FIRST_PARTY, installed, normalized
 from nsa_core.errors import InvalidInput
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_LONGEST = 40
+_MAX_LENGTH = 40
 _SUFFIX = ".tmpl"
-_HOME = Path(__file__).parent / "template"
+_TEMPLATE_FOLDER = Path(__file__).parent / "template"
 
 
 def rendered(name: str) -> dict[str, str]:
-    """Path below the new package's directory -> text, for a backend called ``name``.
+    """Return the files of a plugin package for a backend called ``name``.
+
+    Returns:
+        The text of each file by its path in the package's directory.
 
     Raises:
-        InvalidInput: the name cannot be used, or is taken by an installed backend.
+        InvalidInput: The name is not valid, or an installed backend uses it.
     """
-    _check(name)
+    _check_name(name)
     package = f"nsa_backend_{name.replace('-', '_')}"
-    words = {
+    variables = {
         "name": name,
         "package": package,
         "distribution": f"nsa-backend-{name}",
@@ -35,32 +38,38 @@ def rendered(name: str) -> dict[str, str]:
     texts = {}
     for path, template in _templates():
         texts[path.replace("src/package/", f"src/{package}/")] = Template(template).substitute(
-            words
+            variables
         )
     return texts
 
 
 def create(name: str, folder: Path) -> list[Path]:
-    """Write the package of a backend called ``name`` into ``folder``, which must be empty or not
-    exist.
+    """Write the plugin package of a backend called ``name`` into ``folder``.
 
-    Returns the files written. Nothing is overwritten, and nothing stays behind when the system
-    refuses.
+    Existing files are never overwritten. If a file cannot be written, the files and folders written
+    before it are removed.
+
+    Args:
+        name: Name of the backend: lower-case words joined by "-".
+        folder: A directory that is empty or does not exist.
+
+    Returns:
+        The paths of the written files.
 
     Raises:
-        InvalidInput: the name cannot be used, the folder is not empty, or the system refuses to
-            write there.
+        InvalidInput: The name is not valid or is in use, the folder is not empty, or a file cannot
+            be written.
     """
     texts = rendered(name)
     written: list[Path] = []
-    made: list[Path] = []
+    new_folders: list[Path] = []
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            found = "not empty" if folder.is_dir() else "not a directory"
-            raise InvalidInput(f"{folder} exists and is {found}; give a new directory")
+            state = "not empty" if folder.is_dir() else "not a directory"
+            raise InvalidInput(f"{folder} exists and is {state}; give a new directory")
         for path, text in texts.items():
             target = folder / path
-            made += _make(target.parent)
+            new_folders += _create_folders(target.parent)
             with open(target, "x", encoding="utf-8", newline="\n") as file:
                 written.append(target)
                 file.write(text)
@@ -68,38 +77,40 @@ def create(name: str, folder: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             for target in written:
                 target.unlink()
-            for directory in reversed(made):
+            for directory in reversed(new_folders):
                 directory.rmdir()
         raise InvalidInput(f"{folder} cannot be written to: {error.strerror or error}") from error
     return written
 
 
-def _check(name: str) -> None:
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST or name == "auto":
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or len(name) > _MAX_LENGTH or name == "auto":
         rule = (
-            f"lower-case letters and digits in words joined by '-', at most {_LONGEST} characters,"
-            " and not 'auto'"
+            f"words of lower-case letters and digits joined by '-', at most {_MAX_LENGTH}"
+            " characters, and not 'auto'"
         )
         raise InvalidInput(f"{name!r} cannot be a backend's name; it must be {rule}")
-    taken = {normalized(p.name): p.distribution for p in installed()}
-    taken |= {normalized(p.distribution): p.distribution for p in installed()}
-    taken |= {n.removeprefix("nsa-backend-"): n for n in FIRST_PARTY}
-    owner = taken.get(name) or taken.get(f"nsa-backend-{name}")
+    owners = {normalized(plugin.name): plugin.distribution for plugin in installed()}
+    owners |= {normalized(plugin.distribution): plugin.distribution for plugin in installed()}
+    owners |= {
+        distribution.removeprefix("nsa-backend-"): distribution for distribution in FIRST_PARTY
+    }
+    owner = owners.get(name) or owners.get(f"nsa-backend-{name}")
     if owner is not None:
         raise InvalidInput(f"the name {name!r} is taken by {owner}; choose another")
 
 
-def _make(folder: Path) -> list[Path]:
-    """Create ``folder`` with what it lies in; those that were not there, outermost first."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()][::-1]
-    for place in missing:
-        place.mkdir()
+def _create_folders(folder: Path) -> list[Path]:
+    """Create ``folder`` and its missing parents; return the created folders, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    for path in missing:
+        path.mkdir()
     return missing
 
 
 def _templates() -> Iterator[tuple[str, str]]:
-    for file in sorted(_HOME.rglob(f"*{_SUFFIX}")):
+    for file in sorted(_TEMPLATE_FOLDER.rglob(f"*{_SUFFIX}")):
         yield (
-            file.relative_to(_HOME).as_posix().removesuffix(_SUFFIX),
+            file.relative_to(_TEMPLATE_FOLDER).as_posix().removesuffix(_SUFFIX),
             file.read_text(encoding="utf-8"),
         )

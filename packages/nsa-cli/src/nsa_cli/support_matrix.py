@@ -1,9 +1,9 @@
-"""docs/backends.md: which backend takes what, as the probes of this project's own backends answer.
+"""Write docs/backends.md: the requests that this project's own backends support.
 
     python -m nsa_cli.support_matrix > docs/backends.md
 
-Run it where there is no GPU and torch is a CPU build: probes see metadata only, so GPUs can be
-described.
+Run it on a machine without a GPU and with a CPU build of torch. Probes see metadata only, so the
+requests describe GPUs that the machine does not have.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ _BASE = Request(
     batch=1,
     seq_len=4096,
 )
-_HEAD = """# Who runs what
+_HEAD = """# Supported requests by backend
 
-Written by `nsa_cli.support_matrix` from the answers of the probes, for machines that are described
-rather than present; a test holds this page to them. A cell says which of the slots that a backend
-offers it takes, gradients included ("forward": without them). What a probe finds missing on the
-machine that wrote this page (a package, a driver) is left out: `nsa backends explain` tells that of
-yours.
+`nsa_cli.support_matrix` generates this page from the probes of each backend, for described devices;
+a test compares the page with the probes. A cell lists the slots that the backend runs with
+gradients ("yes": all that it offers; "forward": without gradients). Reasons that hold on the
+generating machine for every request, such as a missing package or driver, are left out. Use
+`nsa backends explain` to see them on your machine.
 
-The base request is 12 query heads over 2 groups, Dk = Dv = 64, 4096 tokens, bfloat16, l=32, d=16,
-l'=64, n=16, w=512; each row changes what it names. `nsa backends explain` answers for any other.
+The base request has 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens, bfloat16, l=32, d=16,
+l'=64, n=16 and w=512. Each row states its difference from the base request. Use
+`nsa backends explain` for other requests.
 """
 
 
-def _questions() -> Iterator[tuple[str, Request]]:
+def _requests() -> Iterator[tuple[str, Request]]:
+    """Yield (label, request) of each row."""
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         yield dtype, dataclasses.replace(_BASE, dtype=dtype)
     yield "deterministic", dataclasses.replace(_BASE, deterministic=True)
@@ -75,80 +77,80 @@ def _questions() -> Iterator[tuple[str, Request]]:
 
 
 def support_matrix(registry: Registry) -> str:
-    """The page as Markdown: a table per ready backend of ``registry``, and why its refusals are
-    refusals.
-    """
-    parts = [_HEAD]
+    """Return the page as Markdown: per backend of ``registry`` a table and its refusal reasons."""
+    sections = [_HEAD]
     for entry in registry.entries:
         title = f"## {one_line(entry.name)}\n"
         if entry.spec is None:
-            parts.append(f"{title}\n{entry.status.capitalize()}: {one_line(entry.reason)}.\n")
+            sections.append(f"{title}\n{entry.status.capitalize()}: {one_line(entry.reason)}.\n")
             continue
         offered = ", ".join(slot for slot in SLOTS if slot in entry.spec.slots)
         summary = one_line(entry.spec.summary)
-        parts.append(
+        sections.append(
             f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n\n{_table(entry)}"
         )
-    return "\n".join(parts)
+    return "\n".join(sections)
 
 
-_Answers = dict[tuple[str, str, str], tuple[tuple[Reason, ...], tuple[Reason, ...]]]
+_Refusals = dict[tuple[str, str, str], tuple[tuple[Reason, ...], tuple[Reason, ...]]]
 
 
-def _answers(entry: BackendEntry) -> _Answers:
-    """(question, device, slot) -> reasons with gradients and without, those given to every question
-    left out.
+def _refusals(entry: BackendEntry) -> _Refusals:
+    """Return (label, device, slot) -> (reasons with gradients, reasons without).
+
+    Reasons against every request are facts of the generating machine, and are left out.
     """
-    assert entry.spec is not None  # only ready backends are asked
-    found: _Answers = {}
-    for label, request in _questions():
+    assert entry.spec is not None  # only ready backends are probed
+    refusals: _Refusals = {}
+    for label, base in _requests():
         for title, device, capability in DEVICES:
             for slot in entry.spec.slots:
-                asked = dataclasses.replace(
-                    request, slot=slot, device=device, capability=capability
+                request = dataclasses.replace(base, slot=slot, device=device, capability=capability)
+                forward = dataclasses.replace(request, needs_grad=False)
+                refusals[label, title, slot] = (
+                    ask(entry, request).reasons,
+                    ask(entry, forward).reasons,
                 )
-                forward = dataclasses.replace(asked, needs_grad=False)
-                found[label, title, slot] = (ask(entry, asked).reasons, ask(entry, forward).reasons)
-    always = set.intersection(*(set(forward) for _, forward in found.values()))
+    always = set.intersection(*(set(forward) for _, forward in refusals.values()))
     return {
         key: (
-            tuple(r for r in full if r not in always),
-            tuple(r for r in forward if r not in always),
+            tuple(reason for reason in full if reason not in always),
+            tuple(reason for reason in forward if reason not in always),
         )
-        for key, (full, forward) in found.items()
+        for key, (full, forward) in refusals.items()
     }
 
 
 def _table(entry: BackendEntry) -> str:
     assert entry.spec is not None  # only ready backends have a table
-    answers = _answers(entry)
+    refusals = _refusals(entry)
     offered = [slot for slot in SLOTS if slot in entry.spec.slots]
     titles = [title for title, _, _ in DEVICES]
     lines = ["| request | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    for label, _ in _questions():
+    for label, _ in _requests():
         cells = [
-            _cell([answers[label, title, slot] for slot in offered], offered) for title in titles
+            _cell([refusals[label, title, slot] for slot in offered], offered) for title in titles
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    said: dict[str, None] = {}
-    for full, _ in answers.values():
-        said |= dict.fromkeys(one_line(reason) for reason in full)
+    reasons: dict[str, None] = {}
+    for full, _ in refusals.values():
+        reasons |= dict.fromkeys(one_line(reason) for reason in full)
     lines += (
-        ["", "Reasons:", "", *(f"- {text}" for text in said)]
-        if said
-        else ["", "It refuses nothing above."]
+        ["", "Reasons:", "", *(f"- {text}" for text in reasons)]
+        if reasons
+        else ["", "The backend runs all of these requests."]
     )
     return "\n".join(lines) + "\n"
 
 
 def _cell(
-    answers: Sequence[tuple[tuple[Reason, ...], tuple[Reason, ...]]], offered: Sequence[str]
+    refusals: Sequence[tuple[tuple[Reason, ...], tuple[Reason, ...]]], offered: Sequence[str]
 ) -> str:
-    whole = [slot for slot, (full, _) in zip(offered, answers) if not full]
-    forward = [slot for slot, (full, without) in zip(offered, answers) if full and not without]
-    named = ["yes"] if whole == list(offered) else [", ".join(whole)] if whole else []
-    named += [f"forward: {', '.join(forward)}"] if forward else []
-    return "; ".join(named) or "-"
+    with_grad = [slot for slot, (full, _) in zip(offered, refusals) if not full]
+    no_grad = [slot for slot, (full, forward) in zip(offered, refusals) if full and not forward]
+    parts = ["yes"] if with_grad == list(offered) else [", ".join(with_grad)] if with_grad else []
+    parts += [f"forward: {', '.join(no_grad)}"] if no_grad else []
+    return "; ".join(parts) or "-"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""`nsa train`: train a small language model, on NSA or dense attention, and log, plot and keep what
-comes of it.
-"""
+"""`nsa train`: train a small language model with NSA or dense attention; log, save and plot it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,13 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import named_backends, options_said, pick_device, said_as_options, spelt
+from nsa_cli.choices import (
+    as_options,
+    options_on_command_line,
+    parse_backends,
+    pick_device,
+    said_as_options,
+)
 
 if TYPE_CHECKING:
     from nsa_models.lm.checkpoint import Checkpoint
@@ -40,7 +44,7 @@ def train(
     steps: options.Steps = 1000,
     batch: options.Batch = 8,
     accumulate: options.Accumulate = 1,
-    lr: options.Rate = 3e-3,
+    lr: options.LearningRate = 3e-3,
     warmup: options.Warmup = 50,
     weight_decay: options.WeightDecay = 0.1,
     clip: options.Clip = 1.0,
@@ -61,25 +65,26 @@ def train(
     png: options.Png = None,
     svg: options.Svg = None,
 ) -> None:
-    """Train a small decoder language model on text, or on a task whose best loss is known.
+    """Train a small decoder language model on text, or on a task with a known optimal loss.
 
-    Documents are packed with their boundaries and none is cut off; a document is trained on or held
-    out, never both. Under torchrun the same command trains on several GPUs. Ctrl-C and SIGTERM
-    save; --resume goes on where a run was.
+    Documents are packed into rows with their boundaries; a document that does not fit continues in
+    the next row. A document is either trained on or held out, never both. Under torchrun, the same
+    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint; --resume continues from
+    it.
     """
-    # as typer converts: Paths
-    given = {name: value for name, value in locals().items() if name != "context"}
-    said = options_said(context)
+    # After typer's conversion, so that paths are Path objects.
+    values = {name: value for name, value in locals().items() if name != "context"}
+    typed = options_on_command_line(context)
     with output.exit_codes():
-        _check(given, said)
-        with said_as_options({name: name for name in given} | options.RENAMED):
-            world, trainer = _prepared(given, said)
+        _check_paths(values, typed)
+        with said_as_options({name: name for name in values} | options.RENAMED):
+            world, trainer = _prepare(values, typed)
         try:
-            done = _run(trainer, out)
+            history = _run(trainer, out)
             if world.rank == 0:
-                _summary(done, trainer, out)
-                _plot(out, png, svg, force or resume)
-        except SystemExit:  # SIGTERM: a cluster's log should say what is left
+                _print_summary(history, trainer, out)
+                _plot_losses(out, png, svg, force or resume)
+        except SystemExit:  # SIGTERM: the log of a cluster shows which step was saved
             if world.rank == 0:
                 output.console(stderr=True).print(
                     f"nsa: ended by SIGTERM; step {trainer.step_number} is saved, --resume goes on"
@@ -89,49 +94,54 @@ def train(
             world.close()
 
 
-def _check(given: Mapping[str, Any], said: Set[str]) -> None:
-    """Refuse, before torch loads, what could not be written or is said twice."""
+def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
+    """Refuse, before torch loads, unwritable outputs and options that the checkpoint decides."""
     from nsa_core.errors import InvalidInput
 
-    out, resume = given["out"], given["resume"]
-    if resume and (twice := [name for name in options.FIXED if name in said]):
-        raise InvalidInput(f"{spelt(twice)}: with --resume the checkpoint says so; leave it out")
+    out, resume = values["out"], values["resume"]
+    if resume and (repeated := [name for name in options.FROM_CHECKPOINT if name in typed]):
+        raise InvalidInput(
+            f"{as_options(repeated)}: with --resume the checkpoint decides this; leave it out"
+        )
     if out.exists() and not out.is_dir():
-        raise InvalidInput(f"{out} is not a folder")
+        raise InvalidInput(f"--out: {out} is not a folder")
     if not out.exists():
         output.check_writable(out)
-    elif not resume and not given["force"] and any(out.iterdir()):
+    elif not resume and not values["force"] and any(out.iterdir()):
         raise InvalidInput(
-            f"{out} is not empty; give --resume to go on with it or --force to replace what is"
-            " there"
+            f"{out} is not empty; give --resume to go on with it or --force to overwrite it"
         )
-    for file in (given["png"], given["svg"]):
-        output.check_writable(file, given["force"] or resume)
-    if given["png"] or given["svg"]:
+    for file in (values["png"], values["svg"]):
+        output.check_writable(file, values["force"] or resume)
+    if values["png"] or values["svg"]:
         from nsa_bench.render.style import need_matplotlib
 
         need_matplotlib()
 
 
-def _check_use(given: Mapping[str, Any], said: Set[str]) -> None:
-    """Refuse options that this run would not look at."""
+def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
+    """Refuse typed options that have no effect on this run."""
     from nsa_core.errors import InvalidInput
     from nsa_models.lm.task import TASKS
 
-    data, tasks = given["data"], " and ".join(TASKS)
-    named, what = (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
-    if unused := [name for name in named if name in said]:
+    data, tasks = values["data"], " and ".join(TASKS)
+    ineffective, other_kind = (
+        (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
+    )
+    if unused := [name for name in ineffective if name in typed]:
         raise InvalidInput(
-            f"{spelt(unused)}: goes with {what}, not with --data {data}; leave it out"
+            f"{as_options(unused)}: goes with {other_kind}, not with --data {data}; leave it out"
         )
-    if given["from_dense"] is not None and given["attention"] != "nsa":
+    if values["from_dense"] is not None and values["attention"] != "nsa":
         raise InvalidInput(
-            f"--from-dense begins a model with NSA: --attention {given['attention']} is not for it"
+            f"--from-dense begins a model with NSA, got --attention {values['attention']}; leave"
+            " one of them out"
         )
 
 
-def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]:
-    place = pick_device(given["device"], given["threads"])
+def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer]:
+    """Build the trainer, refuse a backend that cannot run, and create the output folder."""
+    torch_device = pick_device(values["device"], values["threads"])
     from nsa_core.util.safetensors_io import need_safetensors
     from nsa_models.lm import checkpoint
     from nsa_models.lm.parallel import join
@@ -141,63 +151,63 @@ def _prepared(given: Mapping[str, Any], said: Set[str]) -> tuple[World, Trainer]
     from nsa_models.lm.trainer import Trainer
 
     need_safetensors()
-    kept = checkpoint.read(given["out"]) if given["resume"] else None
-    words: Tokenizer | None = None
-    if kept is None:
-        _check_use(given, said)
+    saved = checkpoint.read(values["out"]) if values["resume"] else None
+    tokenizer: Tokenizer | None = None
+    if saved is None:
+        _check_effect(values, typed)
         spec = DataSpec(
-            given["data"],
-            given["length"],
-            given["text_field"],
-            given["held_out"],
-            given["seed"],
-            given["vocab"],
-            given["held_out_rows"],
+            values["data"],
+            values["length"],
+            values["text_field"],
+            values["held_out"],
+            values["seed"],
+            values["vocab"],
+            values["held_out_rows"],
         )
         recipe = Recipe(
-            batch=given["batch"],
-            learning_rate=given["lr"],
-            warmup=given["warmup"],
-            weight_decay=given["weight_decay"],
-            clip=given["clip"],
-            precision=given["dtype"],
-            seed=given["seed"],
-            **{n: given[n] for n in options.FREE},
+            batch=values["batch"],
+            learning_rate=values["lr"],
+            warmup=values["warmup"],
+            weight_decay=values["weight_decay"],
+            clip=values["clip"],
+            precision=values["dtype"],
+            seed=values["seed"],
+            **{name: values[name] for name in options.FREE},
         )
-        if given["tokenizer"] is not None:
-            words = read_tokenizer(given["tokenizer"])
+        if values["tokenizer"] is not None:
+            tokenizer = read_tokenizer(values["tokenizer"])
     else:
-        spec, words = DataSpec(**kept.facts["data"]), kept.text()
-        recipe = Recipe(**kept.facts["train"] | {n: given[n] for n in options.FREE if n in said})
-    world = join(place)
-    rows = open_data(spec, words)
-    model = _model(given, rows.vocab_size, kept)
-    trainer = Trainer(model, rows, recipe, world, kept)
+        spec, tokenizer = DataSpec(**saved.facts["data"]), saved.text()
+        changed = {name: values[name] for name in options.FREE if name in typed}
+        recipe = Recipe(**saved.facts["train"] | changed)
+    world = join(torch_device)
+    rows = open_data(spec, tokenizer)
+    model = _model(values, rows.vocab_size, saved)
+    trainer = Trainer(model, rows, recipe, world, saved)
     trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0:
-        given["out"].mkdir(exist_ok=True)
-        if (
-            kept is None
-        ):  # --force: what a run begun anew has not saved yet is not to be taken for its own
-            (given["out"] / checkpoint.FILE).unlink(missing_ok=True)
+        values["out"].mkdir(exist_ok=True)
+        if saved is None:
+            # With --force, the old checkpoint must not pass for one of the new run.
+            (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
     return world, trainer
 
 
-def _model(given: Mapping[str, Any], vocab_size: int, kept: Checkpoint | None) -> LanguageModel:
+def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None) -> LanguageModel:
     import torch
 
     from nsa_models.lm.config import size
     from nsa_models.lm.model import LanguageModel
     from nsa_models.lm.start import from_dense, read_dense
 
-    named = named_backends(given["backends"])
-    if kept is not None:
-        return kept.model(named)
-    config = size(given["size"], vocab_size=vocab_size, attention=given["attention"])
-    torch.manual_seed(given["seed"])
-    if given["from_dense"] is not None:
-        return from_dense(read_dense(given["from_dense"]), config, named)
-    return LanguageModel(config, named)
+    backends = parse_backends(values["backends"])
+    if saved is not None:
+        return saved.model(backends)
+    config = size(values["size"], vocab_size=vocab_size, attention=values["attention"])
+    torch.manual_seed(values["seed"])
+    if values["from_dense"] is not None:
+        return from_dense(read_dense(values["from_dense"]), config, backends)
+    return LanguageModel(config, backends)
 
 
 def _run(trainer: Trainer, out: Path) -> list[Progress]:
@@ -205,44 +215,42 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
 
     held_out = ""
 
-    def tell(p: Progress) -> None:
+    def show_progress(step: Progress) -> None:
         nonlocal held_out
-        if p.held_out_loss is not None:
-            held_out = f", held out {p.held_out_loss:.3f}"
-        if p.step:
+        if step.held_out_loss is not None:
+            held_out = f", held out {step.held_out_loss:.3f}"
+        if step.step:
             advance(
-                f"loss {p.loss:.3f}{held_out}, {p.tokens_per_s:,.0f} tokens/s, {p.matrix_share:.1%}"
-                " of matrix rate"
+                f"loss {step.loss:.3f}{held_out}, {step.tokens_per_s:,.0f} tokens/s,"
+                f" {step.matrix_share:.1%} of matrix rate"
             )
 
     if trainer.world.rank:
         return run(trainer, out)
     with output.progress(max(1, trainer.recipe.steps - trainer.step_number)) as advance:
-        return run(trainer, out, tell)
+        return run(trainer, out, show_progress)
 
 
-def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
+def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None:
     console = output.console()
     table = output.plain_table(
         "step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB"
     )
-    for p in (p for p in done if p.held_out_loss is not None):
-        shown = [
+    for p in (p for p in history if p.held_out_loss is not None):
+        cells = [
             f"{p.loss:.4f}",
             f"{p.held_out_loss:.4f}",
             f"{p.learning_rate:.2e}",
             f"{p.tokens_per_s:,.0f}",
         ]
-        shown = shown if p.step else ["", shown[1], "", ""]
-        share = f"{p.matrix_share:.1%}" if p.step else ""
-        table.add_row(str(p.step), *shown, share, f"{p.memory_bytes / 2**20:,.0f}")
-    if done:
+        cells = cells if p.step else ["", cells[1], "", ""]
+        matrix_share = f"{p.matrix_share:.1%}" if p.step else ""
+        table.add_row(str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}")
+    if history:
         console.print(table)
     else:
         step, steps = trainer.step_number, trainer.recipe.steps
-        console.print(
-            f"nothing was left to do: step {step} of {steps} is done; give more --steps to go on"
-        )
+        console.print(f"nothing to do: step {step} of {steps} is done; give more --steps to go on")
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:
@@ -252,12 +260,13 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
             f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}"
         )
     if trainer.data.spec.data == "uniform":
-        last = [p.loss for p in done if p.step][-100:]
+        last_losses = [p.loss for p in history if p.step][-100:]
         floor = f"ln {trainer.data.vocab_size} = {math.log(trainer.data.vocab_size):.4f}"
-        if last:
+        if last_losses:
+            mean = sum(last_losses) / len(last_losses)
             console.print(
-                f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4f}; nothing"
-                f" gets below {floor}"
+                f"mean loss of the last {len(last_losses)} steps: {mean:.4f}; nothing gets below"
+                f" {floor}"
             )
     facts = dataclasses.asdict(trainer.data.spec)
     console.print(
@@ -265,7 +274,7 @@ def _summary(done: list[Progress], trainer: Trainer, out: Path) -> None:
     )
 
 
-def _plot(out: Path, png: Path | None, svg: Path | None, force: bool) -> None:
+def _plot_losses(out: Path, png: Path | None, svg: Path | None, force: bool) -> None:
     for file, kind in ((png, "png"), (svg, "svg")):
         if file is not None:
             from nsa_models.lm.loss_plot import save

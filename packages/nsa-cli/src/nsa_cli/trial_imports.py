@@ -1,6 +1,4 @@
-"""Libraries tried in a child process: does one import here, what does it say of itself, or how did
-it end?
-"""
+"""Import libraries in child processes, and report the facts or the failure of each one."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import Any
 from nsa_core.contract import Reason
 from nsa_core.dispatch.trial import end, ended, start
 
-# What each child prints as JSON: a dict of facts. An exception becomes {"error": "..."}.
+# Each child assigns a dict ``facts`` and writes it as JSON. An exception becomes {"error": "..."}.
 TORCH = """
 import torch
 version = torch.version
@@ -66,10 +64,10 @@ faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 config = NSAConfig(768, 12, 2)
 options = [PlanOptions(device=device) for device in devices]
-asked = [find_candidates(config, each, registry=registry).by_slot for each in options]
-candidates = [c for slots in asked for of_slot in slots.values() for c in of_slot]
-wrong = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in faults}}
-facts = {{"wrong": wrong}}
+by_slot = [find_candidates(config, each, registry=registry).by_slot for each in options]
+candidates = [c for slots in by_slot for of_slot in slots.values() for c in of_slot]
+failed = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in faults}}
+facts = {{"failed": failed}}
 """
 _FINISH = """
 import json
@@ -83,7 +81,7 @@ import sys
 sys.path[:] = {path!r}
 try:
     import resource
-    # A crash here is a finding: it needs no core file.
+    # A crash of this process is expected, so it writes no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 except ImportError:
     pass
@@ -97,21 +95,24 @@ except BaseException as error:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """What became of one child: what it found, or the reason why it found nothing."""
+class TrialResult:
+    """The facts that one child wrote, or the reason why it wrote none."""
 
     facts: dict[str, Any]
-    reason: Reason | None  # it crashed, hung or exited
+    reason: Reason | None  # set if the child crashed, hung or exited early
 
 
-def try_all(bodies: Sequence[str], limit_s: float) -> list[Tried]:
-    """Run each body, which assigns ``facts``, in a child process of its own, all at once,
-    ``limit_s`` each.
+def try_all(bodies: Sequence[str], limit_s: float) -> list[TrialResult]:
+    """Run each body in a separate child process, in parallel.
+
+    Args:
+        bodies: Python source that assigns a dict ``facts``.
+        limit_s: Seconds after which a child is ended.
     """
     with tempfile.TemporaryDirectory(prefix="nsa-") as folder:
-        places = [Path(folder) / str(index) for index in range(len(bodies))]
+        files = [Path(folder) / str(index) for index in range(len(bodies))]
         deadline = time.monotonic() + limit_s
-        children = [start([_script(body), str(place)]) for body, place in zip(bodies, places)]
+        children = [start([_script(body), str(file)]) for body, file in zip(bodies, files)]
         statuses: list[int | None] = []
         try:
             for child in children:
@@ -121,7 +122,7 @@ def try_all(bodies: Sequence[str], limit_s: float) -> list[Tried]:
         finally:
             for child in children:
                 end(child)
-        return [_outcome(place, status, limit_s) for place, status in zip(places, statuses)]
+        return [_result(file, status, limit_s) for file, status in zip(files, statuses)]
 
 
 def _script(body: str) -> str:
@@ -130,22 +131,22 @@ def _script(body: str) -> str:
     return _GUARDED.format(path=path, body=indented) + _FINISH
 
 
-def _outcome(place: Path, status: int | None, limit_s: float) -> Tried:
-    reason = ended(status, limit_s, "while it was tried", "reinstall it")
+def _result(file: Path, status: int | None, limit_s: float) -> TrialResult:
+    reason = ended(status, limit_s, "during the import test", "reinstall it")
     if reason is not None:
-        return Tried({}, reason)
+        return TrialResult({}, reason)
     try:
-        facts = json.loads(place.read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         facts = {}
-    return Tried(facts if isinstance(facts, dict) else {}, None)
+    return TrialResult(facts if isinstance(facts, dict) else {}, None)
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version as the kernel module states it; None: no driver is loaded."""
-    for place in ("/proc/driver/nvidia/version", "/sys/module/nvidia/version"):
+    """Return the NVIDIA driver version that the kernel module reports; None without a driver."""
+    for path in ("/proc/driver/nvidia/version", "/sys/module/nvidia/version"):
         try:
-            text = Path(place).read_text(encoding="utf-8", errors="replace")
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
         words = [word for word in text.split() if word[:1].isdigit() and word.count(".") >= 1]
@@ -155,5 +156,5 @@ def driver_version() -> str | None:
 
 
 def has_nvidia_device() -> bool:
-    """A device node of an NVIDIA GPU is there."""
+    """Return whether a device node of an NVIDIA GPU exists."""
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/nvidiactl")

@@ -1,6 +1,4 @@
-"""`nsa verify`: run a combination of backends against the oracle, and say how far each is from its
-budget.
-"""
+"""`nsa verify`: check combinations of backends against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ SCHEMA_VERSION = 1
 
 
 class Preset(str, enum.Enum):
-    """How much to run."""
+    """The set of cases to check."""
 
     quick = "quick"
     full = "full"
 
 
 class Device(str, enum.Enum):
-    """Where to run."""
+    """The device to run on."""
 
     auto = "auto"
     cpu = "cpu"
@@ -43,7 +41,7 @@ class Device(str, enum.Enum):
 
 
 class Phase(str, enum.Enum):
-    """Which forms of the slots to check."""
+    """The forms of the slots to check."""
 
     prefill = "prefill"
     decode = "decode"
@@ -51,7 +49,8 @@ class Phase(str, enum.Enum):
 
 
 _Backend = typer.Option(
-    help="Backend of this slot; left out, the best that is ready.", show_default=False
+    help="Backend for this slot. Default: the ready backend of the highest rank.",
+    show_default=False,
 )
 _Jobs = Annotated[
     int | None,
@@ -60,8 +59,8 @@ _Jobs = Annotated[
         min=1,
         show_default=False,
         help=(
-            "Processes that judge, and compile kernels, at once, to the same report; by default one"
-            " a core on cuda and in triton's interpreter, 8 at most, and one on the CPU otherwise."
+            "Number of processes that run checks in parallel; the report does not depend on it."
+            " Default: one per core, at most 8, on cuda and in Triton's interpreter; else 1."
         ),
     ),
 ]
@@ -73,58 +72,79 @@ def verify(
     win: Annotated[str | None, _Backend] = None,
     select: Annotated[str | None, _Backend] = None,
     combine: Annotated[str | None, _Backend] = None,
-    device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.auto,
+    device: Annotated[
+        Device, typer.Option(help="auto: cuda if a GPU is available, else cpu.")
+    ] = Device.auto,
     dtype: Annotated[
-        str, typer.Option(help="Comma-separated: bfloat16, float16, float32, float64.")
+        str, typer.Option(help="Comma-separated dtypes: bfloat16, float16, float32, float64.")
     ] = "float32,bfloat16",
     preset: Annotated[
-        Preset, typer.Option(help="quick: under a minute on two cores.")
+        Preset, typer.Option(help="quick: less than a minute on two cores.")
     ] = Preset.quick,
-    phase: Annotated[Phase, typer.Option(help="decode: steps over a cache.")] = Phase.both,
+    phase: Annotated[
+        Phase, typer.Option(help="Slot forms to check; decode: steps over a cache.")
+    ] = Phase.both,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text whose bytes make the real case; by default a README.", show_default=False
+            help="File whose bytes are the input of the real case. Default: a README.",
+            show_default=False,
         ),
     ] = None,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write every finding to this file.", show_default=False),
+        typer.Option("--json", help="Write all findings to this file.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of every random input.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
     reads: Annotated[
         bool,
         typer.Option(
-            "--reads", help="Count the cached tokens that a step of decode reads, by experiment."
+            "--reads",
+            help=(
+                "Also count the cached tokens that a decode step reads, by changing cached values."
+            ),
         ),
     ] = False,
     every: Annotated[
         bool,
         typer.Option(
             "--every-combination",
-            help="All ready backends over cmp, sel and win; a slot named stays.",
+            help=(
+                "Check each combination of ready backends over cmp, sel and win. A slot with a"
+                " named backend keeps it."
+            ),
         ),
     ] = False,
     jobs: _Jobs = None,
 ) -> None:
-    """Check a combination of backends, branch by branch, against an independent float64 truth.
+    """Check a combination of backends, slot by slot, against an independent float64 oracle.
 
-    Where triton interprets its kernels (TRITON_INTERPRET=1) on the CPU, the cases are tiny and the
-    interpreter strict.
+    With TRITON_INTERPRET=1 on the CPU, Triton kernels run on small cases in the strict interpreter.
 
-    Exit code 0: every check passed; 1: one failed; 2: bad usage; 3: a named backend cannot run
-    here; 4: nothing can.
+    Exit code 0: all checks passed; 1: a check failed; 2: usage error; 3: a named backend cannot run
+    on this machine; 4: no backend can run.
     """
-    chosen = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
-    named = {slot: name for slot, name in chosen.items() if name is not None}
+    by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
+    named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), held() as stop:
         output.check_writable(json_file, force)
-        names, place = dtype_names(dtype), pick_device(device.value)
-        dtypes, words = _dtypes(names), read_text(text)
-        combinations = _every(named, place, dtypes, phase.value) if every else [named]
+        names, torch_device = dtype_names(dtype), pick_device(device.value)
+        dtypes, content = _dtypes(names), read_text(text)
+        combinations = (
+            _every_combination(named, torch_device, dtypes, phase.value) if every else [named]
+        )
         reports = _run(
-            combinations, place, dtypes, preset.value, words, seed, phase.value, reads, jobs, stop
+            combinations,
+            torch_device,
+            dtypes,
+            preset.value,
+            content,
+            seed,
+            phase.value,
+            reads,
+            jobs,
+            stop,
         )
         report: dict[str, Any] = reports[0]
         if every:
@@ -135,11 +155,11 @@ def verify(
     raise typer.Exit(code)
 
 
-def _jobs(device: str, interpreted: bool) -> int:
-    """A process for each core this one may use, on a GPU and in triton's interpreter, which is
-    plain Python.
+def _default_processes(device: str, interpreted: bool) -> int:
+    """Return the number of processes without --jobs: one per available core, at most 8, else 1.
 
-    Eight at most: each holds half a gigabyte of a GPU's memory.
+    Several processes help on a GPU and in Triton's interpreter, which is plain Python. Each one
+    holds half a gigabyte of GPU memory.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -147,7 +167,7 @@ def _jobs(device: str, interpreted: bool) -> int:
     return min(cores, 8) if device == "cuda" or interpreted else 1
 
 
-def _every(
+def _every_combination(
     named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str
 ) -> list[dict[str, str]]:
     from nsa_verify.combination import every_combination
@@ -158,13 +178,14 @@ def _every(
 
 
 def _plan(combination: Combination, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
-    """The plan in the first dtype that the combination takes; refuses unknown and unavailable names
-    before any work.
+    """Return the combination's plan in the first dtype that it supports.
 
-    With ``phase`` decode alone, that is the plan of a step.
+    Planning before the checks refuses unknown and unavailable backends early. With ``phase``
+    "decode", the plan is that of a decode step.
 
     Raises:
-        Unsupported: the combination takes none of them; the reasons are those against the first.
+        Unsupported: The combination supports none of ``dtypes``; the message has the reasons
+            against the first.
     """
     from nsa_core.errors import Unsupported
     from nsa_verify import cases
@@ -187,8 +208,14 @@ def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
 
 
 def read_text(path: Path | None) -> tuple[str, bytes]:
-    """(name, bytes) of the real case: the given file, the nearest README.md, or the one this
-    package carries.
+    """Return (name, bytes) of the text for the real case.
+
+    Args:
+        path: A file; None takes the nearest README.md above the working directory, or else the
+            description of the installed nsa-core.
+
+    Raises:
+        InvalidInput: The file cannot be read, or is empty.
     """
     from nsa_core.errors import InvalidInput
 
@@ -222,7 +249,10 @@ def _run(
     jobs: int | None,
     stop: Interruption,
 ) -> list[dict[str, Any]]:
-    """A report per combination; once ``stop`` has come, of the checks that had ended by then."""
+    """Run the checks and return a report per combination.
+
+    After a signal (``stop``), the reports hold the checks that had ended by then.
+    """
     import torch
 
     from nsa_core.dtypes import dtype_name
@@ -231,55 +261,63 @@ def _run(
     from nsa_verify.run.contexts import emulated
     from nsa_verify.run.runner import run_jobs
 
-    # The cases are small: handing them to more threads takes longer than computing them.
+    # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     combos = [Combination(named, device, output.find_backends()) for named in combinations]
     interpreted = any(map(emulated, combos))
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
-    todo = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
-    jobs = jobs or _jobs(device, interpreted)
-    with output.progress(len(todo) * len(combos)) as advance:
-        done = run_jobs(combos, todo, processes=jobs, stop=stop, advance=advance)
-    counted: list[dict[str, Any]] = [{} for _ in combos]
+    suite_jobs = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
+    processes = jobs or _default_processes(device, interpreted)
+    with output.progress(len(suite_jobs) * len(combos)) as advance:
+        results = run_jobs(combos, suite_jobs, processes=processes, stop=stop, advance=advance)
+    read_counts: list[dict[str, Any]] = [{} for _ in combos]
     with stop.cuts_short():
         for index, combination in enumerate(combos if reads else ()):
-            counted[index] = {} if stop.came else _count(combination, dtypes)
-    checks = len(todo) + reads
-    left = [checks - len(found) - bool(read) for found, read in zip(done.findings, counted)]
+            read_counts[index] = {} if stop.came else _count_reads(combination, dtypes)
+    checks = len(suite_jobs) + reads
+    checks_left = [
+        checks - len(findings) - bool(counts)
+        for findings, counts in zip(results.findings, read_counts)
+    ]
     common = {
         "schema_version": SCHEMA_VERSION,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "interpreted": interpreted,
-        "dtypes": [dtype_name(d) for d in dtypes],
+        "dtypes": [dtype_name(dtype) for dtype in dtypes],
         "preset": preset,
         "phase": phase,
         "seed": seed,
         "text": {"name": text[0], "bytes": len(text[1])},
         "environment": output.environment(),
         "peak_memory_bytes": (
-            max(done.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None
+            max(results.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None
         ),
     }
     return [
         {
             **common,
-            **read,
-            "backends": {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
+            **counts,
+            "backends": {
+                slot: f"{choice.backend} {choice.version}" for slot, choice in plan.choices.items()
+            },
             "named": named,
-            "seconds": round(taken, 2),
-            "interrupted": {"signal": stop.name, "checks_left": n, "checks": checks} if n else None,
-            "findings": [dataclasses.asdict(f) for job in found for f in job],
+            "seconds": round(seconds, 2),
+            "interrupted": (
+                {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
+            ),
+            "findings": [dataclasses.asdict(finding) for job in findings for finding in job],
         }
-        for named, plan, taken, found, read, n in zip(
-            combinations, plans, done.seconds, done.findings, counted, left
+        for named, plan, seconds, findings, counts, left in zip(
+            combinations, plans, results.seconds, results.findings, read_counts, checks_left
         )
     ]
 
 
-def _count(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """What a step reads at every length of verify.reads, in the first dtype that has decode
-    forms.
+def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """Count the cached tokens that a decode step reads, in the first dtype with decode forms.
+
+    The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
     """
     from nsa_core.errors import Unsupported
     from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
@@ -287,7 +325,7 @@ def _count(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str,
     config, refusals = reads_config(), []
     for dtype in dtypes:
         try:
-            found = [
+            entries = [
                 entry
                 for length in LENGTHS
                 for entry in count_reads(combination, config, length, dtype)
@@ -296,15 +334,15 @@ def _count(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str,
             refusals.append(str(refusal))
             continue
         bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
-        return {"reads": [dataclasses.asdict(entry) for entry in found], "reads_bounds": bounds}
+        return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
     return {"reads": [], "reads_refused": refusals[0]}
 
 
 def _print_report(report: dict[str, Any]) -> int:
-    from nsa_cli.verify_report import failures, reads_table, summary, table
+    from nsa_cli.verify_report import failures, findings_table, reads_table, summary
 
     console = output.console()
-    console.print(table(report["findings"], bool(report.get("interrupted"))))
+    console.print(findings_table(report["findings"], bool(report.get("interrupted"))))
     if "reads" in report:
         console.print(reads_table(report))
     for line in failures(report):
@@ -315,19 +353,19 @@ def _print_report(report: dict[str, Any]) -> int:
 
 
 def _print_combinations(reports: list[dict[str, Any]]) -> int:
-    from nsa_cli.verify_report import combinations, cut_short, failures, summary
+    from nsa_cli.verify_report import combinations_table, failures, interruption_summary, summary
 
     console = output.console()
-    console.print(combinations(reports))
+    console.print(combinations_table(reports))
     for line in [line for report in reports for line in failures(report)][:20]:
         console.print(line, style="red", markup=False)
     codes = [summary(report)[1] for report in reports]
     passed, code = codes.count(0), 1 if 1 in codes else max(codes)
     line = (
         f"{passed} of {len(reports)} combinations passed in"
-        f" {sum(r['seconds'] for r in reports):.0f} s"
+        f" {sum(report['seconds'] for report in reports):.0f} s"
     )
-    if cut := cut_short(reports):
-        code, line = cut[1], f"{cut[0]}; {line}"
+    if interrupted := interruption_summary(reports):
+        code, line = interrupted[1], f"{interrupted[0]}; {line}"
     console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
     return code

@@ -1,4 +1,4 @@
-"""The table and the one-line summary of `nsa verify`."""
+"""The tables and the one-line summary of `nsa verify`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def table(findings: list[dict[str, Any]], so_far: bool = False) -> Table:
-    """Worst error per check and slot, in parts of its budget: 1.00 is the limit that no correct
-    kernel reaches.
+def findings_table(findings: list[dict[str, Any]], interrupted: bool = False) -> Table:
+    """Return a table of the worst error per check and slot, as a fraction of its limit.
 
-    ``so_far``: of a run that was interrupted, in which no verdict but a failure is final.
+    A correct kernel stays below 1.00. In an ``interrupted`` run only failures are final, so a
+    passing row reads "ok so far".
     """
     from rich.table import Table
     from rich.text import Text
@@ -22,23 +22,24 @@ def table(findings: list[dict[str, Any]], so_far: bool = False) -> Table:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for finding in findings:
         groups.setdefault((finding["check"], finding["slot"]), []).append(finding)
-    made = Table(
+    table = Table(
         "check",
         "slot",
         "compared",
-        title="Worst error in parts of its budget (row, elem, bias; a dash: equal bits demanded)",
+        title=(
+            "Worst error as a fraction of its limit (row, elem, bias; a dash: equal bits required)"
+        ),
         title_justify="left",
     )
     for name in ("row", "elem", "bias"):
-        made.add_column(name, justify="right")
-    made.add_column("verdict")
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
     for (check, slot), group in groups.items():
-        counted = [f for f in group if f["ok"] is not None]
-        worst = [_worst(counted, name) for name in ("row", "elem", "bias")]
-        made.add_row(
-            check, slot or "all", str(len(counted)), *worst, Text(*_verdict(group, counted, so_far))
-        )
-    return made
+        judged = [finding for finding in group if finding["ok"] is not None]
+        worst = [_worst(judged, name) for name in ("row", "elem", "bias")]
+        verdict = Text(*_verdict(group, judged, interrupted))
+        table.add_row(check, slot or "all", str(len(judged)), *worst, verdict)
+    return table
 
 
 def _worst(findings: list[dict[str, Any]], name: str) -> str:
@@ -47,38 +48,41 @@ def _worst(findings: list[dict[str, Any]], name: str) -> str:
 
 
 def _verdict(
-    group: list[dict[str, Any]], counted: list[dict[str, Any]], so_far: bool
+    group: list[dict[str, Any]], judged: list[dict[str, Any]], interrupted: bool
 ) -> tuple[str, str]:
-    failed = sum(f["ok"] is False for f in counted)
+    """Return the verdict on a group of findings and its style."""
+    failed = sum(finding["ok"] is False for finding in judged)
     if failed:
         return f"{failed} FAILED", "bold red"
-    skipped = len(group) - len(counted)
-    if not counted:
+    skipped = len(group) - len(judged)
+    if not judged:
         return f"not run: {group[0]['detail'].splitlines()[0]}", "yellow"
-    words = ("ok so far", "yellow") if so_far else ("ok", "green")
-    return (words[0] + (f", {skipped} not applicable" if skipped else ""), words[1])
+    text, style = ("ok so far", "yellow") if interrupted else ("ok", "green")
+    return (text + (f", {skipped} not applicable" if skipped else ""), style)
 
 
 def reads_table(report: dict[str, Any]) -> Table | str:
-    """Tokens a step reads per kv head, counted by experiment beside those predicted, and their
-    bytes.
+    """Return a table of the cached tokens that a decode step reads per kv head, and their bytes.
+
+    The counts come from changing cached values and keys; the predicted count is shown with them. If
+    nothing was counted, return a line with the reason.
     """
     from rich.table import Table
     from rich.text import Text
 
     if not report["reads"]:
         return f"reads: not counted: {report['reads_refused'].splitlines()[0]}"
-    made = Table(
+    table = Table(
         "tokens",
         "branch",
         "kv head",
-        title="Cached tokens that reach a step's output: a changed row of the cache changes it",
+        title="Cached tokens that a decode step reads: changing one changes the step's output",
         title_justify="left",
     )
     columns = ("predicted", "by value", "by key", "bytes once", "read again", "shared by heads")
     for name in columns:
-        made.add_column(name, justify="right")
-    made.add_column("verdict")
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
     keys = (
         "predicted",
         "counted_values",
@@ -87,77 +91,78 @@ def reads_table(report: dict[str, Any]) -> Table | str:
         "again_bytes",
         "shared_bytes",
     )
-    sums: dict[tuple[int, int], int] = {}
+    tokens_read: dict[tuple[int, int], int] = {}
     for row in report["reads"]:
         verdict = Text("ok", "green") if row["ok"] else Text(row["detail"], "bold red")
-        made.add_row(
+        table.add_row(
             str(row["length"]),
             row["branch"],
             str(row["kv_head"]),
             *(str(row[key]) for key in keys),
             verdict,
         )
-        where = (row["length"], row["kv_head"])
-        sums[where] = sums.get(where, 0) + max(row["counted_values"], row["counted_keys"])
+        place = (row["length"], row["kv_head"])
+        count = max(row["counted_values"], row["counted_keys"])
+        tokens_read[place] = tokens_read.get(place, 0) + count
     for length, bound in report["reads_bounds"].items():
-        counted = max(count for (tokens, _), count in sums.items() if tokens == int(length))
-        made.add_row(
-            length, "all", "each", "", str(counted), "", "", "", "", f"the paper's Table 4: {bound}"
+        largest = max(count for (tokens, _), count in tokens_read.items() if tokens == int(length))
+        table.add_row(
+            length, "all", "each", "", str(largest), "", "", "", "", f"the paper's Table 4: {bound}"
         )
-    return made
+    return table
 
 
 def summary(report: dict[str, Any]) -> tuple[str, int]:
-    """One line and the exit code."""
+    """Return a line about the whole report, and the exit code of the command."""
     findings = report["findings"]
-    counted = [row["ok"] for row in report.get("reads", [])]
-    failed = sum(f["ok"] is False for f in findings) + counted.count(False)
-    passed = sum(f["ok"] is True for f in findings) + counted.count(True)
-    who = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
+    reads_ok = [row["ok"] for row in report.get("reads", [])]
+    failed = sum(f["ok"] is False for f in findings) + reads_ok.count(False)
+    passed = sum(f["ok"] is True for f in findings) + reads_ok.count(True)
+    backends = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
-    where = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
-    line = f"{passed} checks passed, {failed} failed in {report['seconds']:.0f} s: {who} ({where})"
-    if cut := cut_short([report]):
-        return f"{cut[0]}; {line}", cut[1]
+    setting = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
+    seconds = f"{report['seconds']:.0f} s"
+    line = f"{passed} checks passed, {failed} failed in {seconds}: {backends} ({setting})"
+    if interrupted := interruption_summary([report]):
+        return f"{interrupted[0]}; {line}", interrupted[1]
     if not passed and not failed:
-        return f"nothing could be checked: {who} ({where})", 3
+        return f"no check applies to this combination: {backends} ({setting})", 3
     return line, 1 if failed else 0
 
 
-def cut_short(reports: list[dict[str, Any]]) -> tuple[str, int] | None:
-    """How many checks of these reports a signal left, and the exit code that tells of it; None
-    where none is left.
+def interruption_summary(reports: list[dict[str, Any]]) -> tuple[str, int] | None:
+    """Return a line with the number of checks left by a signal, and its exit code.
+
+    Returns None if no report was interrupted.
     """
-    cuts = [report["interrupted"] for report in reports if report.get("interrupted")]
-    if not cuts:
+    interruptions = [report["interrupted"] for report in reports if report.get("interrupted")]
+    if not interruptions:
         return None
-    left, every = sum(c["checks_left"] for c in cuts), cuts[0]["checks"] * len(reports)
-    return f"INTERRUPTED by {cuts[0]['signal']}, {left} of {every} checks left", exit_code(
-        cuts[0]["signal"]
-    )
+    left = sum(interruption["checks_left"] for interruption in interruptions)
+    total = interruptions[0]["checks"] * len(reports)
+    signal = interruptions[0]["signal"]
+    return f"INTERRUPTED by {signal}, {left} of {total} checks left", exit_code(signal)
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """A line for each of the first 20 red findings."""
+    """Return a line for each of the first 20 failed findings."""
+    keys = ("check", "slot", "case", "dtype", "quantity")
     return [
-        f"FAILED {', '.join(f[k] for k in ('check', 'slot', 'case', 'dtype', 'quantity'))}:"
-        f" {f['detail']}"
-        for f in report["findings"]
-        if f["ok"] is False
+        f"FAILED {', '.join(finding[key] for key in keys)}: {finding['detail']}"
+        for finding in report["findings"]
+        if finding["ok"] is False
     ][:20]
 
 
-def combinations(reports: list[dict[str, Any]]) -> Table:
-    """A row per combination: who served each slot, how many checks passed and failed, and the worst
-    error.
-    """
+def combinations_table(reports: list[dict[str, Any]]) -> Table:
+    """Return a table of backends, passed and failed checks and worst error per combination."""
     from rich.table import Table
 
     slots = list(reports[0]["backends"])
-    made = Table(*slots, "passed", "failed", "worst row", "seconds")
+    table = Table(*slots, "passed", "failed", "worst row", "seconds")
     for report in reports:
         findings = report["findings"]
         counts = [str(sum(f["ok"] is ok for f in findings)) for ok in (True, False)]
         names = [report["backends"][slot].split()[0] for slot in slots]
-        made.add_row(*names, *counts, _worst(findings, "row"), f"{report['seconds']:.1f}")
-    return made
+        table.add_row(*names, *counts, _worst(findings, "row"), f"{report['seconds']:.1f}")
+    return table
