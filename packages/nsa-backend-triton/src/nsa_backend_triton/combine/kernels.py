@@ -32,8 +32,9 @@ def _row_positions(pid, num_rows, seq_len, NUM_HEADS: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def _load_rows(X, seq, token, head, stride_b, stride_t, stride_h, offs_d, mask):
-    """Rows [BLOCK_M, V_HEAD_DIM_PAD] of X, 0 outside ``mask``."""
+def _load_rows(X, seq, token, head, stride_x, offs_d, mask):
+    """Rows [BLOCK_M, V_HEAD_DIM_PAD] of X, 0 outside ``mask``; stride_x is (batch, token, head)."""
+    stride_b, stride_t, stride_h = stride_x
     offs = seq * stride_b + token * stride_t + head * stride_h
     return tl.load(X + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
@@ -41,8 +42,7 @@ def _load_rows(X, seq, token, head, stride_b, stride_t, stride_h, offs_d, mask):
 @triton.jit(do_not_specialize=["num_rows", "seq_len"])
 def combine_forward(
     GATES, O_CMP, O_SEL, O_WIN, OUT,
-    stride_gb, stride_gt, stride_gh, stride_cb, stride_ct, stride_ch,
-    stride_sb, stride_st, stride_sh, stride_wb, stride_wt, stride_wh,
+    stride_gates, stride_cmp, stride_sel, stride_win,
     num_rows, seq_len,
     NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, ACC: tl.constexpr,
@@ -56,15 +56,16 @@ def combine_forward(
     )
     offs_d = tl.arange(0, V_HEAD_DIM_PAD)
     mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
-    gate = GATES + seq * stride_gb + token * stride_gt + head * stride_gh
+    stride_b, stride_t, stride_h = stride_gates
+    gate = GATES + seq * stride_b + token * stride_t + head * stride_h
     total = tl.load(gate, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
-        O_CMP, seq, token, head, stride_cb, stride_ct, stride_ch, offs_d, mask
+        O_CMP, seq, token, head, stride_cmp, offs_d, mask
     ).to(ACC)
     total += tl.load(gate + 1, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
-        O_SEL, seq, token, head, stride_sb, stride_st, stride_sh, offs_d, mask
+        O_SEL, seq, token, head, stride_sel, offs_d, mask
     ).to(ACC)
     total += tl.load(gate + 2, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
-        O_WIN, seq, token, head, stride_wb, stride_wt, stride_wh, offs_d, mask
+        O_WIN, seq, token, head, stride_win, offs_d, mask
     ).to(ACC)
     tl.store(
         OUT + row[:, None] * V_HEAD_DIM + offs_d[None, :],
@@ -76,11 +77,11 @@ def combine_forward(
 @triton.jit
 def _branch_gradients(
     do, gate, O, DGATE, DO_BRANCH,
-    seq, token, head, stride_b, stride_t, stride_h, row, offs_d, row_exists, mask,
+    seq, token, head, stride_o, row, offs_d, row_exists, mask,
     V_HEAD_DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store do_c = g_c do and dg_c = sum over columns of do o_c of one branch c."""
-    o = _load_rows(O, seq, token, head, stride_b, stride_t, stride_h, offs_d, mask).to(ACC)
+    o = _load_rows(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
     tl.store(DGATE + row * 3, tl.sum(do * o, 1), mask=row_exists)
     weight = tl.load(gate, mask=row_exists, other=0.0).to(ACC)
     tl.store(
@@ -93,9 +94,7 @@ def _branch_gradients(
 @triton.jit(do_not_specialize=["num_rows", "seq_len"])
 def combine_backward(
     DO, GATES, O_CMP, O_SEL, O_WIN, DGATES, DO_CMP, DO_SEL, DO_WIN,
-    stride_dob, stride_dot, stride_doh, stride_gb, stride_gt, stride_gh,
-    stride_cb, stride_ct, stride_ch, stride_sb, stride_st, stride_sh,
-    stride_wb, stride_wt, stride_wh,
+    stride_do, stride_gates, stride_cmp, stride_sel, stride_win,
     num_rows, seq_len,
     NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, ACC: tl.constexpr,
@@ -110,21 +109,22 @@ def combine_backward(
     )
     offs_d = tl.arange(0, V_HEAD_DIM_PAD)
     mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
-    do = _load_rows(DO, seq, token, head, stride_dob, stride_dot, stride_doh, offs_d, mask).to(ACC)
-    gate = GATES + seq * stride_gb + token * stride_gt + head * stride_gh
+    do = _load_rows(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    stride_b, stride_t, stride_h = stride_gates
+    gate = GATES + seq * stride_b + token * stride_t + head * stride_h
     _branch_gradients(
         do, gate, O_CMP, DGATES, DO_CMP,
-        seq, token, head, stride_cb, stride_ct, stride_ch, row, offs_d, row_exists, mask,
+        seq, token, head, stride_cmp, row, offs_d, row_exists, mask,
         V_HEAD_DIM, ACC,
     )  # fmt: skip
     _branch_gradients(
         do, gate + 1, O_SEL, DGATES + 1, DO_SEL,
-        seq, token, head, stride_sb, stride_st, stride_sh, row, offs_d, row_exists, mask,
+        seq, token, head, stride_sel, row, offs_d, row_exists, mask,
         V_HEAD_DIM, ACC,
     )  # fmt: skip
     _branch_gradients(
         do, gate + 2, O_WIN, DGATES + 2, DO_WIN,
-        seq, token, head, stride_wb, stride_wt, stride_wh, row, offs_d, row_exists, mask,
+        seq, token, head, stride_win, row, offs_d, row_exists, mask,
         V_HEAD_DIM, ACC,
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ def _prepare(o: Tensor, packed: bool, is_backward: bool, *inputs: Tensor) -> Lau
     )
     return Launch(
         kernel, (triton.cdiv(num_rows, settings["BLOCK_M"]),),
-        *(stride for x in inputs for stride in strides(x, packed, far=True)),
+        *(strides(x, packed, far=True) for x in inputs),
         num_rows, lead[-1],
         NUM_HEADS=heads, V_HEAD_DIM=width, V_HEAD_DIM_PAD=triton.next_power_of_2(width),
         ACC=accumulator(o.dtype), **settings,
