@@ -56,8 +56,8 @@ def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
     return [dict(zip(names.split(), row)) for row in values]
 
 
-FORWARD = DQ = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg TMA"
-DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg TMA"
+FORWARD = DQ = "BLOCK_M BLOCK_H BLOCK_N num_warps num_stages maxnreg USE_TMA"
+DKDV = "BLOCK_N BLOCK_M QUERY_SPLITS num_warps num_stages maxnreg USE_TMA"
 CANDIDATES = {
     ("win", "forward"): rows(
         FORWARD,
@@ -173,7 +173,7 @@ WIDE = {  # Dk 192: three bands of 64 columns
 
 
 def span_of(slot: str) -> tuple[int, int, int]:
-    """SIZE, STRIDE, WINDOW."""
+    """Return COMPRESS_BLOCK, STRIDE, WINDOW."""
     if slot == "win":
         return 1, 1, GEOMETRY.window_size
     return GEOMETRY.compress_block_size, GEOMETRY.compress_stride, 0

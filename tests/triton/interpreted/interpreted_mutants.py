@@ -20,8 +20,8 @@ class TestTheRest(Mutants):
         [
             (
                 (
-                    "shared.rows.num_compressed: (length - SIZE) // STRIDE + 1"
-                    " -> (length - SIZE) // STRIDE - 1"
+                    "shared.rows.num_compressed: (length - COMPRESS_BLOCK) // STRIDE + 1"
+                    " -> (length - COMPRESS_BLOCK) // STRIDE - 1"
                 ),
                 ("result",),
             ),

@@ -109,20 +109,24 @@ def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"span_forward": {"HEADS": 1}, "span_dq": {"HEADS": 1}, "span_dkdv": {"CHUNKS": 1}},
         {
-            "span_forward": {"HEADS": 4, "BLOCK_N": 32},
-            "span_dq": {"HEADS": 4},
-            "span_dkdv": {"CHUNKS": 3},
+            "span_forward": {"BLOCK_H": 1},
+            "span_dq": {"BLOCK_H": 1},
+            "span_dkdv": {"QUERY_SPLITS": 1},
+        },
+        {
+            "span_forward": {"BLOCK_H": 4, "BLOCK_N": 32},
+            "span_dq": {"BLOCK_H": 4},
+            "span_dkdv": {"QUERY_SPLITS": 3},
         },
         {
             "span_forward": {"BLOCK_M": 32},
             "span_dq": {"BLOCK_N": 32},
             "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16},
         },
-        {"span_forward": {"BLOCK_M": 64, "HEADS": 4}, "span_dkdv": {"BLOCK_M": 32}},
-        {"span_dkdv": {"APART": 1}},
-        {"span_dkdv": {"APART": 1, "TMA": 1}},
+        {"span_forward": {"BLOCK_M": 64, "BLOCK_H": 4}, "span_dkdv": {"BLOCK_M": 32}},
+        {"span_dkdv": {"SEPARATE_DK_DV": 1}},
+        {"span_dkdv": {"SEPARATE_DK_DV": 1, "USE_TMA": 1}},
     ],
     ids=[
         "heads apart",
@@ -145,7 +149,7 @@ def test_any_tile_shape(
 
 @pytest.mark.parametrize(
     ("settings", "width"),
-    [({"TMA": 1}, 16), ({"TMA": 1, "HEADS": 1}, 16), ({"TMA": 1}, 48)],
+    [({"USE_TMA": 1}, 16), ({"USE_TMA": 1, "BLOCK_H": 1}, 16), ({"USE_TMA": 1}, 48)],
     ids=["descriptors", "heads apart", "three bands"],
 )
 @pytest.mark.parametrize(("slot", "scale"), [("cmp", 0.25), ("win", -0.25)])
@@ -201,8 +205,8 @@ def test_what_descriptors_cannot_read(change, packed: bool) -> None:
 
 
 TILES: dict[str, dict[str, int]] = {
-    "span_forward": {"BLOCK_M": 16, "HEADS": 2, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
-    "span_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16, "CHUNKS": 2, "num_warps": 4, "num_stages": 1},
+    "span_forward": {"BLOCK_M": 16, "BLOCK_H": 2, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
+    "span_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16, "QUERY_SPLITS": 2, "num_warps": 4, "num_stages": 1},
 }
 TILES["span_dq"] = TILES["span_forward"]
 
@@ -213,7 +217,7 @@ def test_a_row_with_descriptors_serves_only_what_they_can_read(
     slot: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {
-        kernel: [({"pointers": 0}, {**tile, "TMA": 1}), ({}, tile)]
+        kernel: [({"pointers": 0}, {**tile, "USE_TMA": 1}), ({}, tile)]
         for kernel, tile in TILES.items()
     }
     monkeypatch.setattr(configs, "table", lambda _: rows)
@@ -311,7 +315,7 @@ def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int,
 
 
 def test_parts_are_linear_in_the_sequence() -> None:
-    """The compressed branch's fp32 parts: CHUNKS * h of the gradient, whatever the length."""
+    """The compressed branch's fp32 parts: QUERY_SPLITS * h of the gradient, whatever the length."""
     empty = torch.empty
     for length in (12, 24):
         call = SlotCall(geometry(), 0.25)

@@ -158,7 +158,7 @@ def _rows(
 SPANS = ("span_forward", "span_dq", "span_dkdv")
 SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4}}
 SMALL |= {"span_dq": SMALL["span_forward"]}
-DESCRIBED = {kernel: {**tile, "TMA": 1} for kernel, tile in SMALL.items()}
+DESCRIBED = {kernel: {**tile, "USE_TMA": 1} for kernel, tile in SMALL.items()}
 WIDE = dataclasses.replace(GEOMETRY, window_size=18)
 MALFORMED = {
     bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
@@ -179,14 +179,14 @@ SPAN_CASES = {
         "cmp",
         (17,),
         groups=2,
-        tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}},
+        tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "SEPARATE_DK_DV": 1}},
     ),
     "win apart": Tiny(
         "win",
         (9,),
         dk=16,
         dv=16,
-        tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "APART": 1}},
+        tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "SEPARATE_DK_DV": 1}},
     ),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
     "cmp documents": Tiny("starts", (5,) * 2048),
