@@ -58,6 +58,15 @@ def place(index, CU_SEQLENS, num_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.c
 
 
 @triton.jit
+def row_offset(batch, token, head, stride):
+    """Offset of a row in a tensor of strides (batch, token, head); batch and token in 64 bits."""
+    stride_b, stride_t, stride_h = stride
+    return (
+        batch * tl.cast(stride_b, tl.int64) + tl.cast(token, tl.int64) * stride_t + head * stride_h
+    )
+
+
+@triton.jit
 def num_compressed(length, COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr):
     """Compressed tokens of ``length`` tokens (Eq. 7): max(0, floor((length - l) / d) + 1)."""
     return tl.where(length < COMPRESS_BLOCK, 0, (length - COMPRESS_BLOCK) // STRIDE + 1)

@@ -40,6 +40,7 @@ from nsa_backend_triton.shared.rows import (
     load_at,
     num_compressed,
     place,
+    row_offset,
     scale_rows,
     store_at,
     transpose,
@@ -61,7 +62,7 @@ from nsa_backend_triton.span.geometry import (
 def _walk_keys(
     q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
     low, skip_from, skip_to, num_tiles, seq_keys, first_key, end_key,
-    qk_scale, stride_kt, stride_vt,
+    qk_scale, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
@@ -70,6 +71,8 @@ def _walk_keys(
 
     Tiles and the limits of rows are those of the forward's walk.
     """
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
     offs_n = tl.arange(0, BLOCK_N)
     for i in tl.range(0, num_tiles):
         start_n = low + i * BLOCK_N
@@ -129,9 +132,7 @@ def sum_products(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.const
 )
 def span_dq(
     Q, K, V, K_DESC, V_DESC, O, DO, LSE, DQ, STATS, CU_SEQLENS, CU_KEYS,
-    stride_qb: tl.int64, stride_qt, stride_qh, stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_vb: tl.int64, stride_vt, stride_vh, stride_ob: tl.int64, stride_ot, stride_oh,
-    stride_dob: tl.int64, stride_dot, stride_doh, stride_dqb: tl.int64, stride_dqt, stride_dqh,
+    stride_q, stride_k, stride_v, stride_o, stride_do, stride_dq,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     stride_stats_b: tl.int64, stride_stats_h: tl.int64, stride_stats_kind: tl.int64,
     qk_scale, scale, num_seqs, seq_len, num_keys,
@@ -159,16 +160,18 @@ def span_dq(
         seq, start, length, CU_KEYS, num_keys, COMPRESS_BLOCK, STRIDE, VARLEN
     )
     batch = 0 if VARLEN else seq
-    first_row = tl.cast(start + row, tl.int64)
     offs_m = tl.arange(0, BLOCK_T * BLOCK_H)
     offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
     token = row + offs_t
     mask_m = token < length
-    Q += batch * stride_qb + first_row * stride_qt + head * stride_qh
+    Q += row_offset(batch, start + row, head, stride_q)
+    _, stride_qt, stride_qh = stride_q
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
-    DO += batch * stride_dob + first_row * stride_dot + head * stride_doh
+    DO += row_offset(batch, start + row, head, stride_do)
+    _, stride_dot, stride_doh = stride_do
     do = load_at(DO, offs_t * stride_dot + offs_h * stride_doh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    O += batch * stride_ob + first_row * stride_ot + head * stride_oh
+    O += row_offset(batch, start + row, head, stride_o)
+    _, stride_ot, stride_oh = stride_o
     delta = sum_products(
         load_at(O, offs_t * stride_ot + offs_h * stride_oh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND),
         do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC,
@@ -184,8 +187,8 @@ def span_dq(
     if STORE_LSE:
         tl.store(stats + stride_stats_kind, lse, mask=mask_m)
 
-    K += batch * stride_kb + tl.cast(key_start, tl.int64) * stride_kt + head // GROUP * stride_kh
-    V += batch * stride_vb + tl.cast(key_start, tl.int64) * stride_vt + head // GROUP * stride_vh
+    K += row_offset(batch, key_start, head // GROUP, stride_k)
+    V += row_offset(batch, key_start, head // GROUP, stride_v)
     last = tl.minimum(row + BLOCK_T, length) - 1
     low, full_low, full_high, high = key_span(
         row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
@@ -199,16 +202,17 @@ def span_dq(
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
         full_low, 0, 0, skip_to - skip_from, seq_keys, first_key, end_key,
-        qk_scale, stride_kt, stride_vt,
+        qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
     )  # fmt: skip
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
         low, skip_from, skip_to, num_masked, seq_keys, first_key, end_key,
-        qk_scale, stride_kt, stride_vt,
+        qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
-    DQ += batch * stride_dqb + first_row * stride_dqt + head * stride_dqh
+    DQ += row_offset(batch, start + row, head, stride_dq)
+    _, stride_dqt, stride_dqh = stride_dq
     dq = scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND)
     store_at(DQ, offs_t * stride_dqt + offs_h * stride_dqh, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND)
 
@@ -217,7 +221,7 @@ def span_dq(
 def _walk_queries(
     k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
     low, skip_from, skip_to, num_tiles, first_head, num_heads, length, first_query, end_query,
-    qk_scale, stride_qt, stride_qh, stride_dot, stride_doh, stride_lse_h, stride_delta_h,
+    qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
@@ -229,6 +233,8 @@ def _walk_queries(
     are left out (the later ones move up). Key r is seen by the queries first_query[r] ..
     end_query[r]; no query exists from ``length`` on.
     """
+    _, stride_qt, stride_qh = stride_q
+    _, stride_dot, stride_doh = stride_do
     offs_m = tl.arange(0, BLOCK_M)
     if USE_TMA:
         head, i = 0, num_tiles - 1  # counters, which cost less than to divide the step
@@ -303,9 +309,7 @@ def _walk_queries(
 )
 def span_dkdv(
     Q, K, V, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, DK, DV, CU_SEQLENS, CU_KEYS,
-    stride_qb: tl.int64, stride_qt, stride_qh, stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_vb: tl.int64, stride_vt, stride_vh, stride_dob: tl.int64, stride_dot, stride_doh,
-    stride_dkb: tl.int64, stride_dkt, stride_dkh, stride_dvb: tl.int64, stride_dvt, stride_dvh,
+    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv,
     stride_dk_part: tl.int64, stride_dv_part: tl.int64,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     stride_delta_b: tl.int64, stride_delta_h: tl.int64,
@@ -346,10 +350,11 @@ def span_dkdv(
     if start_n >= seq_keys:
         return
     batch = 0 if VARLEN else seq
-    first_row = tl.cast(key_start + start_n, tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
-    K += batch * stride_kb + first_row * stride_kt + kv_head * stride_kh
-    V += batch * stride_vb + first_row * stride_vt + kv_head * stride_vh
+    K += row_offset(batch, key_start + start_n, kv_head, stride_k)
+    V += row_offset(batch, key_start + start_n, kv_head, stride_v)
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
     k = load_rows(K, offs_n, seq_keys - start_n, stride_kt, HEAD_DIM, HEAD_DIM_BAND, True)
     v = load_rows(V, offs_n, seq_keys - start_n, stride_vt, V_HEAD_DIM, V_HEAD_DIM_BAND, True)
 
@@ -365,8 +370,8 @@ def span_dkdv(
     skip_from = tl.minimum(tl.cdiv(tl.maximum(inner_low - low, 0), BLOCK_M), query_tiles)
     skip_to = tl.maximum(tl.maximum(tl.minimum(inner_high, high) - low, 0) // BLOCK_M, skip_from)
     head = kv_head * GROUP + part // QUERY_SPLITS * BLOCK_H
-    Q += batch * stride_qb + tl.cast(start, tl.int64) * stride_qt + head * stride_qh
-    DO += batch * stride_dob + tl.cast(start, tl.int64) * stride_dot + head * stride_doh
+    Q += row_offset(batch, start, head, stride_q)
+    DO += row_offset(batch, start, head, stride_do)
     LSE += batch * stride_lse_b + start + head * stride_lse_h
     DELTA += batch * stride_delta_b + start + head * stride_delta_h
     dk = zero_rows(BLOCK_N, HEAD_DIM, HEAD_DIM_BAND, ACC)
@@ -377,7 +382,7 @@ def span_dkdv(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
         low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, BLOCK_H, length,
         first_query, end_query,
-        qk_scale, stride_qt, stride_qh, stride_dot, stride_doh, stride_lse_h, stride_delta_h,
+        qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
         COMPUTE_DK, COMPUTE_DV, False,
     )  # fmt: skip
@@ -385,12 +390,14 @@ def span_dkdv(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
         low, skip_from, skip_to, query_tiles - (skip_to - skip_from), head, BLOCK_H, high,
         first_query, end_query,
-        qk_scale, stride_qt, stride_qh, stride_dot, stride_doh, stride_lse_h, stride_delta_h,
+        qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
         COMPUTE_DK, COMPUTE_DV, True,
     )  # fmt: skip
-    DK += part * stride_dk_part + batch * stride_dkb + first_row * stride_dkt + kv_head * stride_dkh
-    DV += part * stride_dv_part + batch * stride_dvb + first_row * stride_dvt + kv_head * stride_dvh
+    DK += part * stride_dk_part + row_offset(batch, key_start + start_n, kv_head, stride_dk)
+    DV += part * stride_dv_part + row_offset(batch, key_start + start_n, kv_head, stride_dv)
+    _, stride_dkt, _ = stride_dk
+    _, stride_dvt, _ = stride_dv
     if COMPUTE_DK:
         store_rows(
             DK, offs_n, seq_keys - start_n, stride_dkt,
@@ -563,8 +570,7 @@ def _launch_dq(
     block_t, stats = settings["BLOCK_M"] // block_h, _padded(lse)
     launch = Launch(
         span_dq, (seqs.tiles(block_t) * (heads // block_h),),
-        *(n for x in (q, k, v, o, do) for n in strides(x, seqs.packed)),
-        *new_strides(q.shape, seqs.packed),
+        *(strides(x, seqs.packed) for x in (q, k, v, o, do)), new_strides(q.shape, seqs.packed),
         *lse_strides(lse, seqs.packed), *new_lse_strides(stats, seqs.packed), math.prod(stats),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         NUM_HEADS=heads, GROUP=group, **_widths(q.shape[-1], v.shape[-1]),
@@ -608,8 +614,8 @@ def _launch_dkdv(
     passes = ((True, False), (False, True)) if settings.get("SEPARATE_DK_DV") else ((True, True),)
     launches = tuple(Launch(
         span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * num_parts,),
-        *(n for x in (q, k, v, do) for n in strides(x, seqs.packed)),
-        *(n for x in (k, v) for n in new_strides(x.shape, seqs.packed)),
+        *(strides(x, seqs.packed) for x in (q, k, v, do)),
+        *(new_strides(x.shape, seqs.packed) for x in (k, v)),
         *(0 if direct else x.numel() for x in (k, v)),
         *lse_strides(lse, seqs.packed), *new_lse_strides(_padded(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],

@@ -40,6 +40,7 @@ from nsa_backend_triton.shared.rows import (
     load_at,
     num_compressed,
     place,
+    row_offset,
     scale_rows,
     store_at,
     transpose,
@@ -60,7 +61,7 @@ TINY = 1e-30  # replaces a scale of 0, which would turn the -inf of a masked key
 def _walk(
     q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
     low, skip_from, skip_to, num_tiles, seq_keys, first_key, end_key,
-    qk_scale, stride_kt, stride_vt,
+    qk_scale, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
@@ -70,6 +71,8 @@ def _walk(
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees the
     keys first_key[r] .. end_key[r].
     """
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
     offs_n = tl.arange(0, BLOCK_N)
     for i in tl.range(0, num_tiles):
         start_n = low + i * BLOCK_N
@@ -108,9 +111,7 @@ def _walk(
 @triton.jit(do_not_specialize=["num_seqs", "seq_len", "num_keys", "stride_lse_b", "stride_lse_h"])
 def span_forward(
     Q, K, V, K_DESC, V_DESC, O, LSE, CU_SEQLENS, CU_KEYS,
-    stride_qb: tl.int64, stride_qt, stride_qh, stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_vb: tl.int64, stride_vt, stride_vh, stride_ob: tl.int64, stride_ot, stride_oh,
-    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    stride_q, stride_k, stride_v, stride_o, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     qk_scale, num_seqs, seq_len, num_keys,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -138,15 +139,16 @@ def span_forward(
     offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
     token = row + offs_t
     mask_m = token < length
-    Q += batch * stride_qb + tl.cast(start + row, tl.int64) * stride_qt + head * stride_qh
+    Q += row_offset(batch, start + row, head, stride_q)
+    _, stride_qt, stride_qh = stride_q
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     if NEGATIVE_SCALE:
         # Negation is exact. Then the largest product of a row is its largest score.
         q = scale_rows(q, -1.0, HEAD_DIM, HEAD_DIM_BAND)
 
     kv_head = head // GROUP
-    K += batch * stride_kb + tl.cast(key_start, tl.int64) * stride_kt + kv_head * stride_kh
-    V += batch * stride_vb + tl.cast(key_start, tl.int64) * stride_vt + kv_head * stride_vh
+    K += row_offset(batch, key_start, kv_head, stride_k)
+    V += row_offset(batch, key_start, kv_head, stride_v)
     last = tl.minimum(row + BLOCK_T, length) - 1
     low, full_low, full_high, high = key_span(
         row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
@@ -161,17 +163,18 @@ def span_forward(
     m_i, l_i, acc = _walk(
         q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
         full_low, 0, 0, skip_to - skip_from, seq_keys, first_key, end_key,
-        qk_scale, stride_kt, stride_vt,
+        qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
     )  # fmt: skip
     m_i, l_i, acc = _walk(
         q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
         low, skip_from, skip_to, num_masked, seq_keys, first_key, end_key,
-        qk_scale, stride_kt, stride_vt,
+        qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
     divisor, lse = finish(m_i, l_i)
-    O += batch * stride_ob + tl.cast(start + row, tl.int64) * stride_ot + head * stride_oh
+    O += row_offset(batch, start + row, head, stride_o)
+    _, stride_ot, stride_oh = stride_o
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
     store_at(O, offs_t * stride_ot + offs_h * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     tl.store(
@@ -216,7 +219,7 @@ def _launch(
     o, lse = (*lead, heads, v_head_dim), (*lead[:-1], heads, lead[-1])
     launch = Launch(
         span_forward, (seqs.tiles(block_t) * (heads // block_h),),
-        *(n for x in (q, k, v) for n in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o, seqs.packed),
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
