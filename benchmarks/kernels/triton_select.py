@@ -52,25 +52,25 @@ CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
     (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
 ]
 BASE = {
-    "COLUMNS": 128,
-    "KEYS": 64,
+    "BLOCK_M": 128,
+    "BLOCK_N": 64,
     "Q_BYTES": 32768,
-    "ROWS": 8,
-    "CHUNKS": 16,
-    "LANES": 32,
-    "PROGRAMS": 2,
+    "RANK_ROWS": 8,
+    "RANK_CHUNKS": 16,
+    "RANK_LANES": 32,
+    "PROGRAMS_PER_SM": 2,
 }
 BASE |= {"num_warps": 4, "num_stages": 3}
-WIDE = {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1}
+WIDE = {"BLOCK_N": 128, "num_warps": 8, "PROGRAMS_PER_SM": 1}
 CONFIGS: list[configs.Settings] = [
     BASE,
     BASE | {"num_stages": 2},
     BASE | {"Q_BYTES": 16384},
-    BASE | {"COLUMNS": 64, "PROGRAMS": 3, "maxnreg": 168},
-    BASE | {"COLUMNS": 64, "PROGRAMS": 4, "maxnreg": 128, "num_stages": 2},
-    BASE | {"ROWS": 16},
-    BASE | {"CHUNKS": 8},
-    BASE | {"CHUNKS": 4},
+    BASE | {"BLOCK_M": 64, "PROGRAMS_PER_SM": 3, "maxnreg": 168},
+    BASE | {"BLOCK_M": 64, "PROGRAMS_PER_SM": 4, "maxnreg": 128, "num_stages": 2},
+    BASE | {"RANK_ROWS": 16},
+    BASE | {"RANK_CHUNKS": 8},
+    BASE | {"RANK_CHUNKS": 4},
     BASE | WIDE | {"Q_BYTES": 65536},
 ]
 FOR_WIDE_HEADS = (-1, 3)  # what fits

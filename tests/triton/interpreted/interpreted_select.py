@@ -21,26 +21,33 @@ from nsa_verify.judge.selection import judge_selection
 
 # A window of 32 scores, 16 of them new: rows of more blocks take several.
 SMALL = {
-    "COLUMNS": 32,
-    "KEYS": 32,
+    "BLOCK_M": 32,
+    "BLOCK_N": 32,
     "Q_BYTES": 8192,
-    "ROWS": 16,
-    "CHUNKS": 4,
-    "LANES": 8,
-    "PROGRAMS": 2,
+    "RANK_ROWS": 16,
+    "RANK_CHUNKS": 4,
+    "RANK_LANES": 8,
+    "PROGRAMS_PER_SM": 2,
 }
 SMALL |= {"num_warps": 1, "num_stages": 1}
 TILES = {
-    "the widest": SMALL | {"COLUMNS": 128, "KEYS": 128, "Q_BYTES": 65536, "num_warps": 4},
+    "the widest": SMALL | {"BLOCK_M": 128, "BLOCK_N": 128, "Q_BYTES": 65536, "num_warps": 4},
     "wide windows": SMALL
-    | {"COLUMNS": 64, "KEYS": 64, "Q_BYTES": 65536, "CHUNKS": 16, "LANES": 32, "num_warps": 4},
-    "heads in pieces": SMALL | {"COLUMNS": 16, "Q_BYTES": 8192, "ROWS": 2},
-    "a head a piece": SMALL | {"COLUMNS": 16, "Q_BYTES": 65536},
-    "eight warps": SMALL | {"KEYS": 256, "num_warps": 8},
+    | {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "Q_BYTES": 65536,
+        "RANK_CHUNKS": 16,
+        "RANK_LANES": 32,
+        "num_warps": 4,
+    },
+    "heads in pieces": SMALL | {"BLOCK_M": 16, "Q_BYTES": 8192, "RANK_ROWS": 2},
+    "a head a piece": SMALL | {"BLOCK_M": 16, "Q_BYTES": 65536},
+    "eight warps": SMALL | {"BLOCK_N": 256, "num_warps": 8},
 }
 WINDOWS = {  # of 28 blocks
-    1: SMALL | {"CHUNKS": 16, "LANES": 4},
-    2: SMALL | {"CHUNKS": 16, "LANES": 2},
+    1: SMALL | {"RANK_CHUNKS": 16, "RANK_LANES": 4},
+    2: SMALL | {"RANK_CHUNKS": 16, "RANK_LANES": 2},
 }
 
 
@@ -182,7 +189,7 @@ def test_sets_are_the_oracles(problem: Problem) -> None:
 def test_no_window_changes_a_set(windows: int, kind: str) -> None:
     problem, settings = Problem(FINE, (110,), 1, kind=kind), WINDOWS[windows]
     # 16 of a window's scores are survivors'
-    assert -(-28 // (settings["CHUNKS"] * settings["LANES"] - 16)) == windows
+    assert -(-28 // (settings["RANK_CHUNKS"] * settings["RANK_LANES"] - 16)) == windows
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, settings))
 

@@ -208,15 +208,15 @@ SPAN_CASES |= {
 
 # Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are
 # no power of two.
-FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
-LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
+FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "RANK_ROWS": 2}}
+LARGE = {"select_forward": {"BLOCK_M": 32, "BLOCK_N": 32, "RANK_ROWS": 32, "PROGRAMS_PER_SM": 1}}
 # four scans of eight chunks
-PACKS = {"select_forward": {**LARGE["select_forward"], "CHUNKS": 32, "LANES": 2}}
+PACKS = {"select_forward": {**LARGE["select_forward"], "RANK_CHUNKS": 32, "RANK_LANES": 2}}
 RANKED, FREE = BlockGeometry(4, 2, 4, 3, 1, 1), BlockGeometry(4, 2, 4, 3, 0, 0)
 BEST = BlockGeometry(2, 2, 2, 2, 0, 0)
 TAPS = BlockGeometry(6, 1, 6, 4, 0, 0)
 # [2 taps, 4 blocks, 2 taps, 2 taps, block]
-ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}
+ROWS_OF_TAPS = {"select_forward": {"BLOCK_N": 32, "RANK_ROWS": 8}}
 SELECT_CASES = {
     "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
     "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=FREE, tiles=FEW_BYTES),
