@@ -50,6 +50,7 @@ from nsa_backend_triton.shared.rows import (
     load_at,
     num_compressed,
     place,
+    row_offset,
     transpose,
 )
 from nsa_backend_triton.span.forward import launch_options
@@ -121,7 +122,7 @@ def _sum_taps(
 
 @triton.jit
 def _walk(
-    q, lse, K, SCORES, begin, end, visible_keys, token, qk_scale, stride_kt, stride_scores,
+    q, lse, K, SCORES, begin, end, visible_keys, token, qk_scale, stride_k, stride_scores,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, BLOCK_T: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
@@ -138,6 +139,7 @@ def _walk(
     PAIR: tl.constexpr = ORDER[2]
     MIDDLE: tl.constexpr = ORDER[3]
     LOW: tl.constexpr = ORDER[4]
+    _, stride_kt, _ = stride_k
     offs_n = tl.arange(0, BLOCK_N)
     tap = (
         offs_n // (BLOCKS * PAIR * MIDDLE) * (MIDDLE * PAIR)
@@ -173,7 +175,7 @@ def _walk(
 
 @triton.jit
 def _load_queries(
-    Q, LSE, token_exists, stride_qt, stride_qh, stride_lse_h,
+    Q, LSE, token_exists, stride_q, stride_lse_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
     BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -181,6 +183,7 @@ def _load_queries(
 
     Heads past GROUP add nothing: their lse is inf.
     """
+    _, stride_qt, stride_qh = stride_q
     offs_m = tl.arange(0, BLOCK_H * BLOCK_T)
     offs_t = offs_m % BLOCK_T
     q, lse = (), ()
@@ -198,7 +201,7 @@ def _load_queries(
 @triton.jit
 def _choose(
     index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_lse_b, stride_lse_h,
+    stride_q, stride_k, stride_lse_b, stride_lse_h,
     qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
@@ -225,14 +228,14 @@ def _choose(
         key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys) if VARLEN else 0
         seq_keys = tl.minimum(num_compressed(length, COMPRESS_BLOCK, STRIDE), num_keys - key_start)
         first_row = tl.cast(start + row, tl.int64)
-        K += batch * stride_kb + tl.cast(key_start, tl.int64) * stride_kt + kv_head * stride_kh
+        K += row_offset(batch, key_start, kv_head, stride_k)
         last = tl.minimum(row + BLOCK_T, length)  # a token t sees the keys of t + 1 tokens
         if last > NUM_SELECTED * SELECT_BLOCK:  # otherwise every token selects all of its blocks
             offs_t = tl.arange(0, BLOCK_H * BLOCK_T) % BLOCK_T
             q, lse = _load_queries(
-                Q + batch * stride_qb + first_row * stride_qt + kv_head * GROUP * stride_qh,
+                Q + row_offset(batch, first_row, kv_head * GROUP, stride_q),
                 LSE + batch * stride_lse_b + first_row + kv_head * GROUP * stride_lse_h,
-                row + offs_t < length, stride_qt, stride_qh, stride_lse_h,
+                row + offs_t < length, stride_q, stride_lse_h,
                 GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
             )  # fmt: skip
             visible_keys = tl.minimum(num_compressed(last, COMPRESS_BLOCK, STRIDE), seq_keys)
@@ -243,13 +246,13 @@ def _choose(
             token = row + tl.arange(0, BLOCK_T)
             _walk(
                 q, lse, K, SCORES + NUM_SELECTED_PAD * 2, 0, full_tiles, visible_keys, token,
-                qk_scale, stride_kt, stride_scores,
+                qk_scale, stride_k, stride_scores,
                 HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
                 COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, False,
             )  # fmt: skip
             _walk(
                 q, lse, K, SCORES + NUM_SELECTED_PAD * 2, full_tiles, end, visible_keys, token,
-                qk_scale, stride_kt, stride_scores,
+                qk_scale, stride_k, stride_scores,
                 HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
                 COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, True,
             )  # fmt: skip
@@ -293,8 +296,7 @@ def _choose(
 )
 def select_forward(
     Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-    stride_qb: tl.int64, stride_qt, stride_qh, stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    stride_q, stride_k, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
@@ -319,8 +321,7 @@ def select_forward(
         if index < num_tiles * NUM_KV_HEADS:
             _choose(
                 index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-                stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-                stride_lse_b, stride_lse_h,
+                stride_q, stride_k, stride_lse_b, stride_lse_h,
                 qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
                 BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
@@ -389,7 +390,7 @@ def _prepare(
     num_programs = min(num_tiles * groups, multiprocessors(q.device) * settings["PROGRAMS_PER_SM"])
     launch = Launch(
         select_forward, (num_programs,),
-        *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
+        strides(q, seqs.packed), strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, max_seqlen, k_cmp.shape[-3],
         stride_scores, num_tiles,
         NUM_KV_HEADS=groups, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_BAND=head_dim_band,
