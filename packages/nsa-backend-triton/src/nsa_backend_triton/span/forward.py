@@ -39,6 +39,7 @@ from nsa_backend_triton.shared.rows import (
     finish,
     load_at,
     num_compressed,
+    online_softmax_update,
     place,
     row_offset,
     scale_rows,
@@ -88,13 +89,8 @@ def _walk(
         s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         if MASKED:
             s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, WINDOW > 0, True)
-        m_new = tl.maximum(m_i, tl.max(s, 1) * qk_scale)
-        shift = m_new
-        if MASKED:
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw no key so far
-        p = tl.exp2(s * qk_scale - shift[:, None])
-        alpha = tl.exp2(m_i - shift)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        row_max = tl.max(s, 1) * qk_scale
+        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s * qk_scale, row_max, None, MASKED)
         if USE_TMA:
             v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
         else:
@@ -104,7 +100,6 @@ def _walk(
             )  # fmt: skip
         acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
         acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-        m_i = m_new
     return m_i, l_i, acc
 
 
