@@ -112,14 +112,14 @@ def no_gpu() -> Iterator[list[NoKernel]]:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
         for owner, name, answer in (
             (sequences, "_capability", ARCHITECTURE),
-            (launch_cache, "remembers", True),
+            (launch_cache, "uses_cache", True),
         ):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        launch_cache.forget()  # what an earlier block's kernels were launched with
+        launch_cache.clear()  # what an earlier block's kernels were launched with
         yield made
 
 

@@ -239,11 +239,11 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
         for _ in range(3):
             layer(x, cache=cache)
         by_memory = told(no_gpu)
-        prepared.forget()
+        prepared.clear()
         cache.reset()
         for _ in range(3):
             layer(x, cache=cache)
-            prepared.forget()
+            prepared.clear()
         by_triton = told(no_gpu)
         assert [row[13:] for row in by_memory] == [row[13:] for row in by_triton]
         assert [row[:3] for row in by_memory] == [row[:3] for row in by_triton]
@@ -299,8 +299,8 @@ def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> 
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "remembers", lambda x: True)
-    monkeypatch.setattr(prepared, "MOST", 3)
+    monkeypatch.setattr(prepared, "uses_cache", lambda x: True)
+    monkeypatch.setattr(prepared, "MAX_ENTRIES", 3)
     made: list[int] = []
     make = prepared.remembered(lambda x, n: made.append(n) or n)
     x = torch.zeros(2)
@@ -311,7 +311,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepared, "remembers", lambda x: True)
+    monkeypatch.setattr(prepared, "uses_cache", lambda x: True)
     describe = prepared.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
     x = torch.zeros(4, 4)
     for y in (x, x.t()[:, :], x[:2], x.half(), x[:, ::2], torch.nn.Parameter(x[1:])):
