@@ -46,16 +46,16 @@ from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
-devices = itertools.count(99)  # not ones that real kernels are kept for
+devices = itertools.count(99)  # no real kernel is cached for these
 
 
 @dataclasses.dataclass
 class NoDriver:
-    """A CUDA driver's answers, without one."""
+    """Replies of a CUDA driver, without a driver."""
 
     device: int
 
-    class utils:  # noqa: N801  as triton names it
+    class utils:  # noqa: N801  triton's name
         fill_tma_descriptor = staticmethod(lambda *arguments: 0)
 
     def get_current_device(self) -> int:
@@ -69,7 +69,7 @@ class NoDriver:
 
 
 class NoKernel(CompiledKernel):
-    """A compiled kernel whose launch ends where the C launcher begins."""
+    """A compiled kernel whose launch ends where the C launcher would begin."""
 
     def __init__(self, signature: dict[str, str]) -> None:
         self.module = self.function = self.packed_metadata = self.hash = 0
@@ -91,36 +91,37 @@ class NoKernel(CompiledKernel):
         self.arguments = arguments
 
 
-def _answer(answer: Any, _: object) -> Any:
-    return answer
+def _constant(value: Any, _: object) -> Any:
+    return value
 
 
 @contextlib.contextmanager
 def no_gpu() -> Iterator[list[NoKernel]]:
-    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is
-    launched.
+    """Treat CPU tensors as if on an sm_90 inside the block; compile and launch nothing.
+
+    Yields the kernels that would have been compiled, with the number of launches of each.
     """
-    made: list[NoKernel] = []
+    kernels: list[NoKernel] = []
     driver = NoDriver(next(devices))
 
     def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
-        made.append(NoKernel(signature))
-        kernel.device_caches[driver.device][0][key] = made[-1]
-        return made[-1]
+        kernels.append(NoKernel(signature))
+        kernel.device_caches[driver.device][0][key] = kernels[-1]
+        return kernels[-1]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for owner, name, answer in (
+        for owner, name, value in (
             (sequences, "_capability", ARCHITECTURE),
             (launch_cache, "uses_cache", True),
         ):
-            stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
+            stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        launch_cache.clear()  # what an earlier block's kernels were launched with
-        yield made
+        launch_cache.clear()  # launches of kernels of an earlier block
+        yield kernels
 
 
 def nothing(slot: str, backward: bool) -> Callable[..., Any]:

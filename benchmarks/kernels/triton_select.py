@@ -81,21 +81,21 @@ def without_exp2(
     k,
     q,
     lse,
-    factor,
-    seen,
-    HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
+    qk_scale,
+    visible,
+    BLOCK_H: tl.constexpr,
+    NUM_HEAD_TILES: tl.constexpr,
     ACC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """select._sum_heads, the logits instead of their probabilities."""
-    for piece in tl.static_range(PIECES):
-        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
-        p = s * factor - lse[piece][None, :]
-        part = tl.sum(tl.reshape(p, [k.shape[0], HEADS, p.shape[1] // HEADS]), 1)
-        total = part if piece == 0 else total + part  # noqa: F821
+    """select._sum_heads for the logits in place of their probabilities."""
+    for i in tl.static_range(NUM_HEAD_TILES):
+        s = tl.dot(k, tl.trans(q[i]), input_precision="ieee", out_dtype=ACC)
+        p = s * qk_scale - lse[i][None, :]
+        partial = tl.sum(tl.reshape(p, [k.shape[0], BLOCK_H, p.shape[1] // BLOCK_H]), 1)
+        total = partial if i == 0 else total + partial  # noqa: F821
     if MASKED:
-        total = tl.where(seen, total, 0.0)
+        total = tl.where(visible, total, 0.0)
     return total
 
 
