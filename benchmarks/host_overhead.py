@@ -46,16 +46,16 @@ from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
-devices = itertools.count(99)  # no real kernel is cached for these
+devices = itertools.count(99)  # not ones that real kernels are kept for
 
 
 @dataclasses.dataclass
 class NoDriver:
-    """Replies of a CUDA driver, without a driver."""
+    """A CUDA driver's answers, without one."""
 
     device: int
 
-    class utils:  # noqa: N801  triton's name
+    class utils:  # noqa: N801  as triton names it
         fill_tma_descriptor = staticmethod(lambda *arguments: 0)
 
     def get_current_device(self) -> int:
@@ -69,7 +69,7 @@ class NoDriver:
 
 
 class NoKernel(CompiledKernel):
-    """A compiled kernel whose launch ends where the C launcher would begin."""
+    """A compiled kernel whose launch ends where the C launcher begins."""
 
     def __init__(self, signature: dict[str, str]) -> None:
         self.module = self.function = self.packed_metadata = self.hash = 0
@@ -91,37 +91,36 @@ class NoKernel(CompiledKernel):
         self.arguments = arguments
 
 
-def _constant(value: Any, _: object) -> Any:
-    return value
+def _answer(answer: Any, _: object) -> Any:
+    return answer
 
 
 @contextlib.contextmanager
 def no_gpu() -> Iterator[list[NoKernel]]:
-    """Treat CPU tensors as if on an sm_90 inside the block; compile and launch nothing.
-
-    Yields the kernels that would have been compiled, with the number of launches of each.
+    """CPU tensors count as lying on an sm_90 inside the block; nothing compiles, nothing is
+    launched.
     """
-    kernels: list[NoKernel] = []
+    made: list[NoKernel] = []
     driver = NoDriver(next(devices))
 
     def compiled(kernel: Any, key: Any, signature: Any, *_: Any) -> NoKernel:
-        kernels.append(NoKernel(signature))
-        kernel.device_caches[driver.device][0][key] = kernels[-1]
-        return kernels[-1]
+        made.append(NoKernel(signature))
+        kernel.device_caches[driver.device][0][key] = made[-1]
+        return made[-1]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compiled))
-        for owner, name, value in (
+        for owner, name, answer in (
             (sequences, "_capability", ARCHITECTURE),
-            (launch_cache, "uses_cache", True),
+            (launch_cache, "remembers", True),
         ):
-            stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
+            stack.enter_context(mock.patch.object(owner, name, functools.partial(_answer, answer)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        launch_cache.clear()  # launches of kernels of an earlier block
-        yield kernels
+        launch_cache.forget()  # what an earlier block's kernels were launched with
+        yield made
 
 
 def nothing(slot: str, backward: bool) -> Callable[..., Any]:

@@ -102,7 +102,7 @@ class Launch:
             )
 
 
-def uses_cache(x: Tensor) -> bool:
+def remembers(x: Tensor) -> bool:
     """Return whether launches on ``x`` are cached: on a GPU, not in the interpreter or a dry run.
 
     There, tests change kernels and tables between calls.
@@ -123,7 +123,7 @@ def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     @functools.wraps(make)
     def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
-        if not uses_cache(first):
+        if not remembers(first):
             return make(*args, **kwargs)
         # A call of _metadata for every tensor would take half of this function's time.
         parts = [
@@ -140,7 +140,7 @@ def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return look_up
 
 
-def clear() -> None:
+def forget() -> None:
     """Drop all cached launches and with them their binaries, for a change of the driver."""
     for cache in _tables:
         cache.clear()
