@@ -206,8 +206,8 @@ SPAN_CASES |= {
     for bounds, case in MALFORMED.items()
 }
 
-# Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are
-# no power of two.
+# Head tiles of one head, and of several heads with one of padding; three ranking windows; a number
+# of taps that is no power of two.
 FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "RANK_ROWS": 2}}
 LARGE = {"select_forward": {"BLOCK_M": 32, "BLOCK_N": 32, "RANK_ROWS": 32, "PROGRAMS_PER_SM": 1}}
 # four scans of eight chunks
