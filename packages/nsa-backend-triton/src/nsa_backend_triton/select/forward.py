@@ -160,13 +160,25 @@ def _walk(
         mask_n = (key < visible_keys) if MASKED else None
         k = load_at(
             K + tl.cast(tile, tl.int64) * (BLOCKS * CMP_PER_BLOCK) * stride_kt,
-            tile_key * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND,
-        )  # fmt: skip
+            tile_key * stride_kt,
+            mask_n,
+            HEAD_DIM,
+            HEAD_DIM_BAND,
+        )
         visible = (key * STRIDE + COMPRESS_BLOCK - 1)[:, None] <= token[None, :]
         total = _sum_heads(
-            k, q, lse, qk_scale, visible,
-            HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, ACC, MASKED,
-        )  # fmt: skip
+            k,
+            q,
+            lse,
+            qk_scale,
+            visible,
+            HEAD_DIM,
+            HEAD_DIM_BAND,
+            BLOCK_H,
+            NUM_HEAD_TILES,
+            ACC,
+            MASKED,
+        )
         scores = _sum_taps(
             total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, CMP_PER_BLOCK, COMPRESS_BLOCK // STRIDE
         )

@@ -83,13 +83,23 @@ def _walk_keys(
             v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
         else:
             k = load_rows(
-                K + tl.cast(start_n, tl.int64) * stride_kt, offs_n, seq_keys - start_n, stride_kt,
-                HEAD_DIM, HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                K + tl.cast(start_n, tl.int64) * stride_kt,
+                offs_n,
+                seq_keys - start_n,
+                stride_kt,
+                HEAD_DIM,
+                HEAD_DIM_BAND,
+                MASKED,
+            )
             v = load_rows(
-                V + tl.cast(start_n, tl.int64) * stride_vt, offs_n, seq_keys - start_n, stride_vt,
-                V_HEAD_DIM, V_HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                V + tl.cast(start_n, tl.int64) * stride_vt,
+                offs_n,
+                seq_keys - start_n,
+                stride_vt,
+                V_HEAD_DIM,
+                V_HEAD_DIM_BAND,
+                MASKED,
+            )
         s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         s = s * qk_scale - lse[:, None]
         if MASKED:
@@ -174,8 +184,11 @@ def span_dq(
     _, stride_ot, stride_oh = stride_o
     delta = sum_products(
         load_at(O, offs_t * stride_ot + offs_h * stride_oh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND),
-        do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC,
-    )  # fmt: skip
+        do,
+        V_HEAD_DIM,
+        V_HEAD_DIM_BAND,
+        ACC,
+    )
     stats = STATS + batch * stride_stats_b + start + token + (head + offs_h) * stride_stats_h
     tl.store(stats, delta, mask=mask_m)
     lse = tl.load(
@@ -257,13 +270,23 @@ def _walk_queries(
             start_m = low + i * BLOCK_M
             first_row, head_64 = tl.cast(start_m, tl.int64), tl.cast(head, tl.int64)
             q = load_rows(
-                Q + first_row * stride_qt + head_64 * stride_qh, offs_m, length - start_m,
-                stride_qt, HEAD_DIM, HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                Q + first_row * stride_qt + head_64 * stride_qh,
+                offs_m,
+                length - start_m,
+                stride_qt,
+                HEAD_DIM,
+                HEAD_DIM_BAND,
+                MASKED,
+            )
             do = load_rows(
-                DO + first_row * stride_dot + head_64 * stride_doh, offs_m, length - start_m,
-                stride_dot, V_HEAD_DIM, V_HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                DO + first_row * stride_dot + head_64 * stride_doh,
+                offs_m,
+                length - start_m,
+                stride_dot,
+                V_HEAD_DIM,
+                V_HEAD_DIM_BAND,
+                MASKED,
+            )
             lse_at = LSE + head_64 * stride_lse_h + first_row
             delta_at = DELTA + head_64 * stride_delta_h + first_row
             if MASKED:
@@ -400,9 +423,14 @@ def span_dkdv(
     _, stride_dvt, _ = stride_dv
     if COMPUTE_DK:
         store_rows(
-            DK, offs_n, seq_keys - start_n, stride_dkt,
-            scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND,
-        )  # fmt: skip
+            DK,
+            offs_n,
+            seq_keys - start_n,
+            stride_dkt,
+            scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND),
+            HEAD_DIM,
+            HEAD_DIM_BAND,
+        )
     if COMPUTE_DV:
         store_rows(DV, offs_n, seq_keys - start_n, stride_dvt, dv, V_HEAD_DIM, V_HEAD_DIM_BAND)
 

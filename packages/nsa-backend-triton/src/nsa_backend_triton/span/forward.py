@@ -83,9 +83,14 @@ def _walk(
             k = fetch_rows(K_DESC, batch, start_n, kv_head, BLOCK_N, HEAD_DIM, HEAD_DIM_BAND)
         else:
             k = load_rows(
-                K + tl.cast(start_n, tl.int64) * stride_kt, offs_n, seq_keys - start_n, stride_kt,
-                HEAD_DIM, HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                K + tl.cast(start_n, tl.int64) * stride_kt,
+                offs_n,
+                seq_keys - start_n,
+                stride_kt,
+                HEAD_DIM,
+                HEAD_DIM_BAND,
+                MASKED,
+            )
         s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         if MASKED:
             s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, WINDOW > 0, True)
@@ -95,9 +100,14 @@ def _walk(
             v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
         else:
             v = load_rows(
-                V + tl.cast(start_n, tl.int64) * stride_vt, offs_n, seq_keys - start_n, stride_vt,
-                V_HEAD_DIM, V_HEAD_DIM_BAND, MASKED,
-            )  # fmt: skip
+                V + tl.cast(start_n, tl.int64) * stride_vt,
+                offs_n,
+                seq_keys - start_n,
+                stride_vt,
+                V_HEAD_DIM,
+                V_HEAD_DIM_BAND,
+                MASKED,
+            )
         acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
         acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
     return m_i, l_i, acc
