@@ -1,13 +1,12 @@
-"""select of the triton backend on a GPU: checked against the oracle's rule on small shapes, then
-timed at the anchors.
+"""Check and time select of the triton backend on a GPU.
 
     python benchmarks/kernels/triton_select.py [--quick] [--skip-check] [--shapes 0,1,2,3]
         [--configs 0,1,2] [--parts]
 
-One line per shape, data and configuration: ms, and TFLOP/s of the product over visible compressed
-tokens. A configuration that fails prints its error and the rest go on. --parts times the first
-configuration without its ranking, and without exp2: what binds is what makes it faster by its
-absence.
+Small shapes are judged by the oracle's regret rule, large ones are timed. Prints one line per
+shape, data and configuration: ms, and TFLOP/s of the product over visible compressed tokens. A
+configuration that fails prints its error, and the others go on. --parts times the first
+configuration without its ranking and without exp2: the part whose absence saves time is the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.selection import judge_selection
 
 GEOMETRY = BlockGeometry(32, 16, 64, 16, 1, 2, 512)
-FORCED = BlockGeometry(32, 16, 64, 3, 1, 2, 512)  # every block of it is forced: nothing is ranked
+FORCED = BlockGeometry(32, 16, 64, 3, 1, 2, 512)  # all blocks are forced: nothing is ranked
 OTHER, ODD = BlockGeometry(16, 8, 48, 16, 0, 0, 64), BlockGeometry(32, 32, 64, 40, 2, 3, 64)
 Shape = tuple[int, int, int, int]
 ANCHORS: list[Shape] = [
@@ -52,28 +51,28 @@ CHECKS: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]] = [
     (64, 4, 128, 4096, torch.bfloat16, GEOMETRY, 0.0),
 ]
 BASE = {
-    "COLUMNS": 128,
-    "KEYS": 64,
+    "BLOCK_M": 128,
+    "BLOCK_N": 64,
     "Q_BYTES": 32768,
-    "ROWS": 8,
-    "CHUNKS": 16,
-    "LANES": 32,
-    "PROGRAMS": 2,
+    "RANK_ROWS": 8,
+    "RANK_CHUNKS": 16,
+    "RANK_LANES": 32,
+    "PROGRAMS_PER_SM": 2,
 }
 BASE |= {"num_warps": 4, "num_stages": 3}
-WIDE = {"KEYS": 128, "num_warps": 8, "PROGRAMS": 1}
+WIDE = {"BLOCK_N": 128, "num_warps": 8, "PROGRAMS_PER_SM": 1}
 CONFIGS: list[configs.Settings] = [
     BASE,
     BASE | {"num_stages": 2},
     BASE | {"Q_BYTES": 16384},
-    BASE | {"COLUMNS": 64, "PROGRAMS": 3, "maxnreg": 168},
-    BASE | {"COLUMNS": 64, "PROGRAMS": 4, "maxnreg": 128, "num_stages": 2},
-    BASE | {"ROWS": 16},
-    BASE | {"CHUNKS": 8},
-    BASE | {"CHUNKS": 4},
+    BASE | {"BLOCK_M": 64, "PROGRAMS_PER_SM": 3, "maxnreg": 168},
+    BASE | {"BLOCK_M": 64, "PROGRAMS_PER_SM": 4, "maxnreg": 128, "num_stages": 2},
+    BASE | {"RANK_ROWS": 16},
+    BASE | {"RANK_CHUNKS": 8},
+    BASE | {"RANK_CHUNKS": 4},
     BASE | WIDE | {"Q_BYTES": 65536},
 ]
-FOR_WIDE_HEADS = (-1, 3)  # what fits
+FOR_WIDE_HEADS = (-1, 3)  # configurations that fit
 
 
 @triton.jit
@@ -81,21 +80,21 @@ def without_exp2(
     k,
     q,
     lse,
-    factor,
-    seen,
-    HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
+    qk_scale,
+    visible,
+    BLOCK_H: tl.constexpr,
+    NUM_HEAD_TILES: tl.constexpr,
     ACC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """select._sum_heads, the logits instead of their probabilities."""
-    for piece in tl.static_range(PIECES):
-        s = tl.dot(k, tl.trans(q[piece]), input_precision="ieee", out_dtype=ACC)
-        p = s * factor - lse[piece][None, :]
-        part = tl.sum(tl.reshape(p, [k.shape[0], HEADS, p.shape[1] // HEADS]), 1)
-        total = part if piece == 0 else total + part  # noqa: F821
+    """select._sum_heads for the logits in place of their probabilities."""
+    for i in tl.static_range(NUM_HEAD_TILES):
+        s = tl.dot(k, tl.trans(q[i]), input_precision="ieee", out_dtype=ACC)
+        p = s * qk_scale - lse[i][None, :]
+        partial = tl.sum(tl.reshape(p, [k.shape[0], BLOCK_H, p.shape[1] // BLOCK_H]), 1)
+        total = partial if i == 0 else total + partial  # noqa: F821
     if MASKED:
-        total = tl.where(seen, total, 0.0)
+        total = tl.where(visible, total, 0.0)
     return total
 
 
@@ -109,26 +108,26 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One binary: what it is timed on, and what to change."""
+    """One binary and the data on which it is timed."""
 
     shape: Shape
     peak: float = 1.0
-    number: int = 0  # of the configuration; -1: what ships
+    number: int = 0  # of the configuration; -1: the tuned one
     part: str = "whole"
     dtype: torch.dtype = torch.bfloat16
     geometry: BlockGeometry = GEOMETRY
 
     @property
     def settings(self) -> configs.Settings | None:
-        """None: those of the tables."""
+        """Settings of the configuration; None: those of the tables."""
         return None if self.number < 0 else CONFIGS[self.number]
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its shape."""
+        """A name that distinguishes jobs of one shape."""
         settings = self.settings
         change = (
-            "ships"
+            "tuned"
             if settings is None
             else {k: v for k, v in settings.items() if BASE.get(k) != v} or "base"
         )
@@ -137,8 +136,9 @@ class Job:
 
 @contextlib.contextmanager
 def replaced(part: str) -> Iterator[BlockGeometry]:
-    """The kernel with ``part`` changed. One part a process: compiled kernels remember what they
-    call.
+    """Replace ``part`` of the kernel inside the block.
+
+    A process may use one part only: compiled kernels keep the functions that they call.
     """
     geometry, sum_heads = PARTS[part]
     with mock.patch.object(select, "_sum_heads", sum_heads):
@@ -154,8 +154,9 @@ def inputs(
     dtype: torch.dtype,
     geometry: BlockGeometry = GEOMETRY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [1, S, Hq, D], k_cmp [1, n_c, G, D] and their lse [1, Hq, S]; ``peak`` is the deviation of
-    the logits.
+    """Return q [1, S, Hq, D], k_cmp [1, n_c, G, D] and their lse [1, Hq, S].
+
+    ``peak`` is the standard deviation of the logits.
     """
     torch.manual_seed(length + heads)
     q = (torch.randn(1, length, heads, dim, device="cuda") * peak).to(dtype)
@@ -176,9 +177,7 @@ def inputs(
 
 
 def check(cases: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, float]]) -> None:
-    """Every dtype, several numbers of heads and geometries against the regret rule on sampled
-    rows.
-    """
+    """Judge dtypes, numbers of heads and geometries by the regret rule on sampled rows."""
     for heads, groups, dim, length, dtype, geometry, peak in cases:
         name = (
             f"{heads}/{groups}/{dim} S={length} {str(dtype)[6:]} l'={geometry.select_block_size}"
@@ -198,12 +197,12 @@ def check(cases: list[tuple[int, int, int, int, torch.dtype, BlockGeometry, floa
                 f"{name:55s} {verdict} regret {judged.regret:.2f} flips {judged.flip_rate:.3%}",
                 flush=True,
             )
-        except Exception as error:  # noqa: BLE001  the other cases still tell something
+        except Exception as error:  # noqa: BLE001  go on with the other cases
             print(f"{name:55s} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 def measure(shape: Shape, peak: float, jobs: list[Job]) -> None:
-    """A line per job: median ms, TFLOP/s, and how many sets are those of the first job."""
+    """Print a line per job: median ms, TFLOP/s, and the share of sets equal to the first job's."""
     q, k, lse = inputs(*shape, peak, torch.bfloat16)
     heads, groups, dim, length = shape
     visible = sum(GEOMETRY.num_compressed(t + 1) for t in range(length))
@@ -233,7 +232,7 @@ def measure(shape: Shape, peak: float, jobs: list[Job]) -> None:
                 f" TFLOP/s, {same:.3%} sets as the first, first call {compiled:.1f} s",
                 flush=True,
             )
-        except Exception as error:  # noqa: BLE001  a configuration that does not fit must not end the run
+        except Exception as error:  # noqa: BLE001  go on with the other configurations
             print(
                 f"{heads}/{groups}/{dim} {job.name}: {type(error).__name__}: {str(error)[:200]}",
                 flush=True,
@@ -241,7 +240,7 @@ def measure(shape: Shape, peak: float, jobs: list[Job]) -> None:
 
 
 def compile_one(job: Job) -> None:
-    """Put the binary of a job into Triton's cache: it serves every S."""
+    """Put the binary of a job into Triton's cache; it serves every S."""
     heads, groups, dim, _ = job.shape
     with replaced(job.part) as changed:
         geometry = changed if job.part != "whole" else job.geometry
@@ -252,9 +251,9 @@ def compile_one(job: Job) -> None:
 
 
 def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
-    """All of one part, in a process of its own; compiles at once, and times when it is its turn."""
+    """Compile one part in a process of its own, and time it once ``turn`` is free."""
     jobs = [Job(shape, part=part) for shape in shapes]
-    with contextlib.suppress(Exception):  # shows again when measured
+    with contextlib.suppress(Exception):  # appears again when measured
         for job in jobs:
             compile_one(job)
     with turn:
@@ -263,8 +262,9 @@ def measure_part(part: str, shapes: list[Shape], turn: Any) -> None:
 
 
 def precompile(jobs: list[Job]) -> None:
-    """All binaries at once, in processes: one takes some seconds. Failures show again when
-    measured.
+    """Compile all binaries in parallel; one takes some seconds.
+
+    Failures appear again when measured.
     """
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(12, mp_context=context) as pool:
@@ -276,11 +276,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="what ships, and no configuration of the list"
-    )
+    parser.add_argument("--quick", action="store_true", help="time the tuned configuration only")
     parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--parts", action="store_true", help="of the first two shapes")
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="also time parts of the kernel, at the first two shapes",
+    )
     parser.add_argument("--shapes", default="0,1,2,3", help="anchors by number")
     parser.add_argument(
         "--configs",

@@ -1,13 +1,13 @@
-"""Checks and times the span kernels (cmp and win, forward and backward) over tile shapes: median ms
-of do_bench, bf16.
+"""Check and time the span kernels (cmp and win, forward and backward) over tile shapes.
 
     python benchmarks/kernels/triton_span.py [--shape 64/4/128] [--slot win]
         [--piece forward dq dkdv]
 
-Every configuration first runs on a short sequence against float64 (in parallel processes: one
-binary serves every length), then on the long one. A configuration that fails is a line with its
-error. TFLOP/s count what the mathematics needs (4 products' operations forward, 10 backward of
-which dq has 6/14 and dk, dv 8/14), not what is recomputed.
+Prints the median ms of do_bench in bf16. Every configuration first runs on a short sequence and is
+compared with float64 (in parallel processes: one binary serves every length), then on the long one.
+A configuration that fails prints its error. TFLOP/s count the operations of the equations (4
+products forward, 10 backward, of which dq has 6/14 and dk, dv 8/14), not those of recomputed
+scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {  # heads, kv heads, Dk, Dv, tokens
     "12/2/64": (12, 2, 64, 64, 65536),
     "64/4/192/128": (64, 4, 192, 128, 32768),
 }
-# ms on an H200: what the piece is to beat, forward and backward.
+# target ms on an H200, forward and backward
 TARGETS = {
     ("win", "64/4/128"): (2.5, 7.0),
     ("cmp", "64/4/128"): (9.0, 25.0),
@@ -52,12 +52,12 @@ TARGETS = {
 
 
 def rows(names: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
-    """Settings from columns."""
+    """Return settings from a line of names and rows of values."""
     return [dict(zip(names.split(), row)) for row in values]
 
 
-FORWARD = DQ = "BLOCK_M HEADS BLOCK_N num_warps num_stages maxnreg TMA"
-DKDV = "BLOCK_N BLOCK_M CHUNKS num_warps num_stages maxnreg TMA"
+FORWARD = DQ = "BLOCK_M BLOCK_H BLOCK_N num_warps num_stages maxnreg USE_TMA"
+DKDV = "BLOCK_N BLOCK_M QUERY_SPLITS num_warps num_stages maxnreg USE_TMA"
 CANDIDATES = {
     ("win", "forward"): rows(
         FORWARD,
@@ -173,14 +173,14 @@ WIDE = {  # Dk 192: three bands of 64 columns
 
 
 def span_of(slot: str) -> tuple[int, int, int]:
-    """SIZE, STRIDE, WINDOW."""
+    """Return COMPRESS_BLOCK, STRIDE, WINDOW."""
     if slot == "win":
         return 1, 1, GEOMETRY.window_size
     return GEOMETRY.compress_block_size, GEOMETRY.compress_stride, 0
 
 
 def visible(slot: str, length: int, keys: int, device: str) -> Tensor:
-    """bool [S, keys]."""
+    """Return the mask bool [S, keys] of keys that each token sees."""
     size, stride, window = span_of(slot)
     t, j = torch.arange(length, device=device)[:, None], torch.arange(keys, device=device)
     seen = j * stride + size - 1 <= t
@@ -188,7 +188,7 @@ def visible(slot: str, length: int, keys: int, device: str) -> Tensor:
 
 
 class Case:
-    """One slot and shape at one length, with everything the pieces read."""
+    """The tensors of one slot and shape at one length."""
 
     def __init__(self, slot: str, heads: int, groups: int, dk: int, dv: int, length: int) -> None:
         self.slot, self.span, self.scale = slot, span_of(slot), dk**-0.5
@@ -204,13 +204,13 @@ class Case:
         self.stats = self._dq(None)[1]
 
     def forward(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
-        """o, lse."""
+        """Run the forward: o, lse."""
         return span_forward.forward(
             self.q, self.k, self.v, self.seqs, self.span, self.scale, settings
         )
 
     def dq(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
-        """dq, delta."""
+        """Run span_dq: dq, delta."""
         dq, stats = self._dq(settings)
         return dq, stats[0, ..., : self.q.shape[1]]
 
@@ -219,17 +219,17 @@ class Case:
         return span_backward.dq_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def dkdv(self, settings: configs.Settings | None) -> tuple[Tensor, ...]:
-        """dk, dv."""
+        """Run span_dkdv and span_sum: dk, dv."""
         tensors = (self.do, self.q, self.k, self.v, self.lse, self.stats)
         return span_backward.dkdv_of(*tensors, self.seqs, self.span, self.scale, settings)
 
     def backward(self, settings: None) -> tuple[Tensor, ...]:
-        """dq, dk, dv with the shipped configurations."""
+        """Run the backward with the tuned configurations: dq, dk, dv."""
         tensors = (self.do, self.q, self.k, self.v, self.o, self.lse)
         return span_backward.backward(*tensors, self.seqs, self.span, self.scale)
 
     def truth(self) -> dict[str, tuple[Tensor, ...]]:
-        """The pieces' results in float64."""
+        """Return the results of each piece in float64."""
         q, k, v, do = (x[0].transpose(0, 1).double() for x in (self.q, self.k, self.v, self.do))
         h = len(q) // len(k)
         s = (q.unflatten(0, (-1, h)) @ k[:, None].mT) * self.scale
@@ -255,7 +255,7 @@ class Case:
 
 
 def distance(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
-    """The largest rms error of a result over the rms of its truth."""
+    """Return the largest rms error of a result relative to the rms of its truth."""
     worst = 0.0
     for x, y in zip(found, truth):
         same = (x == y).all() if not y.isfinite().all() and x.shape != y.shape else True
@@ -272,8 +272,9 @@ FAILURES = (RuntimeError, TypeError, ValueError, KeyError, LookupError, Assertio
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """``run``'s result, or the error's last line as text: one bad configuration must not end a
-    measurement.
+    """Return ``run``'s result, or the last line of its error as text.
+
+    One bad configuration must not end a measurement.
     """
     try:
         return run()
@@ -286,21 +287,22 @@ def attempt(run: Callable[[], Any]) -> Any:
 
 @functools.cache
 def short(slot: str, shape: str) -> tuple[Case, dict[str, tuple[Tensor, ...]]]:
-    """A case of 700 tokens and its truth."""
+    """Return a case of 700 tokens and its truth."""
     case = Case(slot, *SHAPES[shape][:4], 700)
     return case, case.truth()
 
 
 def check(slot: str, shape: str, piece: str, settings: dict[str, int] | None) -> float | str:
-    """The error of one configuration; its binary is in triton's cache afterwards. Runs in a process
-    of its own.
+    """Return the error of one configuration, in a process of its own.
+
+    Its binary is in triton's cache afterwards.
     """
     case, truth = short(slot, shape)
     return attempt(lambda: distance(getattr(case, piece)(settings), truth[piece]))  # type: ignore[no-any-return]
 
 
 def operations(slot: str, heads: int, widths: int, length: int) -> float:
-    """Forward operations."""
+    """Return the operations of the forward."""
     size, stride, window = span_of(slot)
     if window:
         pairs = length * window - window * (window - 1) / 2

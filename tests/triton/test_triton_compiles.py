@@ -1,6 +1,4 @@
-"""Every kernel compiled for GPUs that are not here: it fits their shared memory, and
-docs/kernels.md is true.
-"""
+"""Kernels compiled for GPUs that are not present fit their shared memory and docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ offline = importlib.import_module("nsa_backend_triton.tools.offline")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-# a kernel may be launched twice for one row's title, for dk and for dv
+# one title may have two launches, for dk and for dv
 LINES = frozenset(PAGE.splitlines())
 SAME_TRITON = f"triton {triton.__version__}," in PAGE
 SLOTS = ("cmp", "select", "sel", "win", "combine", "step")
@@ -41,25 +39,25 @@ def check(rows) -> int:
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
-    """A third of the rows, chosen by their own titles."""
+    """A third of the rows, chosen by their titles."""
     rows = list(compile_table.rows({"bfloat16": ((128, 128),)}, (slot,)))
     assert check([row for row in rows if zlib.crc32(row.title.encode()) % 3 == 0] or rows[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [*SLOTS, "steps"])
-def test_every_width_and_dtype_fits(slot: str) -> None:
+def test_every_width_and_dtype_fits_shared_memory(slot: str) -> None:
     assert check(compile_table.rows(slots=(slot,)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("architecture", [80, 86, 90])
-def test_tiles_grown_to_whole_blocks_fit(architecture: int, stride: int) -> None:
-    """What the probe takes: it refuses on sm_86 what takes more."""
+def test_tiles_padded_to_whole_blocks_fit_shared_memory(architecture: int, stride: int) -> None:
+    """The probe accepts exactly these requests; on sm_86 it refuses larger tiles."""
     count = 0
     for heads, step in itertools.product((4, 64), (False, True)):
-        asked = dataclasses.replace(
+        request = dataclasses.replace(
             compile_table._BASE,
             slot="select",
             n_heads=heads,
@@ -70,30 +68,28 @@ def test_tiles_grown_to_whole_blocks_fit(architecture: int, stride: int) -> None
             geometry=BlockGeometry(8, stride, 128),
             phase="decode" if step else "prefill",
         )
-        if configs.missing(asked, architecture):
+        if configs.missing(request, architecture):
             continue
         launches = compile_table.step_launches if step else compile_table.launches
-        for launch in launches(asked, architecture):
+        for launch in launches(request, architecture):
             assert offline.cost(launch).shared <= offline.SHARED[architecture], (launch.name, heads)
             count += 1
     assert count or (architecture, stride) == (86, 1)
 
 
 def test_the_page_has_the_rows_of_this_tree() -> None:
-    """Every kernel on both GPUs, none that is gone: what a launch needs to be named costs no
-    compiling.
-    """
+    """The page lists every kernel on both GPUs and no other; titles need no compilation."""
     printed = [
         " | ".join(row)
         for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     ]
     assert printed == [row.title for row in compile_table.rows()]
-    # of small groups alone
+    # kernels of small groups only
     assert {"sel_bucket_kernel", "sel_merge_kernel"} <= {title.split(" | ")[0] for title in printed}
 
 
 def test_the_page_has_the_accepted_serialized_products() -> None:
-    """No others, and none that is gone from the page."""
+    """The page lists exactly the accepted rows."""
     printed = {
         " | ".join(row[:-1]): tuple(row[-1].split(", "))
         for row in re.findall(
@@ -104,8 +100,9 @@ def test_the_page_has_the_accepted_serialized_products() -> None:
 
 
 def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:
-    """Serialized (C7515), sel_block_backward takes 10.95 ms on an H200 at 65536 tokens of 64/4/128,
-    and 8.52 if not.
+    """Serialized (C7515), sel_block_backward takes 10.95 ms instead of 8.52.
+
+    On an H200 at 65536 tokens of 64/4/128.
     """
     rows = [
         row
@@ -119,8 +116,8 @@ def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:
         assert not cost.serialized, row.title
 
 
-def test_serialized_products_are_seen() -> None:
-    """Another version of triton brings another ptxas, which may have none."""
+def test_serialized_products_are_reported() -> None:
+    """Another version of triton has another ptxas, which may not warn."""
     (row,) = (
         row
         for row in compile_table.rows({"bfloat16": ((128, 128),)}, ("win",))
@@ -131,11 +128,11 @@ def test_serialized_products_are_seen() -> None:
 
 @pytest.mark.parametrize("architecture", [80, 86, 90])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_blocks_are_chosen_by_four_warps(architecture: int, dtype: str) -> None:
-    """Whatever the heads need: of more warps, several would hold parts of a sum over heads."""
+def test_blocks_are_selected_by_four_warps(architecture: int, dtype: str) -> None:
+    """With more warps, several would hold parts of one sum over heads."""
     seen = set()
     for heads, width, rows in itertools.product((16, 64), (64, 256), (1, 4)):
-        asked = dataclasses.replace(
+        request = dataclasses.replace(
             compile_table._BASE,
             phase="decode",
             needs_grad=False,
@@ -148,14 +145,14 @@ def test_blocks_are_chosen_by_four_warps(architecture: int, dtype: str) -> None:
             v_head_dim=width,
             dtype=dtype,
         )
-        for launch in compile_table.step_launches(asked, architecture, rows):
+        for launch in compile_table.step_launches(request, architecture, rows):
             seen.add((launch.name, launch.options.num_warps))
     assert {warps for name, warps in seen if name in ("decode_step", "decode_choose")} == {4}
     assert ("decode_sel", 8) in seen
 
 
-def test_a_tile_too_large_is_seen() -> None:
-    """Triton compiles it without complaint: only the figure tells."""
+def test_shared_memory_of_a_too_large_tile_is_reported() -> None:
+    """Triton compiles such a tile without an error; only the figure shows it."""
     launch = next(compile_table.rows({"bfloat16": ((128, 128),)}, ("win",))).launch
     names = launch.kernel.arg_names
     wide = {

@@ -1,8 +1,7 @@
-"""Host side of the triton backend, without a GPU: what is launched, how often, and what a known
-call does not repeat.
+"""Host code of the triton backend without a GPU: which kernels it launches, and what it caches.
 
-The numbers are counts, which do not depend on the machine; benchmarks/host_overhead.py, whose
-driver that launches nothing serves here too, takes the times.
+The tests count, so they do not depend on the machine. benchmarks/host_overhead.py measures times;
+its driver that launches nothing serves here as well.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from nsa_core import BlockGeometry, NSAConfig, NSAttention
 from nsa_core.contract import Request
 
 pytest.importorskip("triton")
-launching = importlib.import_module("nsa_backend_triton.host.sequences")
+sequences = importlib.import_module("nsa_backend_triton.host.sequences")
 offline = importlib.import_module("nsa_backend_triton.tools.offline")
-prepared = importlib.import_module("nsa_backend_triton.host.launch_cache")
-requests = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
+launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
+meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-# Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens: 12/2/64
-# shares blocks out by bucket and adds dk, dv and dq in no order; 64/4/128 does neither.
+# Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens. 12/2/64
+# uses buckets and adds dk, dv and dq in no fixed order; 64/4/128 does neither.
 SORT = {"sort": 1, "_to_copy": 1}
 BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("cmp", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1, "span_sum": 2}),
@@ -81,7 +80,7 @@ FREE = {
 
 
 class Launching(TorchDispatchMode):
-    """Counts the operators that run something on a GPU."""
+    """Count the operators that run something on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[di
 
 
 @pytest.mark.parametrize(("slot", "shape"), BUDGET, ids=lambda x: str(x))
-def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
+def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
     forward, backward = BUDGET[slot, shape]
     shape, _, packed = shape.partition(", ")
     hq, g, d = (int(n) for n in shape.split("/"))
@@ -118,8 +117,8 @@ def test_nothing_is_launched_that_is_not_listed(slot: str, shape: str) -> None:
         seq_len=8192,
         varlen=bool(packed),
     )
-    do, given, call = requests.inputs(request)
-    module = requests.slot_module(slot)
+    do, given, call = meta_inputs.inputs(request)
+    module = meta_inputs.slot_module(slot)
     seen, out = counted(module.forward, *given, call=call)
     assert seen == forward
     if backward:
@@ -141,7 +140,7 @@ def bench() -> Any:
 
 @pytest.fixture
 def no_gpu(bench: Any) -> Iterator[Any]:
-    if launching.interpreted():
+    if sequences.interpreted():
         pytest.skip("the interpreter launches by itself")
     with bench.no_gpu() as kernels:
         yield kernels
@@ -156,8 +155,8 @@ def steps(
     return dict(bench.slot_steps(config, bench.make_plan(config, "triton", packed), tokens, packed))
 
 
-def told(kernels: list[Any]) -> list[list[Any]]:
-    """What each kernel was last told, tensors by shape and type."""
+def launch_arguments(kernels: list[Any]) -> list[list[Any]]:
+    """The last arguments of each kernel, tensors as (shape, dtype)."""
     return [
         [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in k.arguments]
         for k in kernels
@@ -166,7 +165,7 @@ def told(kernels: list[Any]) -> list[list[Any]]:
 
 @PACKED
 @pytest.mark.parametrize("shape", [(12, 2, 64), (16, 1, 128)], ids=str)
-def test_a_known_call_is_launched_as_triton_would(
+def test_cached_launch_equals_the_launch_by_triton(
     shape: tuple[int, int, int], packed: bool, bench: Any, no_gpu: Any
 ) -> None:
     from triton.runtime.jit import JITFunction
@@ -174,18 +173,19 @@ def test_a_known_call_is_launched_as_triton_would(
     everything = steps(bench, packed, shape=shape)
     for step in everything.values():
         step()
-    by_triton, counts = told(no_gpu), [k.launches for k in no_gpu]
+    by_triton, counts = launch_arguments(no_gpu), [k.launches for k in no_gpu]
     assert by_triton
-    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("asked again")):
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("not cached")):
         for step in everything.values():
             step()
     assert [k.launches for k in no_gpu] == [2 * n for n in counts]
-    # behind what the launcher itself takes
-    assert [row[13:] for row in told(no_gpu)] == [row[13:] for row in by_triton]
-    assert [row[:3] for row in told(no_gpu)] == [row[:3] for row in by_triton]  # the grid
+    # the kernel's own arguments, after those of the launcher
+    assert [row[13:] for row in launch_arguments(no_gpu)] == [row[13:] for row in by_triton]
+    # the grid
+    assert [row[:3] for row in launch_arguments(no_gpu)] == [row[:3] for row in by_triton]
 
 
-def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
+def test_other_metadata_or_alignment_goes_through_triton(bench: Any, no_gpu: Any) -> None:
     from triton.runtime.jit import JITFunction
 
     stock, asked = JITFunction.run, []
@@ -214,11 +214,11 @@ def test_another_length_or_address_asks_triton(bench: Any, no_gpu: Any) -> None:
         for _ in range(2):
             plan.combine(gates, shifted, shifted, shifted)
         assert asked == ["combine_forward"] * 4, (
-            "an address that is not on 16 bytes is never taken for one that is"
+            "an unaligned tensor must not use the binary of aligned ones"
         )
 
 
-def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
+def test_decode_steps_over_a_growing_cache_share_launches(
     no_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.jit import JITFunction
@@ -238,13 +238,13 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
     with torch.no_grad(), mock.patch.object(JITFunction, "run", run):
         for _ in range(3):
             layer(x, cache=cache)
-        by_memory = told(no_gpu)
-        prepared.forget()
+        by_memory = launch_arguments(no_gpu)
+        launch_cache.forget()
         cache.reset()
         for _ in range(3):
             layer(x, cache=cache)
-            prepared.forget()
-        by_triton = told(no_gpu)
+            launch_cache.forget()
+        by_triton = launch_arguments(no_gpu)
         assert [row[13:] for row in by_memory] == [row[13:] for row in by_triton]
         assert [row[:3] for row in by_memory] == [row[:3] for row in by_triton]
         del asked[:]
@@ -254,8 +254,8 @@ def test_steps_over_a_growing_cache_are_worked_out_once_for_many(
     assert asked == [*once, ("decode_step", 4), ("decode_step", 9), ("decode_step", 17)]
 
 
-def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
-    """As the benchmarks give them."""
+def test_decode_steps_with_other_settings_are_launched_separately(no_gpu: list[Any]) -> None:
+    """Benchmarks pass settings of their own."""
     decode, configs = (
         importlib.import_module(f"nsa_backend_triton.{name}")
         for name in ("decode.forms", "host.configs")
@@ -274,7 +274,7 @@ def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
         seq_len=512,
         phase="decode",
     )
-    given, call = requests.step_inputs(request, 1, "cpu")
+    given, call = meta_inputs.step_inputs(request, 1, "cpu")
     span = configs.pick("decode_span", 90, head_dim=64, v_head_dim=64, itemsize=2, heads=2, taps=4)
     for settings in (
         (None, None),
@@ -282,13 +282,13 @@ def test_settings_of_a_step_are_told_apart(no_gpu: list[Any]) -> None:
         ({**span, "PROGRAMS": 1}, None),
     ):
         decode.step(
-            *(given[name] for name in requests.STEP_INPUTS["step"]), call=call, settings=settings
+            *(given[name] for name in meta_inputs.STEP_INPUTS["step"]), call=call, settings=settings
         )
     assert sum(kernel.launches for kernel in no_gpu) == 3
 
 
-def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> None:
-    if launching.interpreted():
+def test_each_no_gpu_block_starts_without_cached_launches(bench: Any) -> None:
+    if sequences.interpreted():
         pytest.skip("the interpreter launches by itself")
     seen = []
     for _ in range(2):
@@ -298,21 +298,21 @@ def test_a_block_without_a_gpu_takes_no_launch_of_an_earlier_one(bench: Any) -> 
     assert seen == [[1], [1]]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "remembers", lambda x: True)
-    monkeypatch.setattr(prepared, "MOST", 3)
+def test_number_of_cached_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "remembers", lambda x: True)
+    monkeypatch.setattr(launch_cache, "MAX_ENTRIES", 3)
     made: list[int] = []
-    make = prepared.remembered(lambda x, n: made.append(n) or n)
+    make = launch_cache.remembered(lambda x, n: made.append(n) or n)
     x = torch.zeros(2)
     assert [make(x, n) for n in (1, 1, 2, 3, 3, 4, 4, 1)] == [1, 1, 2, 3, 3, 4, 4, 1]
     assert made == [1, 2, 3, 4, 1]
 
 
-def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(
+def test_cache_distinguishes_tensors_by_all_metadata(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepared, "remembers", lambda x: True)
-    describe = prepared.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
+    monkeypatch.setattr(launch_cache, "remembers", lambda x: True)
+    describe = launch_cache.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
     x = torch.zeros(4, 4)
     for y in (x, x.t()[:, :], x[:2], x.half(), x[:, ::2], torch.nn.Parameter(x[1:])):
         for _ in range(2):
@@ -322,21 +322,20 @@ def test_tensors_apart_by_any_metadata_are_not_taken_for_each_other(
 @pytest.mark.parametrize(
     ("piece", "most"), [("nsa_attention.forward", 20), ("nsa_attention.both", 46)]
 )
-def test_operators_of_nsa_attention_around_its_slots(
+def test_operator_count_of_nsa_attention_around_its_slots(
     piece: str, most: int, bench: Any, no_gpu: Any
 ) -> None:
-    """Mean compression, the sum of q's gradients, and views: each costs the host a few
-    microseconds.
-    """
+    """Mean compression, the sum of q's gradients and views take a few microseconds each."""
     config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64, compress="mean")
     pieces = dict(bench.whole_steps(config, bench.make_plan(config, "nothing", False), 64, False))
     row = bench.measure("nothing", piece, pieces[piece], no_gpu, 1)
     assert sum(row.ops.values()) <= most, row.ops
 
 
-def test_operators_of_a_block_of_the_language_model(bench: Any, no_gpu: Any) -> None:
-    """Under autocast, phi mlp: 287 on the CPU, where RMSNorm is many, and 465 before phi and rotary
-    were nodes.
+def test_operator_count_of_a_block_of_the_language_model(bench: Any, no_gpu: Any) -> None:
+    """Under autocast with phi mlp: 287 on the CPU, where RMSNorm takes many operators.
+
+    Before phi and rotary embedding became autograd nodes it took 465.
     """
     config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64)
     step = dict(bench.block_steps(config, bench.make_plan(config, "nothing", False), 64, False))[

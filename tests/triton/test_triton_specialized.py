@@ -1,10 +1,10 @@
-"""Every kernel, compiled for the values of its integer arguments that Triton compiles anew for.
+"""Kernels compiled for the integer arguments that Triton specializes.
 
-Triton makes an integer argument that equals 1 a constant, and marks one that 16 divides. A kernel
-that calls a method on such an argument fails to compile where the argument is 1, for example with
-one kv head. Errors of this kind arise in the translation of a kernel's Python to Triton's own IR
-(TTIR), so the ordinary tests stop there: about 50 ms a kernel. The interpreter does not specialize,
-so the interpreted tests cannot see them.
+Triton makes an integer argument equal to 1 a constant, and marks a multiple of 16. A kernel that
+calls a method on such an argument fails to compile if the argument is 1, for example with one kv
+head. Such errors arise in the translation of a kernel's Python to Triton's own IR (TTIR), so the
+ordinary tests stop there, after about 50 ms a kernel. The interpreter does not specialize, so the
+interpreted tests cannot find them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def all_launches(architecture: int):
     ):
         if deterministic and slot != "sel":
             continue
-        asked = dataclasses.replace(
+        request = dataclasses.replace(
             compile_table._BASE,
             slot=slot,
             varlen=varlen,
             n_kv_heads=groups,
             deterministic=deterministic,
         )
-        yield from compile_table.launches(asked, architecture)
+        yield from compile_table.launches(request, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):
-        asked = dataclasses.replace(
+        request = dataclasses.replace(
             compile_table._BASE,
             phase="decode",
             needs_grad=False,
@@ -56,13 +56,11 @@ def all_launches(architecture: int):
             seq_len=65536,
             page_size=128,
         )
-        yield from compile_table.step_launches(asked, architecture, rows)
+        yield from compile_table.step_launches(request, architecture, rows)
 
 
 def distinct_launches(architecture: int) -> Iterator:
-    """One launch of each kernel for each combination of its flags and of the tensors that it is
-    given.
-    """
+    """One launch of each kernel for each combination of its flags and of tensors that are given."""
     seen = set()
     for launch in all_launches(architecture):
         flags = [
@@ -81,8 +79,8 @@ def method_on_argument(OUT, number, plain, wide: tl.int64):
     tl.store(OUT, number.to(tl.int64) + plain.to(tl.int64) + wide.to(tl.int64))
 
 
-def test_a_method_call_on_a_constant_is_seen() -> None:
-    """Also with_values itself: 1 is a constant only for an argument that Triton specializes."""
+def test_method_call_on_a_constant_fails_to_translate() -> None:
+    """with_values makes 1 a constant only where Triton specializes the argument."""
     with offline.recording(90) as made:
         method_on_argument[(1,)](torch.empty(1, dtype=torch.int64, device="meta"), 5, 1, 1)
     (launch,) = made
@@ -96,10 +94,32 @@ def test_a_method_call_on_a_constant_is_seen() -> None:
     assert (2,) not in aligned.attributes
 
 
-def test_every_kernel_takes_ones() -> None:
-    """All specialized integer arguments of a kernel are 1 at once; the first stage of the
-    compilation, for sm_90.
-    """
+@triton.jit(do_not_specialize=["pair"])
+def method_on_tuple_element(OUT, pair):
+    tl.store(OUT, pair[0].to(tl.int64) + pair[1])
+
+
+def test_elements_of_a_tuple_are_specialized() -> None:
+    """Triton specializes each element of a tuple and ignores do_not_specialize for the tuple."""
+    with offline.recording(90) as made:
+        method_on_tuple_element[(1,)](torch.empty(1, dtype=torch.int64, device="meta"), (5, 32))
+    (launch,) = made
+    assert offline.specialized_integers(launch) == ("pair[0]", "pair[1]")
+    for values in ({}, {"pair[0]": 2**40}, {"pair[1]": 1}, {"pair[0]": 16, "pair[1]": 3}):
+        changed = offline.with_values(launch, values)
+        offline.translate(changed)
+        assert set(offline.specialized_integers(changed)) == {"pair[0]", "pair[1]"}
+        for place, label, value in (((1, 0), "pair[0]", 5), ((1, 1), "pair[1]", 32)):
+            value = values.get(label, value)
+            marks = [] if value % 16 else [["tt.divisibility", 16]]
+            assert changed.attributes.get(place, []) == marks
+            assert (place in changed.constexprs) == (value == 1)
+    with pytest.raises(triton.CompilationError, match="has no attribute 'to'"):
+        offline.translate(offline.with_values(launch, {"pair[0]": 1}))
+
+
+def test_every_kernel_translates_with_all_integers_one() -> None:
+    """Translate each kernel for sm_90 with all its specialized integer arguments equal to 1."""
     names = set()
     for launch in distinct_launches(90):
         names.add(launch.name)
@@ -110,12 +130,12 @@ def test_every_kernel_takes_ones() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
-def test_sel_with_one_kv_head(heads: int) -> None:
-    """The launches of a real call: small groups take the path over buckets."""
-    asked = dataclasses.replace(
+def test_sel_translates_with_one_kv_head(heads: int) -> None:
+    """Small groups take the path over buckets."""
+    request = dataclasses.replace(
         compile_table._BASE, slot="sel", n_heads=heads, n_kv_heads=1, seq_len=16384
     )
-    launches = compile_table.launches(asked, 90)
+    launches = compile_table.launches(request, 90)
     assert {launch.name for launch in launches} >= BUCKETS
     for launch in launches:
         offline.translate(launch)
@@ -123,10 +143,8 @@ def test_sel_with_one_kv_head(heads: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_each_argument_alone_and_all_of_them(architecture: int) -> None:
-    """Translated with each argument equal to 1; compiled to the end with all of them 1, and all
-    divisible by 16.
-    """
+def test_kernels_compile_with_each_and_all_integers_specialized(architecture: int) -> None:
+    """Translate with each argument equal to 1; compile with all of them 1, and all of them 16."""
     for launch in distinct_launches(architecture):
         names = offline.specialized_integers(launch)
         for name in names:

@@ -13,15 +13,21 @@ from mutation_suite import FUNCTIONS, OF_DECODE, OF_SEL, OF_THE_REST, Mutants
 
 class TestTheRest(Mutants):
     names = tuple(name for name in FUNCTIONS if name.startswith(OF_THE_REST))
-    cases = mutation_cases.SPAN_CASES | mutation_cases.SELECT_CASES | mutation_cases.COMBINE_CASES
+    # one case of sel reaches the row masks of the shared online softmax
+    cases = (
+        mutation_cases.SPAN_CASES
+        | mutation_cases.SELECT_CASES
+        | mutation_cases.COMBINE_CASES
+        | {"sel dense": mutation_cases.SEL_CASES["sel dense"]}
+    )
 
     @pytest.mark.parametrize(
         ("key", "by"),
         [
             (
                 (
-                    "shared.rows.num_compressed: (length - SIZE) // STRIDE + 1"
-                    " -> (length - SIZE) // STRIDE - 1"
+                    "shared.rows.num_compressed: (length - COMPRESS_BLOCK) // STRIDE + 1"
+                    " -> (length - COMPRESS_BLOCK) // STRIDE - 1"
                 ),
                 ("result",),
             ),

@@ -1,6 +1,4 @@
-"""select in the strict interpreter where the common cases do not reach: ties, windows, odd
-geometries, NaN, tiles.
-"""
+"""select in the strict interpreter: ties, ranking windows, odd geometries, NaN, tiles."""
 
 from __future__ import annotations
 
@@ -21,32 +19,39 @@ from nsa_verify.judge.selection import judge_selection
 
 # A window of 32 scores, 16 of them new: rows of more blocks take several.
 SMALL = {
-    "COLUMNS": 32,
-    "KEYS": 32,
+    "BLOCK_M": 32,
+    "BLOCK_N": 32,
     "Q_BYTES": 8192,
-    "ROWS": 16,
-    "CHUNKS": 4,
-    "LANES": 8,
-    "PROGRAMS": 2,
+    "RANK_ROWS": 16,
+    "RANK_CHUNKS": 4,
+    "RANK_LANES": 8,
+    "PROGRAMS_PER_SM": 2,
 }
 SMALL |= {"num_warps": 1, "num_stages": 1}
 TILES = {
-    "the widest": SMALL | {"COLUMNS": 128, "KEYS": 128, "Q_BYTES": 65536, "num_warps": 4},
+    "the widest": SMALL | {"BLOCK_M": 128, "BLOCK_N": 128, "Q_BYTES": 65536, "num_warps": 4},
     "wide windows": SMALL
-    | {"COLUMNS": 64, "KEYS": 64, "Q_BYTES": 65536, "CHUNKS": 16, "LANES": 32, "num_warps": 4},
-    "heads in pieces": SMALL | {"COLUMNS": 16, "Q_BYTES": 8192, "ROWS": 2},
-    "a head a piece": SMALL | {"COLUMNS": 16, "Q_BYTES": 65536},
-    "eight warps": SMALL | {"KEYS": 256, "num_warps": 8},
+    | {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "Q_BYTES": 65536,
+        "RANK_CHUNKS": 16,
+        "RANK_LANES": 32,
+        "num_warps": 4,
+    },
+    "tiles of heads": SMALL | {"BLOCK_M": 16, "Q_BYTES": 8192, "RANK_ROWS": 2},
+    "one head per tile": SMALL | {"BLOCK_M": 16, "Q_BYTES": 65536},
+    "eight warps": SMALL | {"BLOCK_N": 256, "num_warps": 8},
 }
 WINDOWS = {  # of 28 blocks
-    1: SMALL | {"CHUNKS": 16, "LANES": 4},
-    2: SMALL | {"CHUNKS": 16, "LANES": 2},
+    1: SMALL | {"RANK_CHUNKS": 16, "RANK_LANES": 4},
+    2: SMALL | {"RANK_CHUNKS": 16, "RANK_LANES": 2},
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes and the kind of logits; ``lengths``: packed documents, if there are several."""
+    """Sizes and the kind of logits; several ``lengths`` are packed documents."""
 
     geometry: BlockGeometry
     lengths: tuple[int, ...]
@@ -58,19 +63,19 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """For ids."""
+        """The test id."""
         return (
             f"{self.kind} {self.geometry.as_ints()[:6]} S={self.lengths} {self.heads}/{self.groups}"
         )
 
     def call(self) -> SlotCall:
-        """What the slot is told."""
+        """The SlotCall of this problem."""
         starts = [0, *itertools.accumulate(self.lengths)]
         cu = torch.tensor(starts, dtype=torch.int32) if len(self.lengths) > 1 else None
         return SlotCall(self.geometry, self.width**-0.5, cu, max(self.lengths))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k_cmp, and the lse of the cmp branch."""
+        """Return q, k_cmp, and the lse of the cmp branch."""
         generator, geometry, call, total = (
             torch.Generator().manual_seed(7),
             self.geometry,
@@ -92,14 +97,12 @@ class Problem:
             q, k = q.round(), k.round()
         elif self.kind == "far":  # almost all scores are 0
             q = 10_000 * q
-        elif (
-            self.kind == "periodic"
-        ):  # every block scores as every other, those at the two ends apart
+        elif self.kind == "periodic":  # all blocks score alike, except at the two ends
             period = geometry.select_block_size // geometry.compress_stride
             q, k = q.round(), k.round()[..., torch.arange(rows) % period, :, :]
         q, k = q.to(self.dtype), k.to(self.dtype)
         lse = oracle.cmp(q, k, k, geometry, call.scale, cu_seqlens=call.cu_seqlens).lse
-        assert lse is not None  # cmp has one
+        assert lse is not None  # cmp always returns it
         return q, k, lse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
@@ -116,7 +119,7 @@ def run(
 def assert_right(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], found: Tensor, equal: bool = True
 ) -> None:
-    """By the verdict, and where asked the very sets of the oracle."""
+    """Check the verdict and, if ``equal``, that the sets equal the oracle's."""
     call = problem.call()
     verdict = judge_selection(
         *tensors, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens
@@ -172,25 +175,25 @@ EXACT_SLOW = [
         *(pytest.param(p, id=p.name, marks=pytest.mark.slow) for p in EXACT_SLOW),
     ],
 )
-def test_sets_are_the_oracles(problem: Problem) -> None:
+def test_sets_equal_the_oracle(problem: Problem) -> None:
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors))
 
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "far"])
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_no_window_changes_a_set(windows: int, kind: str) -> None:
+def test_sets_do_not_depend_on_ranking_windows(windows: int, kind: str) -> None:
     problem, settings = Problem(FINE, (110,), 1, kind=kind), WINDOWS[windows]
-    # 16 of a window's scores are survivors'
-    assert -(-28 // (settings["CHUNKS"] * settings["LANES"] - 16)) == windows
+    # 16 scores of a window are survivors
+    assert -(-28 // (settings["RANK_CHUNKS"] * settings["RANK_LANES"] - 16)) == windows
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, settings))
 
 
-def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(
+def test_tokens_that_select_all_blocks_compute_no_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(select, "_walk", None)  # what would write them
+    monkeypatch.setattr(select, "_walk", None)  # computes the scores
     everything = FINE.num_selected_blocks * FINE.select_block_size
     problem = Problem(FINE, (everything,))
     tensors = problem.tensors()
@@ -201,21 +204,21 @@ def test_tokens_that_may_choose_all_of_their_blocks_need_no_scores(
 
 
 @pytest.mark.parametrize("tiles", TILES)
-def test_no_tile_changes_a_set(tiles: str) -> None:
-    # 5 heads: pieces of one, and of two with one to spare
+def test_sets_do_not_depend_on_tiles(tiles: str) -> None:
+    # 5 heads: tiles of one head, and of two with one head of padding
     problem = Problem(_geometry(8, 4, 16), (110,), 10, 2)
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors, TILES[tiles], seed=3))
 
 
-def test_heads_are_summed_in_pieces() -> None:
-    """What the tiles above rely on."""
+def test_split_heads() -> None:
+    """(heads of a tile, tiles) for the tiles above."""
     assert [
         select.split_heads(5, 128, 256),
         select.split_heads(5, 16, 32),
         select.split_heads(5, 16, 256),
     ] == [(4, 2), (4, 2), (1, 5)]
-    # too many columns whatever is done: as few as can be
+    # every choice exceeds the columns: the fewest
     assert select.split_heads(16, 128, 64) == (
         16,
         1,
@@ -224,14 +227,14 @@ def test_heads_are_summed_in_pieces() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_swaps_only_what_it_may(dtype: torch.dtype, kind: str) -> None:
+def test_low_precision_sets_pass_the_regret_rule(dtype: torch.dtype, kind: str) -> None:
     # neighbours are chosen
     problem = Problem(_geometry(8, 4, 16, 6, 1, 1), (150,), 4, 1, kind, dtype=dtype)
     tensors = problem.tensors()
     assert_right(problem, tensors, run(problem, tensors), equal=kind == "periodic")
 
 
-def test_row_39_only_rounding_tells_blocks_of_mirrored_taps_apart() -> None:
+def test_row_39_blocks_of_mirrored_taps_differ_only_by_rounding() -> None:
     """Block 0 has the taps 8 7 .. 1 of equal probabilities, the last block 1 2 .. 8: 36 both.
 
     Sums of the same numbers in another order round differently, in the oracle too: that is all that
@@ -272,7 +275,7 @@ def test_row_34_nan_stays_in_its_row_and_group() -> None:
 
 # tokens 28 .. 35, and 24 .. 31
 @pytest.mark.parametrize(("key", "blocks"), [(7, {1, 2}), (6, {1})])
-def test_a_nan_key_ranks_its_blocks_last(key: int, blocks: set[int]) -> None:
+def test_blocks_with_a_nan_key_rank_last(key: int, blocks: set[int]) -> None:
     problem = Problem(_geometry(8, 4, 16, 4, 0, 0), (130,), 2)
     q, k, lse = problem.tensors()
     k[0, key] = torch.nan
@@ -281,7 +284,7 @@ def test_a_nan_key_ranks_its_blocks_last(key: int, blocks: set[int]) -> None:
     assert not blocks & set(found[0, 129, 0].tolist())
 
 
-def test_documents_are_as_if_alone() -> None:
+def test_packed_documents_equal_separate_calls() -> None:
     problem = Problem(_geometry(8, 4, 16, 3, 0, 1), (0, 37, 5, 0, 66), 4, 2)
     q, k, lse = problem.tensors()
     found, at, row = run(problem, (q, k, lse)), 0, 0

@@ -1,6 +1,4 @@
-"""cmp and win in the strict interpreter where common cases do not reach: shapes of tiles,
-descriptors, bits, poison.
-"""
+"""cmp and win in the strict interpreter beyond the common cases: tiles, descriptors, bits, NaN."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ BOTH = pytest.mark.parametrize("slot", MODULES)
 
 
 def geometry(size: int = 8, stride: int = 4, window: int = 20) -> BlockGeometry:
-    """l, d and w; what the selection needs besides is not read."""
+    """A geometry with l, d and w; cmp and win do not read its other sizes."""
     return BlockGeometry(size, stride, 16, 3, 1, 2, window)
 
 
@@ -42,7 +40,7 @@ def problem(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """q, the slot's keys and values, and do."""
+    """Return q, the slot's keys and values, and do."""
     packed, g = call.cu_seqlens is not None, torch.Generator().manual_seed(seed)
     bound = call.geometry.max_compressed(length) if packed else call.geometry.num_compressed(length)
     rows = {"q": (length, heads), "do": (length, heads)}
@@ -55,7 +53,7 @@ def problem(
 
 
 def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """o, lse and the gradients."""
+    """Return o, lse and the gradients."""
     names = ("q", *KEYS[slot])
     inputs = [given[n] for n in names]
     with strict(seed):
@@ -67,7 +65,7 @@ def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -
 def assert_right(
     slot: str, call: SlotCall, given: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
-    """Every output passes the verdict."""
+    """Check that every output passes the verdict."""
     inputs = {n: given[n] for n in ("q", *KEYS[slot])}
     verdicts = judge_slot(
         slot, inputs, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens, do=given["do"]
@@ -77,7 +75,7 @@ def assert_right(
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """Settings that replace the table's, by kernel."""
+    """Settings by kernel that replace those of the table."""
     override: dict[str, dict[str, int]] = {}
     pick = configs.pick
 
@@ -92,7 +90,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
     ("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)]
 )
 @BOTH
-def test_sizes_around_the_tiles(slot: str, size: int, stride: int, window: int) -> None:
+def test_spans_around_the_tile_size(slot: str, size: int, stride: int, window: int) -> None:
     call = SlotCall(geometry(size, stride, window), 0.3)
     given = problem(slot, call, 45, groups=1, heads=1)
     assert_right(slot, call, given, run(slot, call, given))
@@ -100,7 +98,7 @@ def test_sizes_around_the_tiles(slot: str, size: int, stride: int, window: int) 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @BOTH
-def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
+def test_negative_and_zero_scale(slot: str, scale: float) -> None:
     call = SlotCall(geometry(), scale)
     given = problem(slot, call, 33, heads=2, groups=1)
     assert_right(slot, call, given, run(slot, call, given))
@@ -109,20 +107,24 @@ def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"span_forward": {"HEADS": 1}, "span_dq": {"HEADS": 1}, "span_dkdv": {"CHUNKS": 1}},
         {
-            "span_forward": {"HEADS": 4, "BLOCK_N": 32},
-            "span_dq": {"HEADS": 4},
-            "span_dkdv": {"CHUNKS": 3},
+            "span_forward": {"BLOCK_H": 1},
+            "span_dq": {"BLOCK_H": 1},
+            "span_dkdv": {"QUERY_SPLITS": 1},
+        },
+        {
+            "span_forward": {"BLOCK_H": 4, "BLOCK_N": 32},
+            "span_dq": {"BLOCK_H": 4},
+            "span_dkdv": {"QUERY_SPLITS": 3},
         },
         {
             "span_forward": {"BLOCK_M": 32},
             "span_dq": {"BLOCK_N": 32},
             "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16},
         },
-        {"span_forward": {"BLOCK_M": 64, "HEADS": 4}, "span_dkdv": {"BLOCK_M": 32}},
-        {"span_dkdv": {"APART": 1}},
-        {"span_dkdv": {"APART": 1, "TMA": 1}},
+        {"span_forward": {"BLOCK_M": 64, "BLOCK_H": 4}, "span_dkdv": {"BLOCK_M": 32}},
+        {"span_dkdv": {"SEPARATE_DK_DV": 1}},
+        {"span_dkdv": {"SEPARATE_DK_DV": 1, "USE_TMA": 1}},
     ],
     ids=[
         "heads apart",
@@ -134,7 +136,7 @@ def test_a_scale_that_is_not_positive(slot: str, scale: float) -> None:
     ],
 )
 @BOTH
-def test_any_tile_shape(
+def test_results_for_any_tile_shape(
     slot: str, settings: dict[str, dict[str, int]], tiles: dict[str, dict[str, int]]
 ) -> None:
     tiles.update(settings)
@@ -145,11 +147,11 @@ def test_any_tile_shape(
 
 @pytest.mark.parametrize(
     ("settings", "width"),
-    [({"TMA": 1}, 16), ({"TMA": 1, "HEADS": 1}, 16), ({"TMA": 1}, 48)],
+    [({"USE_TMA": 1}, 16), ({"USE_TMA": 1, "BLOCK_H": 1}, 16), ({"USE_TMA": 1}, 48)],
     ids=["descriptors", "heads apart", "three bands"],
 )
 @pytest.mark.parametrize(("slot", "scale"), [("cmp", 0.25), ("win", -0.25)])
-def test_what_descriptors_read(
+def test_results_with_descriptors(
     slot: str, scale: float, settings: dict[str, int], width: int, tiles: dict[str, dict[str, int]]
 ) -> None:
     call = SlotCall(geometry(), scale)
@@ -192,7 +194,7 @@ def test_what_descriptors_read(
         "24 wide",
     ],
 )
-def test_what_descriptors_cannot_read(change, packed: bool) -> None:
+def test_descriptors_do_not_fit(change, packed: bool) -> None:
     k = torch.zeros(3, 8, 4, 16)
     assert span_forward.descriptors_fit(
         False, k, torch.zeros(3, 8, 4, 48), torch.zeros(3, 8, 4, 192)
@@ -201,19 +203,19 @@ def test_what_descriptors_cannot_read(change, packed: bool) -> None:
 
 
 TILES: dict[str, dict[str, int]] = {
-    "span_forward": {"BLOCK_M": 16, "HEADS": 2, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
-    "span_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16, "CHUNKS": 2, "num_warps": 4, "num_stages": 1},
+    "span_forward": {"BLOCK_M": 16, "BLOCK_H": 2, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
+    "span_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16, "QUERY_SPLITS": 2, "num_warps": 4, "num_stages": 1},
 }
 TILES["span_dq"] = TILES["span_forward"]
 
 
 @pytest.mark.parametrize("kind", ["aligned", "unaligned", "packed"])
 @BOTH
-def test_a_row_with_descriptors_serves_only_what_they_can_read(
+def test_settings_with_descriptors_apply_only_to_fitting_tensors(
     slot: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {
-        kernel: [({"pointers": 0}, {**tile, "TMA": 1}), ({}, tile)]
+        kernel: [({"pointers": 0}, {**tile, "USE_TMA": 1}), ({}, tile)]
         for kernel, tile in TILES.items()
     }
     monkeypatch.setattr(configs, "table", lambda _: rows)
@@ -234,8 +236,8 @@ def test_a_row_with_descriptors_serves_only_what_they_can_read(
 
 
 @BOTH
-def test_documents_never_touch(slot: str) -> None:
-    """Poison in one document leaves the bits of the others, and of each alone."""
+def test_packed_documents_are_independent(slot: str) -> None:
+    """NaN in one document changes no bit of the others, which equal each document alone."""
     lengths = (21, 19, 30)
     bounds = [0, *itertools.accumulate(lengths)]
     call = SlotCall(geometry(), 0.25, torch.tensor(bounds, dtype=torch.int32), 30)
@@ -247,7 +249,7 @@ def test_documents_never_touch(slot: str) -> None:
     for name, x in poisoned.items():
         first = keys if name in KEYS[slot] else bounds
         x[first[1] : first[2]] = torch.nan
-    if slot == "cmp":  # the tail belongs to nobody
+    if slot == "cmp":  # rows past the last document belong to none
         for name in KEYS[slot]:
             poisoned[name][compressed[-1] :] = torch.nan
     dirty = run(slot, call, poisoned, seed=1)
@@ -269,7 +271,7 @@ def test_documents_never_touch(slot: str) -> None:
 
 
 @BOTH
-def test_a_row_of_nan_stays_one(slot: str) -> None:
+def test_nan_in_q_stays_in_its_row(slot: str) -> None:
     call = SlotCall(geometry(), 0.25)
     given = problem(slot, call, 40, heads=2, groups=1)
     clean = run(slot, call, given)
@@ -283,7 +285,7 @@ def test_a_row_of_nan_stays_one(slot: str) -> None:
 
 
 @BOTH
-def test_a_batch_row_is_that_row_alone(slot: str) -> None:
+def test_batch_entry_equals_the_same_sequence_alone(slot: str) -> None:
     call = SlotCall(geometry(), 0.25)
     given = problem(slot, call, 33, batch=2, heads=2, groups=1)
     both, one = run(slot, call, given), run(slot, call, {n: x[1:] for n, x in given.items()})
@@ -296,7 +298,7 @@ def test_a_batch_row_is_that_row_alone(slot: str) -> None:
     [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)],
 )
 @BOTH
-def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int, ...]) -> None:
+def test_malformed_boundaries_stay_inside_the_tensors(slot: str, bounds: tuple[int, ...]) -> None:
     call = SlotCall(geometry(4, 2, 9), 0.25, torch.tensor(bounds, dtype=torch.int32), 40)
     given = problem(slot, call, 40)
     inputs = [given[n] for n in ("q", *KEYS[slot])]
@@ -310,8 +312,8 @@ def test_malformed_boundaries_read_nothing_outside(slot: str, bounds: tuple[int,
     assert not refused or "store to one address" in refused
 
 
-def test_parts_are_linear_in_the_sequence() -> None:
-    """The compressed branch's fp32 parts: CHUNKS * h of the gradient, whatever the length."""
+def test_partial_sums_are_linear_in_the_sequence_length() -> None:
+    """The fp32 partial sums of cmp are QUERY_SPLITS * h times the gradient at every length."""
     empty = torch.empty
     for length in (12, 24):
         call = SlotCall(geometry(), 0.25)

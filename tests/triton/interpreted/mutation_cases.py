@@ -158,7 +158,7 @@ def _rows(
 SPANS = ("span_forward", "span_dq", "span_dkdv")
 SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4}}
 SMALL |= {"span_dq": SMALL["span_forward"]}
-DESCRIBED = {kernel: {**tile, "TMA": 1} for kernel, tile in SMALL.items()}
+DESCRIBED = {kernel: {**tile, "USE_TMA": 1} for kernel, tile in SMALL.items()}
 WIDE = dataclasses.replace(GEOMETRY, window_size=18)
 MALFORMED = {
     bounds: Tiny("", (15, 5, 10), bounds=bounds, tiles=SMALL)
@@ -179,14 +179,14 @@ SPAN_CASES = {
         "cmp",
         (17,),
         groups=2,
-        tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "APART": 1}},
+        tiles={**SMALL, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "SEPARATE_DK_DV": 1}},
     ),
     "win apart": Tiny(
         "win",
         (9,),
         dk=16,
         dv=16,
-        tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "APART": 1}},
+        tiles={**DESCRIBED, "span_dkdv": {**DESCRIBED["span_dkdv"], "SEPARATE_DK_DV": 1}},
     ),
     "cmp far": Tiny("cmp", (23,), scale=-400.0, dv=16, tiles=SMALL),
     "cmp documents": Tiny("starts", (5,) * 2048),
@@ -206,17 +206,17 @@ SPAN_CASES |= {
     for bounds, case in MALFORMED.items()
 }
 
-# Pieces of a head each, of several heads with one to spare; three windows of blocks; taps that are
-# no power of two.
-FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "ROWS": 2}}
-LARGE = {"select_forward": {"COLUMNS": 32, "KEYS": 32, "ROWS": 32, "PROGRAMS": 1}}
+# Head tiles of one head, and of several heads with one of padding; three ranking windows; a number
+# of taps that is no power of two.
+FEW_BYTES = {"select_forward": {"Q_BYTES": 2048, "RANK_ROWS": 2}}
+LARGE = {"select_forward": {"BLOCK_M": 32, "BLOCK_N": 32, "RANK_ROWS": 32, "PROGRAMS_PER_SM": 1}}
 # four scans of eight chunks
-PACKS = {"select_forward": {**LARGE["select_forward"], "CHUNKS": 32, "LANES": 2}}
+PACKS = {"select_forward": {**LARGE["select_forward"], "RANK_CHUNKS": 32, "RANK_LANES": 2}}
 RANKED, FREE = BlockGeometry(4, 2, 4, 3, 1, 1), BlockGeometry(4, 2, 4, 3, 0, 0)
 BEST = BlockGeometry(2, 2, 2, 2, 0, 0)
 TAPS = BlockGeometry(6, 1, 6, 4, 0, 0)
 # [2 taps, 4 blocks, 2 taps, 2 taps, block]
-ROWS_OF_TAPS = {"select_forward": {"KEYS": 32, "ROWS": 8}}
+ROWS_OF_TAPS = {"select_forward": {"BLOCK_N": 32, "RANK_ROWS": 8}}
 SELECT_CASES = {
     "select dense": Tiny("select", (18,), batch=2, heads=3, groups=2, geometry=RANKED),
     "select packed": Tiny("select", (2, 0, 21), heads=5, geometry=FREE, tiles=FEW_BYTES),

@@ -1,8 +1,8 @@
-"""Tuned tile shapes as data: per GPU architecture and kernel, an ordered list of (limits,
-settings).
+"""Tuned tile shapes as data: per architecture and kernel, an ordered list of (limits, settings).
 
-A row fits when every trait it names is <= its limit; the first that fits is taken. Nothing is
-measured at a call. No torch and no triton here: the probe reads these tables.
+A row fits if each trait that its limits name is at most the limit; the first row that fits applies.
+Nothing is measured when a kernel is called. This module imports neither torch nor triton, because
+the probe reads these tables.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from nsa_core.contract import Request
 from nsa_core.layout import BlockGeometry
 
-# The table an architecture reads, by shared memory a block: 163 KiB (80, 87), 99 KiB (86, 89, 120,
-# 121), 227 KiB.
+# Table of each architecture, by shared memory per block: 163 KiB (80, 87), 99 KiB (86, 89, 120,
+# 121), 227 KiB (90, 100, 103).
 TABLES = {
     0: "interpreter",
     80: "sm80",
@@ -28,9 +28,9 @@ TABLES = {
     103: "sm90",
 }
 TABLES |= {120: "sm86", 121: "sm86"}
-MEASURED = {90}  # the others are compiled offline for their limits, and have never run
+MEASURED = {90}  # the others are compiled offline to fit their limits and have never run
 
-# The kernels that each slot launches; the probe wants a row for each.
+# Kernels that each slot launches; the probe requires a row for each.
 FORWARD: Mapping[str, tuple[str, ...]] = {
     "cmp": ("span_forward",),
     "select": ("select_forward",),
@@ -45,7 +45,7 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
-# A fused step takes the settings of the first two, and has two more kernels before it.
+# A fused step uses the settings of decode_span and decode_sel, and runs two kernels before it.
 DECODE: Mapping[str, tuple[str, ...]] = {
     "cmp": ("decode_span",),
     "select": ("decode_span",),
@@ -60,7 +60,7 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 @functools.cache
 def table(architecture: int) -> Mapping[str, list[tuple[dict[str, int], dict[str, int]]]]:
-    """Kernel name -> rows, for ``architecture`` (90 for sm_90; 0: the interpreter)."""
+    """Return kernel name -> rows for ``architecture`` (90 for sm_90; 0: the interpreter)."""
     text = (
         importlib.resources.files("nsa_backend_triton")
         .joinpath(f"tuned/{TABLES[architecture]}.json")
@@ -70,7 +70,7 @@ def table(architecture: int) -> Mapping[str, list[tuple[dict[str, int], dict[str
 
 
 def find(kernel: str, architecture: int, **traits: int) -> Settings | None:
-    """As :func:`pick`; None: no row fits."""
+    """Return the settings as :func:`pick` does, or None if no row fits."""
     for limits, settings in table(architecture).get(kernel, ()):
         if all(traits[name] <= limit for name, limit in limits.items()):
             return settings
@@ -78,11 +78,13 @@ def find(kernel: str, architecture: int, **traits: int) -> Settings | None:
 
 
 def pick(kernel: str, architecture: int, **traits: int) -> Settings:
-    """Constants and num_warps, num_stages of ``kernel``, e.g. pick("span_forward", 90,
-    head_dim=128, itemsize=2).
+    """Return the constexprs, num_warps and num_stages of ``kernel`` for a call's traits.
+
+    Example: ``pick("span_forward", 90, head_dim=128, itemsize=2)``.
 
     Raises:
-        LookupError: no row fits; a probe that said yes keeps this from happening.
+        LookupError: No row fits. The probe refuses such a request, so a planned call never gets
+            here.
     """
     settings = find(kernel, architecture, **traits)
     if settings is None:
@@ -93,14 +95,15 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
 
 
 def taps(geometry: BlockGeometry) -> int:
-    """Compressed tokens that begin in a selection block, padded to a power of two: tiles of scores
-    hold as many.
+    """Return the compressed tokens that begin in a selection block, padded to a power of two.
+
+    Tiles of scores hold this number of taps per block.
     """
     return 1 << (geometry.select_block_size // geometry.compress_stride - 1).bit_length()
 
 
 def missing(request: Request, architecture: int) -> list[str]:
-    """The kernels of ``request`` that have no row for it: their tiles would not fit."""
+    """Return the kernels of ``request`` without a row: their tiles would not fit."""
     kernels = DECODE[request.slot] if request.phase == "decode" else FORWARD[request.slot]
     kernels += BACKWARD[request.slot] if request.needs_grad else ()
     traits = {
@@ -112,6 +115,6 @@ def missing(request: Request, architecture: int) -> list[str]:
         "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
         "taps": taps(request.geometry),
-        "pointers": 1,  # what every call can take
+        "pointers": 1,  # kernels without TMA descriptors, which every call can use
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

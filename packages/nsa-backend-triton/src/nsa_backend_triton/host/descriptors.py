@@ -1,4 +1,4 @@
-"""TMA descriptors of tensors: which tensors they can read, and in which tiles."""
+"""TMA descriptors: which tensors they can read, and in which tiles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nsa_backend_triton.host.sequences import band
 
 
 def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
-    """Whether TMA descriptors can read these [B, L, H, D]: aligned, not empty, not expanded, D
-    whole bands.
+    """Return whether TMA descriptors can read the tensors ``rows`` [B, L, H, D].
 
-    Packed documents need the pointers' masks: a tile may not read its neighbour's rows.
+    They must be aligned to 16 bytes, neither empty nor expanded, and D must be a multiple of its
+    band. Packed documents need masked pointers: a tile must not read rows of the next document.
     """
     return not packed and all(
         x.numel()
@@ -24,21 +24,23 @@ def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
 
 
 class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no types
-    """A descriptor of what descriptors_fit has seen: not validated once more at every launch."""
+    """A descriptor without validation at every launch: descriptors_fit has checked the tensor."""
 
     def __post_init__(self) -> None:
-        """Nothing is left to check."""
+        """Skip the validation of the base class."""
 
 
 def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x [B, L, G, D], read in tiles of ``block`` rows of one head, a band of columns at a time;
-    zero past its end.
+    """Describe x [B, L, G, D] in tiles of ``block`` rows of one head and one band of columns.
+
+    Reads past the end give zero.
     """
     return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, band(x.shape[3])])
 
 
 def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor:
-    """stats [2, B, H, S], S padded to 16 bytes, read in runs of ``block`` numbers of one head; zero
-    from length on.
+    """Describe stats [2, B, H, S], S padded to 16 bytes, in runs of ``block`` numbers of one head.
+
+    Reads from ``length`` on give zero.
     """
     return _Descriptor(stats, [*stats.shape[:-1], length], list(stats.stride()), [1, 1, 1, block])

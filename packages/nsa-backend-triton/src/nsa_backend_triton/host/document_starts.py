@@ -1,5 +1,6 @@
-"""Where the compressed tokens of packed documents begin: one kernel in place of ten PyTorch
-operators.
+"""Starts of the compressed tokens of packed documents, in one kernel.
+
+PyTorch would take ten operators.
 """
 
 from __future__ import annotations
@@ -13,35 +14,41 @@ from nsa_backend_triton.shared.rows import num_compressed
 from nsa_core.layout import BlockGeometry
 
 
-@triton.jit(do_not_specialize=["n_seqs"])
-def span_starts(CU, STARTS, n_seqs, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """STARTS [n_seqs + 1]: sums of num_compressed of the documents' lengths. One program, BLOCK
-    documents at a time.
+@triton.jit(do_not_specialize=["num_seqs"])
+def span_starts(
+    CU_SEQLENS, STARTS, num_seqs,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """STARTS [num_seqs + 1]: running sum of num_compressed over the documents' lengths.
 
-    8 bytes read and 4 written a document; bound by latency.
+    One program reads BLOCK_SIZE documents at a time: 8 bytes read and 4 written per document.
+    Latency is the limit.
     """
     total = 0
     tl.store(STARTS, total)
     first = 0
-    while first < n_seqs:
-        at = first + tl.arange(0, BLOCK)
-        inside = at < n_seqs
-        end = tl.load(CU + at + 1, mask=inside, other=0)
-        count = num_compressed(end - tl.load(CU + at, mask=inside, other=0), SIZE, STRIDE)
-        tl.store(STARTS + at + 1, total + tl.cumsum(count, 0), mask=inside)
+    while first < num_seqs:
+        offs = first + tl.arange(0, BLOCK_SIZE)
+        mask = offs < num_seqs
+        end = tl.load(CU_SEQLENS + offs + 1, mask=mask, other=0)
+        count = num_compressed(
+            end - tl.load(CU_SEQLENS + offs, mask=mask, other=0), COMPRESS_BLOCK, STRIDE
+        )
+        tl.store(STARTS + offs + 1, total + tl.cumsum(count, 0), mask=mask)
         total += tl.sum(count, 0)
-        first += BLOCK
+        first += BLOCK_SIZE
 
 
 @remembered
-def _prepare(cu: Tensor, size: int, stride: int) -> Launch:
+def _prepare(cu: Tensor, compress_block: int, stride: int) -> Launch:
     return Launch(
-        span_starts, (1,), cu.numel() - 1, SIZE=size, STRIDE=stride, BLOCK=1024, num_warps=4
-    )
+        span_starts, (1,), cu.numel() - 1,
+        COMPRESS_BLOCK=compress_block, STRIDE=stride, BLOCK_SIZE=1024, num_warps=4,
+    )  # fmt: skip
 
 
 def compressed_starts(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:
-    """As :func:`nsa_core.packing.compressed_cu_seqlens`: int32 [documents + 1]."""
+    """Return int32 [documents + 1], as :func:`nsa_core.packing.compressed_cu_seqlens`."""
     starts = cu_seqlens.new_empty(cu_seqlens.shape)
     _prepare(cu_seqlens, geometry.compress_block_size, geometry.compress_stride)(cu_seqlens, starts)
     return starts

@@ -1,17 +1,16 @@
-"""Launches worked out once: everything but the pointers of a launch follows from the metadata of
-the call's tensors.
+"""Cached launches: everything but the pointers of a launch follows from the tensors' metadata.
 
     @remembered
-    def _launches(q, k, seqs, call):         # strides, tiles, configuration: some 50 us of Python
-        return Launch(kernel, (programs,), strides(q), ..., HEADS=heads, ...)
+    def _launches(q, k, seqs, call):         # strides, tiles, configuration: about 50 us of Python
+        return Launch(kernel, (programs,), strides(q), ..., BLOCK_H=heads, ...)
 
     _launches(q, k, seqs, call)(q, k, out)
-    # the next call of these shapes: a look-up, and the launch
+    # the next call with these shapes is one look-up and the launch
 
-The kernels' parameters are tensors and descriptors, then numbers, then constants. Where every
-number is the same, as it is for equal metadata, and every tensor begins on 16 bytes, Triton would
-specialise its arguments to the same binary again: that binary is launched without asking. Any other
-tensor goes through Triton's own launcher.
+Parameters of the kernels are tensors and descriptors, then numbers and tuples of numbers (strides),
+then constexprs. If every number is the same, as it is for equal metadata, and every tensor begins
+on 16 bytes, Triton would specialize the arguments to the same binary again: that binary is launched
+directly. A call with any other tensor goes through Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -28,19 +27,21 @@ from triton.runtime import driver
 
 from nsa_core.contract import DecodeCall, SlotCall
 
-# calls remembered by each function: lengths of a server that never repeats one are not kept for
-# ever
-MOST = 4096
+# Entries per decorated function: a server whose lengths never repeat must not fill the memory.
+MAX_ENTRIES = 4096
 
-_tables: list[dict[Hashable, Any]] = []  # one of each remembered function
+_tables: list[dict[Hashable, Any]] = []  # one per decorated function
 
 Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def aligned(*tensors: object) -> bool:
-    """Whether every tensor among them begins on 16 bytes; descriptors do, or could not be made."""
-    for x in tensors:  # noqa: SIM110  a generator is twice the time, at every launch
+    """Return whether every tensor begins on 16 bytes; other objects count as aligned.
+
+    Descriptors of unaligned tensors cannot be created.
+    """
+    for x in tensors:  # noqa: SIM110  a generator takes twice the time, at every launch
         if isinstance(x, Tensor) and x.data_ptr() % 16:
             return False
     return True
@@ -56,17 +57,25 @@ _thread = _Thread()
 
 
 def _attach() -> None:
-    # A thread that has made no call to CUDA has no context, without which no tensor map can be
-    # made, and neither PyTorch, where the device is the current one, nor Triton, before the launch
-    # itself, sees to it.
+    """Make a CUDA context current in this thread, which tensor maps need.
+
+    A thread that has not called CUDA has none. Neither PyTorch, if the device is already the
+    current one, nor Triton, before the launch itself, creates it.
+    """
     torch.cuda.set_device(torch.cuda.current_device())
     _thread.attached = True
 
 
 class Launch:
-    """A kernel, its grid, and what it is told besides tensors; call it with those."""
+    """A kernel, its grid, and its arguments except tensors; call it with the tensors."""
 
-    def __init__(self, kernel: Any, grid: tuple[int], *numbers: float, **constants: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int],
+        *numbers: float | tuple[int, ...],
+        **constants: Any,
+    ) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._compiled: tuple[Any, tuple[Any, ...], Callable[[int], int], int] | None = None
 
@@ -74,74 +83,75 @@ class Launch:
         """Launch on the current device and stream."""
         if not _thread.attached and tensors[0].is_cuda:
             _attach()
-        known = self._compiled
-        if known is not None and aligned(*tensors):
-            runner, rest, stream_of, device = known
-            runner(*tensors, *rest, stream=stream_of(device))
+        cached = self._compiled
+        if cached is not None and aligned(*tensors):
+            runner, arguments, stream_of, device = cached
+            runner(*tensors, *arguments, stream=stream_of(device))
             return
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
         if isinstance(compiled, CompiledKernel) and aligned(*tensors):
             constants = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
-            rest = (*self._numbers, *(self._constants[name] for name in constants))
-            # What Triton would ask for at every launch: a binary is of one device.
+            arguments = (*self._numbers, *(self._constants[name] for name in constants))
+            # Triton would look these up at every launch; a binary belongs to one device.
             active = driver.active
             self._compiled = (
                 compiled[self._grid[0], 1, 1],
-                rest,
+                arguments,
                 active.get_current_stream,
                 active.get_current_device(),
             )
 
 
 def remembers(x: Tensor) -> bool:
-    """Not in the interpreter nor in a dry run: there, kernels and tables are changed between
-    calls.
+    """Return whether launches on ``x`` are cached: on a GPU, not in the interpreter or a dry run.
+
+    There, tests change kernels and tables between calls.
     """
     return x.is_cuda
 
 
-def remembered(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """``make``, run once per metadata of its arguments; the first is a tensor, or a NamedTuple that
-    begins with one.
+def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate ``make`` to run once per metadata of its arguments.
 
-    It may read a tensor's shape, strides, dtype and device, but no address, and keep none;
-    sequences and calls have no boundaries for it.
+    The first argument is a tensor, or a NamedTuple that begins with one. ``make`` may read shape,
+    strides, dtype and device of a tensor, but no address, and must not keep a tensor. Boundaries of
+    sequences and calls are not part of the metadata, so ``make`` must not read them either.
     """
-    known: dict[Hashable, Made] = {}
-    _tables.append(known)
+    cache: dict[Hashable, Result] = {}
+    _tables.append(cache)
 
     @functools.wraps(make)
-    def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+    def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
         if not remembers(first):
             return make(*args, **kwargs)
-        # A call of _metadata for every tensor would be half of this function's time.
-        told = [(x.shape, x.stride(), x.dtype) if type(x) is Tensor else _metadata(x) for x in args]
-        key = (first.device, *told)
-        made = known.get(key)
-        if made is None:
-            if len(known) >= MOST:
-                known.clear()
-            made = known[key] = make(*args, **kwargs)
-        return made
+        # A call of _metadata for every tensor would take half of this function's time.
+        parts = [
+            (x.shape, x.stride(), x.dtype) if type(x) is Tensor else _metadata(x) for x in args
+        ]
+        key = (first.device, *parts)
+        result = cache.get(key)
+        if result is None:
+            if len(cache) >= MAX_ENTRIES:
+                cache.clear()
+            result = cache[key] = make(*args, **kwargs)
+        return result
 
     return look_up
 
 
 def forget() -> None:
-    """Forget every call remembered so far, and with it the binaries of its launches: for a change
-    of the driver.
-    """
-    for known in _tables:
-        known.clear()
+    """Drop all cached launches and with them their binaries, for a change of the driver."""
+    for cache in _tables:
+        cache.clear()
 
 
 def _tensor(x: Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype
 
 
-# What tells two arguments of a type apart; other types are told apart by equality.
-READ: dict[type, Callable[[Any], Hashable]] = {
+# Metadata of an argument by its type; arguments of other types are compared by equality.
+METADATA: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
     SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
     DecodeCall: lambda x: (
@@ -156,12 +166,12 @@ READ: dict[type, Callable[[Any], Hashable]] = {
 
 
 def _metadata(x: Any) -> Hashable:
-    read = READ.get(type(x))
+    read = METADATA.get(type(x))
     if read is not None:
         return read(x)
     if isinstance(x, Tensor):
         return _tensor(x)
-    if isinstance(x, tuple) and type(x) is not tuple:  # a plain one holds plain values
+    if isinstance(x, tuple) and type(x) is not tuple:  # a plain tuple holds plain values
         return tuple(map(_metadata, x))
     plain: Hashable = x
     return plain

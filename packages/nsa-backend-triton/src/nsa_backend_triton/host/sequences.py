@@ -1,4 +1,4 @@
-"""Host side of a launch: the sequences of a call, and what the kernels are told about them."""
+"""Host side of a launch: sequences of a call, strides, and properties of the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from nsa_core.contract import SlotCall
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when triton
-    was imported).
+    """Return whether kernels run in Triton's interpreter, on CPU tensors.
+
+    They do if TRITON_INTERPRET=1 was set when triton was imported.
     """
-    # Triton read the variable when it defined its own functions. Its interpreter is not imported
-    # here: it needs numpy.
+    # Triton reads the variable when it defines its own functions. Importing its interpreter instead
+    # would need numpy.
     return not isinstance(tl.max, JITFunction)
 
 
@@ -32,7 +33,7 @@ _described: list[int] = []
 
 @contextlib.contextmanager
 def described(architecture: int) -> Iterator[None]:
-    """Tensors on the meta device count as lying on a GPU of ``architecture`` inside the block."""
+    """Treat tensors on the meta device as if on a GPU of ``architecture`` inside the block."""
     _described.append(architecture)
     try:
         yield
@@ -41,7 +42,7 @@ def described(architecture: int) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of ``device`` as one number, 90 for sm_90; 0 in the interpreter."""
+    """Return the compute capability of ``device``, 90 for sm_90; 0 in the interpreter."""
     if device.type == "meta" and _described:
         return _described[-1]
     return _capability(device)
@@ -56,7 +57,7 @@ def _capability(device: torch.device) -> int:
 
 
 # Of the largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000,
-# GB10): so what is told of a GPU that is not there is a bound.
+# GB10): an upper bound for a GPU that is described, but not present.
 _MULTIPROCESSORS = {
     80: 108,
     86: 84,
@@ -71,10 +72,10 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of ``device``; 3 in the interpreter.
+    """Return the number of streaming multiprocessors of ``device``; 3 in the interpreter.
 
-    Without data: those of the current GPU where it is of the described architecture, or of the
-    largest one of it.
+    For the meta device, that of the current GPU if it has the described architecture, otherwise
+    that of the largest GPU of this architecture.
     """
     if device.type == "cuda":
         return _count(device)
@@ -91,16 +92,17 @@ def _count(device: torch.device) -> int:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """What scores and sums are kept in: fp32, fp64 for fp64 (the interpreter's)."""
+    """Return the dtype of scores and sums: fp32, or fp64 for fp64 (in the interpreter)."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def band(width: int) -> int:
-    """Columns of a band of rows ``width`` wide, see shared/rows.py: a power of two that holds them,
-    or a third of them.
+    """Return the columns of a band of rows ``width`` wide (see shared/rows.py), a power of two.
+
+    One band holds all columns, or three bands do.
     """
-    whole = max(16, 1 << (width - 1).bit_length())
-    return whole // 4 if whole >= 64 and 4 * width <= 3 * whole else whole
+    padded = max(16, 1 << (width - 1).bit_length())
+    return padded // 4 if padded >= 64 and 4 * width <= 3 * padded else padded
 
 
 Shape: TypeAlias = Sequence[int]
@@ -110,11 +112,11 @@ class Sequences(NamedTuple):
     """The sequences of a call, dense or packed, as kernels take them.
 
     Attributes:
-        cu: int32 [n + 1] first token of each document; dense: any tensor, not read.
-        cu_cmp: int32 [n + 1] first compressed row of each document; dense: not read.
-        n: sequences (batch entries or documents).
-        seq_len: tokens of each, dense; packed: all tokens T.
-        packed: whether cu_seqlens was given.
+        cu: int32 [n + 1], first token of each document; dense: any tensor, never read.
+        cu_cmp: int32 [n + 1], first compressed row of each document; dense: never read.
+        n: number of sequences (batch entries or documents).
+        seq_len: dense: tokens of each sequence; packed: all tokens T.
+        packed: whether the call has cu_seqlens.
     """
 
     cu: Tensor
@@ -125,8 +127,9 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
-        """The sequences of ``q`` [B, S, ...] or [T, ...]; ``compressed`` computes cu_cmp too, on
-        the device.
+        """Return the sequences of ``q`` [B, S, ...] or [T, ...].
+
+        ``compressed`` also computes cu_cmp, on the device.
         """
         if call.cu_seqlens is None:
             return cls(q, q, q.shape[0], q.shape[1], False)
@@ -140,44 +143,44 @@ class Sequences(NamedTuple):
         )
 
     def tiles(self, size: int) -> int:
-        """Programs that cover every sequence with tiles of ``size`` rows; shared.rows.place tells
-        each which.
+        """Return the number of tiles of ``size`` rows that cover every sequence.
+
+        shared.rows.place computes the position of each tile.
         """
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
 
 
-launch_cache.READ[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
+launch_cache.METADATA[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
 
 
-MOST_TOKENS = 256  # of a tile: no table has more
+MAX_TILE_TOKENS = 256  # no table has larger tiles
 
 
 def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of x [B, S, H, D], packed [T, H, D]. One sequence: stride 0,
-    never multiplied.
+    """Return the (batch, token, head) strides of x [B, S, H, D], packed [T, H, D].
 
-    A stride past 2^31 is an int64 argument, which would be a binary of its own for each long batch
-    of one.
+    The batch stride of a single sequence is 0: kernels multiply it by 0. Its real value may exceed
+    2^31, which would make it an int64 argument and need another binary for each long batch of one.
 
     Args:
-        far: for a kernel whose products of token and stride hold whatever it is; else those inside
-            a tile are 32 bits.
+        far: The kernel multiplies tokens and strides in 64 bits. By default, products inside a tile
+            have 32 bits.
 
     Raises:
-        ValueError: heads, or the tokens of a tile, lie further apart than the kernels' 32-bit
-            products hold.
+        ValueError: Heads, or the tokens of a tile, are further apart than 32-bit products allow.
     """
     counts = {
         "heads": x.shape[-2],
-        "neighbouring tokens": 0 if far else min(x.shape[-3], MOST_TOKENS),
+        "neighbouring tokens": 0 if far else min(x.shape[-3], MAX_TILE_TOKENS),
     }
-    for (name, count), step in zip(counts.items(), (x.stride(-2), x.stride(-3))):
-        if (count - 1) * step >= 2**31:
+    for (name, count), stride in zip(counts.items(), (x.stride(-2), x.stride(-3))):
+        if (count - 1) * stride >= 2**31:
             raise ValueError(
-                f"{count} {name} of a tensor {list(x.shape)} with strides {list(x.stride())} must"
-                " lie within 2^31 elements: pass it as x.contiguous(), tokens before heads"
+                f"{count} {name} of a tensor of shape {list(x.shape)} and strides"
+                f" {list(x.stride())} must lie within 2^31 elements: pass x.contiguous(), with"
+                " tokens before heads"
             )
     if packed:
         return 0, x.stride(0), x.stride(1)
@@ -185,17 +188,17 @@ def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, in
 
 
 def new_strides(shape: Shape, packed: bool) -> tuple[int, int, int]:
-    """:func:`strides` of a new tensor of ``shape``."""
+    """Return :func:`strides` of a new contiguous tensor of ``shape``."""
     *batch, tokens, heads, width = shape
     return 0 if packed or batch[0] == 1 else tokens * heads * width, heads * width, width
 
 
 def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
-    """(sequence, head) strides of lse [B, H, S], packed [H, T]; tokens are adjacent."""
+    """Return the (batch, head) strides of lse [B, H, S], packed [H, T]; tokens are adjacent."""
     return (0, lse.stride(0)) if packed else (lse.stride(0), lse.stride(1))
 
 
 def new_lse_strides(shape: Shape, packed: bool) -> tuple[int, int]:
-    """:func:`lse_strides` of a new tensor of ``shape``."""
+    """Return :func:`lse_strides` of a new contiguous tensor of ``shape``."""
     heads, tokens = shape[-2:]
     return 0 if packed else heads * tokens, tokens

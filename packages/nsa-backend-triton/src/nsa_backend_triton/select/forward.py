@@ -1,25 +1,26 @@
-"""Choice of blocks from the probabilities of the compressed branch.
+"""Selection of blocks from the probabilities of the compressed branch.
 
-    p[h,t,i] = exp(scale q.k_cmp[i] - lse)                                          (Eq. 8)
-    score[t,j] = sum over i of weight(i, j) sum over heads of p                      (Eq. 9, 10)
+    p[h,t,i] = exp(scale q[h,t] . k_cmp[i] - lse[h,t])                     (Eq. 8)
+    score[t,j] = sum over i of weight(i, j) sum over heads of p[h,t,i]     (Eq. 9, 10)
+    blocks[t] = initial and local blocks, and the best others              (Eq. 11)
 
-A program owns TOKENS tokens of one kv head with all their heads: N = TOKENS x HEADS columns, a
-piece of HEADS heads at a time, in PIECES pieces, all of q in shared memory. It walks the compressed
-keys in tiles of KEYS rows. Keys are the rows of the product and (head, token) its columns, head
-slowest: so the sum over heads stays inside a thread, and what is left of a tile is [KEYS, TOKENS].
-Its rows are ordered [tap, block, tap, block], so that most of a block's taps meet in one thread
-too. Per tile: KEYS x D x itemsize bytes through L2, 2 x KEYS x N x PIECES x D operations, KEYS x N
-x PIECES exp2; in bf16 at D = 128 the matrix units and exp2 bind about equally, at D = 64 exp2 does.
+A program owns BLOCK_T tokens of one kv head with all heads of the group, in NUM_HEAD_TILES tiles of
+BLOCK_H heads: BLOCK_M = BLOCK_T x BLOCK_H columns a tile, all of q in shared memory. It walks the
+compressed keys in tiles of BLOCK_N. Keys are the rows of the product and (head, token) its columns,
+head slowest: so the sum over heads stays inside a thread, and a tile reduces to [BLOCK_N, BLOCK_T].
+Its rows are ordered [tap, block, tap, block] (a tap is a compressed token of a block), so that most
+taps of a block meet in one thread too. A tile takes BLOCK_N x D x itemsize bytes through L2,
+2 x BLOCK_N x BLOCK_M x NUM_HEAD_TILES x D operations and BLOCK_N x BLOCK_M x NUM_HEAD_TILES exp2.
+In bf16 the matrix units and exp2 are about equally the limit at D = 128, exp2 at D = 64.
 
-The scores of the program's tokens go to its own scratch row, linear in S and kept in L2, and are
-ranked there (select_rank). Programs are as many as fit on the GPU and take tiles in turn, long ones
-first.
+Scores of a program's tokens go to its own scratch row, linear in S, which stays in L2; rank.py
+ranks them there. As many programs run as fit on the GPU. They take tiles in turn, long ones first.
 
-Order of the sums: heads within the product's columns, then pieces ascending, then the taps of block
-j that lie inside it, and last the sum of those that began in block j - 1. It is the same for every
-block and token, so blocks whose logits are equal tap by tap have equal scores, bit for bit; Eq.
-10's order, taps before heads, differs by rounding alone, and would move every head's last taps
-across threads. No prefix sums.
+The order of the sums is fixed: heads within the columns of a product, then head tiles ascending,
+then the taps of block j that lie inside it, and last the sum of those that began in block j - 1.
+It is the same for every block and token, so blocks whose logits are equal tap by tap have equal
+scores, bit for bit. Eq. 10 sums taps before heads, which differs by rounding only, and would move
+the last taps of every head across threads. There are no prefix sums.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from nsa_backend_triton.shared.rows import (
     load_at,
     num_compressed,
     place,
+    row_offset,
     transpose,
 )
 from nsa_backend_triton.span.forward import launch_options
@@ -57,34 +59,35 @@ from nsa_core.contract import SlotCall
 
 @triton.jit
 def _sum_heads(
-    k, q, lse, factor, seen, DK: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
-    ACC: tl.constexpr, MASKED: tl.constexpr,
+    k, q, lse, qk_scale, visible,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_HEAD_TILES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """sum over heads of p, [KEYS, TOKENS]: k [KEYS, D], q PIECES of [HEADS * TOKENS, D], lse in
-    base 2.
+    """Sum over heads of p, [BLOCK_N, BLOCK_T]; 0 where not ``visible`` if MASKED.
+
+    k [BLOCK_N, D]; q and lse (base 2) hold NUM_HEAD_TILES tiles of [BLOCK_H * BLOCK_T, D] and
+    [BLOCK_H * BLOCK_T].
     """
-    for piece in tl.static_range(PIECES):
-        s = dot_columns(k, transpose(q[piece], DK, BLOCK_D), DK, BLOCK_D, ACC)
-        x = s * factor - lse[piece][None, :]
-        part = tl.sum(tl.exp2(tl.reshape(x, [s.shape[0], HEADS, x.shape[1] // HEADS])), 1)
-        total = part if piece == 0 else total + part  # type: ignore[has-type]  # noqa: F821
+    for i in tl.static_range(NUM_HEAD_TILES):
+        s = dot_columns(k, transpose(q[i], HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        x = s * qk_scale - lse[i][None, :]
+        partial = tl.sum(tl.exp2(tl.reshape(x, [s.shape[0], BLOCK_H, x.shape[1] // BLOCK_H])), 1)
+        total = partial if i == 0 else total + partial  # type: ignore[has-type]  # noqa: F821
     if MASKED:
-        total = tl.where(seen, total, 0.0)
+        total = tl.where(visible, total, 0.0)
     return total
 
 
 @triton.constexpr_function
-def _order(keys, taps, warps):
-    """(OUTER, HIGH, PAIR, MIDDLE, LOW): the sizes of the rows of a tile, [tap, block, tap, tap,
-    block].
+def _order(block_n, taps, num_warps):
+    """(OUTER, HIGH, PAIR, MIDDLE, LOW): a tile's rows are ordered [tap, block, tap, tap, block].
 
-    In the layout of the product a thread holds rows 8 apart and rows 16 * warps apart, eight
-    neighbours are in one warp. So the taps of a block are added inside a thread as far as there are
-    rows of its own, the rest in the warp.
+    In the layout of the product a thread holds rows 8 apart and rows 16 * num_warps apart, and a
+    warp holds eight neighbours. So the taps of a block are added inside a thread as far as it has
+    rows, and the others inside the warp.
     """
-    blocks, pair = keys // taps, min(2, taps)
-    outer = min(max(1, keys // (16 * warps)), taps // pair)
+    blocks, pair = block_n // taps, min(2, taps)
+    outer = min(max(1, block_n // (16 * num_warps)), taps // pair)
     middle = taps // pair // outer
     low = min(max(1, 8 // middle), blocks)
     return outer, blocks // low, pair, middle, low
@@ -92,320 +95,268 @@ def _order(keys, taps, warps):
 
 @triton.jit
 def _sum_taps(
-    total, OUTER: tl.constexpr, HIGH: tl.constexpr, PAIR: tl.constexpr, MIDDLE: tl.constexpr,
-    LOW: tl.constexpr,
-    RATIO: tl.constexpr, OVER: tl.constexpr,
+    total,
+    OUTER: tl.constexpr, HIGH: tl.constexpr, PAIR: tl.constexpr, MIDDLE: tl.constexpr,
+    LOW: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCKS, TOKENS, 2]: what the tile's blocks get from their own taps, and what the blocks
-    after them get.
+    """[blocks, BLOCK_T, 2]: shares of the tile's blocks and of the blocks after them.
 
-    Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER, RATIO - c) and
-    the next block by the rest of OVER = l/d.
+    Compressed token c of a block, of CMP_PER_BLOCK = l'/d, overlaps its block by
+    min(CMP_STRIDES, CMP_PER_BLOCK - c) strides and the next block by the rest of CMP_STRIDES = l/d.
     """
-    TOKENS: tl.constexpr = total.shape[1]
-    total = tl.reshape(total, [OUTER, HIGH, PAIR, MIDDLE, LOW, TOKENS])
+    BLOCK_T: tl.constexpr = total.shape[1]
+    total = tl.reshape(total, [OUTER, HIGH, PAIR, MIDDLE, LOW, BLOCK_T])
     tap = tl.arange(0, OUTER)[:, None, None, None, None, None] * (MIDDLE * PAIR)
     tap += tl.arange(0, PAIR)[None, None, :, None, None, None]
     tap += tl.arange(0, MIDDLE)[None, None, None, :, None, None] * PAIR
-    own = tl.minimum(RATIO - tap, OVER)
-    carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)
+    own = tl.minimum(CMP_PER_BLOCK - tap, CMP_STRIDES)
+    carry = tl.where(tap < CMP_PER_BLOCK, tap - CMP_PER_BLOCK + CMP_STRIDES, 0)
     # Not 0 x total: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
-    mine = tl.where(own > 0, total * own.to(total.dtype), 0.0)
-    after = tl.where(carry > 0, total * carry.to(total.dtype), 0.0)
-    mine = tl.reshape(tl.sum(tl.sum(tl.sum(mine, 2), 0), 1), [HIGH * LOW, TOKENS])
-    return tl.join(mine, tl.reshape(tl.sum(tl.sum(tl.sum(after, 2), 0), 1), [HIGH * LOW, TOKENS]))
+    own_share = tl.where(own > 0, total * own.to(total.dtype), 0.0)
+    next_share = tl.where(carry > 0, total * carry.to(total.dtype), 0.0)
+    own_share = tl.reshape(tl.sum(tl.sum(tl.sum(own_share, 2), 0), 1), [HIGH * LOW, BLOCK_T])
+    return tl.join(
+        own_share, tl.reshape(tl.sum(tl.sum(tl.sum(next_share, 2), 0), 1), [HIGH * LOW, BLOCK_T])
+    )
 
 
 @triton.jit
 def _walk(
-    q, lse, K, SCORES, begin, end, visible, token, factor, k_row, row_length,
-    DK: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WARPS: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    q, lse, K, SCORES, begin, end, visible_keys, token, qk_scale, stride_k, stride_scores,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, BLOCK_T: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    NUM_WARPS: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of tiles begin .. end of BLOCKS = KEYS // TAPS blocks each; token [TOKENS];
-    ``visible`` keys at most.
+    """Store the scores of tiles begin .. end, of BLOCKS = BLOCK_N // CMP_PER_BLOCK_PAD blocks each.
+
+    token [BLOCK_T]; no token sees more than ``visible_keys`` keys.
     """
-    BLOCKS: tl.constexpr = KEYS // TAPS
-    ORDER: tl.constexpr = _order(KEYS, TAPS, WARPS)
+    BLOCKS: tl.constexpr = BLOCK_N // CMP_PER_BLOCK_PAD
+    ORDER: tl.constexpr = _order(BLOCK_N, CMP_PER_BLOCK_PAD, NUM_WARPS)
     HIGH: tl.constexpr = ORDER[1]
     PAIR: tl.constexpr = ORDER[2]
     MIDDLE: tl.constexpr = ORDER[3]
     LOW: tl.constexpr = ORDER[4]
-    at = tl.arange(0, KEYS)
+    _, stride_kt, _ = stride_k
+    offs_n = tl.arange(0, BLOCK_N)
     tap = (
-        at // (BLOCKS * PAIR * MIDDLE) * (MIDDLE * PAIR)
-        + at // LOW % MIDDLE * PAIR
-        + at // (LOW * MIDDLE) % PAIR
+        offs_n // (BLOCKS * PAIR * MIDDLE) * (MIDDLE * PAIR)
+        + offs_n // LOW % MIDDLE * PAIR
+        + offs_n // (LOW * MIDDLE) % PAIR
     )
-    of_tile = at // (LOW * MIDDLE * PAIR) % HIGH * LOW + at % LOW
-    # taps that pad RATIO to a power of two weigh nothing
-    of_tile = of_tile * RATIO + tl.minimum(tap, RATIO - 1)
-    to = tl.arange(0, TOKENS)[None, :, None] * row_length + tl.arange(0, BLOCKS)[:, None, None] * 2
-    # the second of a block's pair, the first of the next one's
-    to += tl.arange(1, 3)[None, None, :]
+    tile_key = offs_n // (LOW * MIDDLE * PAIR) % HIGH * LOW + offs_n % LOW
+    # taps that pad CMP_PER_BLOCK to a power of two weigh nothing
+    tile_key = tile_key * CMP_PER_BLOCK + tl.minimum(tap, CMP_PER_BLOCK - 1)
+    offs_scores = (
+        tl.arange(0, BLOCK_T)[None, :, None] * stride_scores
+        + tl.arange(0, BLOCKS)[:, None, None] * 2
+    )
+    # the second number of a block's pair, and the first of the next block's
+    offs_scores += tl.arange(1, 3)[None, None, :]
     for tile in tl.range(begin, end):
-        key = tile * (BLOCKS * RATIO) + of_tile
-        there = (key < visible) if MASKED else None
+        key = tile * (BLOCKS * CMP_PER_BLOCK) + tile_key
+        mask_n = (key < visible_keys) if MASKED else None
         k = load_at(
-            K + tl.cast(tile, tl.int64) * (BLOCKS * RATIO) * k_row,
-            of_tile * k_row,
-            there,
-            DK,
-            BLOCK_D,
+            K + tl.cast(tile, tl.int64) * (BLOCKS * CMP_PER_BLOCK) * stride_kt,
+            tile_key * stride_kt,
+            mask_n,
+            HEAD_DIM,
+            HEAD_DIM_BAND,
         )
-        seen = (key * STRIDE + SIZE - 1)[:, None] <= token[None, :]
-        total = _sum_heads(k, q, lse, factor, seen, DK, BLOCK_D, HEADS, PIECES, ACC, MASKED)
-        scores = _sum_taps(total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, RATIO, SIZE // STRIDE)
-        tl.store(SCORES + tile * (BLOCKS * 2) + to, scores)
+        visible = (key * STRIDE + COMPRESS_BLOCK - 1)[:, None] <= token[None, :]
+        total = _sum_heads(
+            k,
+            q,
+            lse,
+            qk_scale,
+            visible,
+            HEAD_DIM,
+            HEAD_DIM_BAND,
+            BLOCK_H,
+            NUM_HEAD_TILES,
+            ACC,
+            MASKED,
+        )
+        scores = _sum_taps(
+            total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, CMP_PER_BLOCK, COMPRESS_BLOCK // STRIDE
+        )
+        tl.store(SCORES + tile * (BLOCKS * 2) + offs_scores, scores)
 
 
 @triton.jit
 def _load_queries(
-    Q, LSE, inside, q_row, q_head, lse_head,
-    GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    Q, LSE, token_exists, stride_q, stride_lse_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """PIECES of q [HEADS * TOKENS, D], head slowest, and of lse in base 2; heads past GROUP add
-    nothing: lse inf.
+    """NUM_HEAD_TILES tiles of q [BLOCK_H * BLOCK_T, D], head slowest, and of lse in base 2.
+
+    Heads past GROUP add nothing: their lse is inf.
     """
-    at = tl.arange(0, HEADS * TOKENS)
-    row = at % TOKENS
+    _, stride_qt, stride_qh = stride_q
+    offs_m = tl.arange(0, BLOCK_H * BLOCK_T)
+    offs_t = offs_m % BLOCK_T
     q, lse = (), ()
-    for piece in tl.static_range(PIECES):
-        head = piece * HEADS + at // TOKENS
-        here = inside & (head < GROUP)
-        rows = load_at(Q, row * q_row + head * q_head, here, DK, BLOCK_D)
-        sums = tl.load(LSE + row + head * lse_head, mask=here, other=float("inf")) * LOG2E
-        q, lse = q + (rows,), lse + (sums,)
+    for i in tl.static_range(NUM_HEAD_TILES):
+        head = i * BLOCK_H + offs_m // BLOCK_T
+        mask_m = token_exists & (head < GROUP)
+        q_tile = load_at(Q, offs_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+        lse_tile = (
+            tl.load(LSE + offs_t + head * stride_lse_h, mask=mask_m, other=float("inf")) * LOG2E
+        )
+        q, lse = q + (q_tile,), lse + (lse_tile,)
     return q, lse
 
 
 @triton.jit
 def _choose(
-    index, Q, K, LSE, OUT, SCORES, CU, CU_CMP,
-    q_seq, q_row, q_head, k_seq, k_row, k_head, lse_seq, lse_head, factor, n_seqs, seq_len,
-    longest, key_rows,
-    row_length, tiles,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr,
-    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    VARLEN: tl.constexpr, WARPS: tl.constexpr, ACC: tl.constexpr,
+    index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
+    stride_q, stride_k, stride_lse_b, stride_lse_h,
+    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr,
+    RANK_ROWS: tl.constexpr, RANK_CHUNKS: tl.constexpr, RANK_LANES: tl.constexpr,
+    VARLEN: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of tile ``index``; kv heads vary fastest, then tiles from the last to the
-    first.
+    """Write the blocks of tile ``index``.
+
+    Kv heads vary fastest over indices, then tiles from the last to the first.
     """
-    RATIO: tl.constexpr = SELECT // STRIDE
-    group = index % GROUPS
+    CMP_PER_BLOCK: tl.constexpr = SELECT_BLOCK // STRIDE
+    kv_head = index % NUM_KV_HEADS
     seq, start, length, row = place(
-        tiles - 1 - index // GROUPS, CU, n_seqs, seq_len, TOKENS, VARLEN
+        num_tiles - 1 - index // NUM_KV_HEADS, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
     )
-    length = tl.minimum(length, longest)
+    length = tl.minimum(length, max_seqlen)
     if row < length:
         batch = 0 if VARLEN else seq
-        key_start = tl.minimum(tl.load(CU_CMP + seq), key_rows) if VARLEN else 0
-        keys = tl.minimum(num_compressed(length, SIZE, STRIDE), key_rows - key_start)
-        first = tl.cast(start + row, tl.int64)
-        K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + group * k_head
-        last = tl.minimum(row + TOKENS, length)  # keys that a row t sees are those of t + 1 tokens
-        if last > N * SELECT:  # else every token chooses all of its blocks
-            local = tl.arange(0, HEADS * TOKENS) % TOKENS
+        key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys) if VARLEN else 0
+        seq_keys = tl.minimum(num_compressed(length, COMPRESS_BLOCK, STRIDE), num_keys - key_start)
+        first_row = tl.cast(start + row, tl.int64)
+        K += row_offset(batch, key_start, kv_head, stride_k)
+        last = tl.minimum(row + BLOCK_T, length)  # a token t sees the keys of t + 1 tokens
+        if last > NUM_SELECTED * SELECT_BLOCK:  # otherwise every token selects all of its blocks
+            offs_t = tl.arange(0, BLOCK_H * BLOCK_T) % BLOCK_T
             q, lse = _load_queries(
-                Q + batch * q_seq + first * q_row + group * GROUP * q_head,
-                LSE + batch * lse_seq + first + group * GROUP * lse_head, row + local < length,
-                q_row, q_head, lse_head,
-                GROUP, DK, BLOCK_D, HEADS, PIECES, TOKENS,
+                Q + row_offset(batch, first_row, kv_head * GROUP, stride_q),
+                LSE + batch * stride_lse_b + first_row + kv_head * GROUP * stride_lse_h,
+                row + offs_t < length, stride_q, stride_lse_h,
+                GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
             )  # fmt: skip
-            visible = tl.minimum(num_compressed(last, SIZE, STRIDE), keys)
-            whole = tl.minimum(num_compressed(row + 1, SIZE, STRIDE), keys) // (
-                KEYS // TAPS * RATIO
+            visible_keys = tl.minimum(num_compressed(last, COMPRESS_BLOCK, STRIDE), seq_keys)
+            full_tiles = tl.minimum(num_compressed(row + 1, COMPRESS_BLOCK, STRIDE), seq_keys) // (
+                BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK
             )
-            end = tl.cdiv(visible, KEYS // TAPS * RATIO)
-            token = row + tl.arange(0, TOKENS)
+            end = tl.cdiv(visible_keys, BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK)
+            token = row + tl.arange(0, BLOCK_T)
             _walk(
-                q,
-                lse,
-                K,
-                SCORES + SLOTS * 2,
-                0,
-                whole,
-                visible,
-                token,
-                factor,
-                k_row,
-                row_length,
-                DK,
-                BLOCK_D,
-                KEYS,
-                HEADS,
-                PIECES,
-                SIZE,
-                STRIDE,
-                RATIO,
-                TAPS,
-                TOKENS,
-                WARPS,
-                ACC,
-                False,
-            )
+                q, lse, K, SCORES + NUM_SELECTED_PAD * 2, 0, full_tiles, visible_keys, token,
+                qk_scale, stride_k, stride_scores,
+                HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
+                COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, False,
+            )  # fmt: skip
             _walk(
-                q,
-                lse,
-                K,
-                SCORES + SLOTS * 2,
-                whole,
-                end,
-                visible,
-                token,
-                factor,
-                k_row,
-                row_length,
-                DK,
-                BLOCK_D,
-                KEYS,
-                HEADS,
-                PIECES,
-                SIZE,
-                STRIDE,
-                RATIO,
-                TAPS,
-                TOKENS,
-                WARPS,
-                ACC,
-                True,
-            )
-            # The last token's current block may have no visible compressed token of its own, but
-            # part of one before it.
+                q, lse, K, SCORES + NUM_SELECTED_PAD * 2, full_tiles, end, visible_keys, token,
+                qk_scale, stride_k, stride_scores,
+                HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
+                COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, True,
+            )  # fmt: skip
+            # The current block of the last token may have no visible compressed token of its own,
+            # but a share of one that began before it.
             tl.store(
-                SCORES + (token - row) * row_length + (SLOTS + end * (KEYS // TAPS)) * 2 + 1,
-                tl.zeros([TOKENS], ACC),
+                SCORES
+                + (token - row) * stride_scores
+                + (NUM_SELECTED_PAD + end * (BLOCK_N // CMP_PER_BLOCK_PAD)) * 2
+                + 1,
+                tl.zeros([BLOCK_T], ACC),
             )
-            tl.store(SCORES + (token - row) * row_length + SLOTS * 2, tl.zeros([TOKENS], ACC))
-            tl.debug_barrier()  # scores written by other threads of the program
-        OUT += ((batch * seq_len + first) * GROUPS + group) * N
-        for part in tl.range(0, TOKENS, ROWS, num_stages=1):
-            ranked = row + part + tl.arange(0, ROWS)
+            tl.store(
+                SCORES + (token - row) * stride_scores + NUM_SELECTED_PAD * 2,
+                tl.zeros([BLOCK_T], ACC),
+            )
+            tl.debug_barrier()  # other threads of the program wrote scores
+        OUT += ((batch * seq_len + first_row) * NUM_KV_HEADS + kv_head) * NUM_SELECTED
+        for part in tl.range(0, BLOCK_T, RANK_ROWS, num_stages=1):
+            ranked_token = row + part + tl.arange(0, RANK_ROWS)
             rank_rows(
-                SCORES + part * row_length,
-                OUT + part * GROUPS * N,
-                ranked,
-                ranked < length,
-                GROUPS * N,
-                row_length,
-                N,
-                SLOTS,
-                INIT,
-                LOCAL,
-                SELECT,
-                CHUNKS,
-                LANES,
-            )
-        tl.debug_barrier()  # scores are read before the next tile's overwrite them
+                SCORES + part * stride_scores, OUT + part * NUM_KV_HEADS * NUM_SELECTED,
+                ranked_token, ranked_token < length, NUM_KV_HEADS * NUM_SELECTED, stride_scores,
+                NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS, SELECT_BLOCK,
+                RANK_CHUNKS, RANK_LANES,
+            )  # fmt: skip
+        tl.debug_barrier()  # scores are read before those of the next tile overwrite them
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_seqs",
+        "num_seqs",
         "seq_len",
-        "longest",
-        "key_rows",
-        "row_length",
-        "tiles",
-        "lse_seq",
-        "lse_head",
+        "max_seqlen",
+        "num_keys",
+        "stride_scores",
+        "num_tiles",
+        "stride_lse_b",
+        "stride_lse_h",
     ]
 )
 def select_forward(
-    Q, K, LSE, OUT, SCORES, CU, CU_CMP,
-    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, lse_seq: tl.int64,
-    lse_head: tl.int64, factor,
-    n_seqs, seq_len, longest, key_rows, row_length, tiles,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEADS: tl.constexpr, PIECES: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    INIT: tl.constexpr,
-    LOCAL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    VARLEN: tl.constexpr, WARPS: tl.constexpr, ACC: tl.constexpr,
+    Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
+    stride_q, stride_k, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr,
+    RANK_ROWS: tl.constexpr, RANK_CHUNKS: tl.constexpr, RANK_LANES: tl.constexpr,
+    VARLEN: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Scratch: SCORES [programs, TOKENS, row_length]."""
-    programs, mine = tl.num_programs(0), tl.program_id(0)
-    row_length = row_length // 16 * 16  # the compiler sees that rows are aligned
-    SCORES += tl.cast(mine, tl.int64) * TOKENS * row_length
-    for lap in tl.range(tl.cdiv(tiles * GROUPS, programs), num_stages=1):
-        # There and back: each program gets long and short tiles alike.
-        index = lap * programs + tl.where(lap % 2 == 0, mine, programs - 1 - mine)
-        if index < tiles * GROUPS:
+    """Blocks [.., NUM_KV_HEADS, NUM_SELECTED] of all tokens, see the module.
+
+    Scratch: SCORES [programs, BLOCK_T, stride_scores].
+    """
+    num_programs, program = tl.num_programs(0), tl.program_id(0)
+    stride_scores = stride_scores // 16 * 16  # shows the compiler that rows are aligned
+    SCORES += tl.cast(program, tl.int64) * BLOCK_T * stride_scores
+    for lap in tl.range(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), num_stages=1):
+        # Every other lap runs backwards, so that each program gets long and short tiles.
+        index = lap * num_programs + tl.where(lap % 2 == 0, program, num_programs - 1 - program)
+        if index < num_tiles * NUM_KV_HEADS:
             _choose(
-                index,
-                Q,
-                K,
-                LSE,
-                OUT,
-                SCORES,
-                CU,
-                CU_CMP,
-                q_seq,
-                q_row,
-                q_head,
-                k_seq,
-                k_row,
-                k_head,
-                lse_seq,
-                lse_head,
-                factor,
-                n_seqs,
-                seq_len,
-                longest,
-                key_rows,
-                row_length,
-                tiles,
-                GROUPS,
-                GROUP,
-                DK,
-                BLOCK_D,
-                KEYS,
-                HEADS,
-                PIECES,
-                TOKENS,
-                TAPS,
-                SIZE,
-                STRIDE,
-                SELECT,
-                N,
-                SLOTS,
-                INIT,
-                LOCAL,
-                ROWS,
-                CHUNKS,
-                LANES,
-                VARLEN,
-                WARPS,
-                ACC,
-            )
+                index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
+                stride_q, stride_k, stride_lse_b, stride_lse_h,
+                qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
+                BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
+                NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS,
+                RANK_ROWS, RANK_CHUNKS, RANK_LANES, VARLEN, NUM_WARPS, ACC,
+            )  # fmt: skip
 
 
-def split_heads(group: int, columns: int, most: int) -> tuple[int, int]:
-    """(heads of a piece, pieces) for ``group`` heads in products of ``columns`` columns, at most
-    ``most`` in all.
+def split_heads(group: int, columns: int, max_columns: int) -> tuple[int, int]:
+    """Return (heads of a tile, tiles) for ``group`` heads in products of ``columns`` columns.
 
-    Least padding first, then the most tokens, which is the fewest reads of the keys.
+    All tiles together take at most ``max_columns`` columns. The least padding wins, then the most
+    tokens, which reads the keys the fewest times.
     """
     choices = []
     for heads in (1 << bit for bit in range(columns.bit_length())):
-        pieces = triton.cdiv(group, heads)
+        num_tiles = triton.cdiv(group, heads)
         if heads == 1 or heads < 2 * group:
-            choices.append((max(pieces * columns, most), pieces * heads, heads, pieces))
-    _, _, heads, pieces = min(choices)
-    return heads, pieces
+            choices.append(
+                (max(num_tiles * columns, max_columns), num_tiles * heads, heads, num_tiles)
+            )
+    _, _, heads, num_tiles = min(choices)
+    return heads, num_tiles
 
 
 class _Call(NamedTuple):
@@ -426,37 +377,48 @@ def _prepare(
     settings: configs.Settings | None,
 ) -> _Call:
     geometry = call.geometry
-    groups, dk = k_cmp.shape[-2:]
-    group, n = q.shape[-2] // groups, geometry.num_selected_blocks
-    taps, slots = configs.taps(geometry), max(16, triton.next_power_of_2(n))
-    traits = {"head_dim": dk, "itemsize": q.itemsize, "heads": group, "taps": taps}
+    groups, head_dim = k_cmp.shape[-2:]
+    group, num_selected = q.shape[-2] // groups, geometry.num_selected_blocks
+    taps = configs.taps(geometry)
+    num_selected_pad = max(16, triton.next_power_of_2(num_selected))
+    traits = {"head_dim": head_dim, "itemsize": q.itemsize, "heads": group, "taps": taps}
     settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
-    block_d = band(dk)
-    most = settings["Q_BYTES"] // (triton.cdiv(dk, block_d) * block_d * q.itemsize)
-    heads, pieces = split_heads(group, settings["COLUMNS"], most)
-    tokens = settings["COLUMNS"] // heads
-    keys = max(settings["KEYS"], taps)
-    chunks = max(settings["CHUNKS"], triton.cdiv(2 * slots, settings["LANES"]))
-    longest = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
-    row_length = scratch_row(
-        geometry.num_select_blocks(longest), keys // taps, slots, chunks * settings["LANES"]
+    head_dim_band = band(head_dim)
+    max_columns = settings["Q_BYTES"] // (
+        triton.cdiv(head_dim, head_dim_band) * head_dim_band * q.itemsize
     )
-    tiles = seqs.tiles(tokens)
-    programs = min(tiles * groups, multiprocessors(q.device) * settings["PROGRAMS"])
+    block_h, num_head_tiles = split_heads(group, settings["BLOCK_M"], max_columns)
+    block_t = settings["BLOCK_M"] // block_h
+    block_n = max(settings["BLOCK_N"], taps)
+    chunks = max(settings["RANK_CHUNKS"], triton.cdiv(2 * num_selected_pad, settings["RANK_LANES"]))
+    max_seqlen = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
+    stride_scores = scratch_row(
+        geometry.num_select_blocks(max_seqlen),
+        block_n // taps,
+        num_selected_pad,
+        chunks * settings["RANK_LANES"],
+    )
+    num_tiles = seqs.tiles(block_t)
+    num_programs = min(num_tiles * groups, multiprocessors(q.device) * settings["PROGRAMS_PER_SM"])
     launch = Launch(
-        select_forward, (programs,),
-        *strides(q, seqs.packed), *strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
-        call.scale * LOG2E.value, seqs.n, seqs.seq_len, longest, k_cmp.shape[-3], row_length, tiles,
-        GROUPS=groups, GROUP=group, DK=dk, BLOCK_D=block_d, KEYS=keys, HEADS=heads,
-        PIECES=pieces, TOKENS=tokens, TAPS=taps, SIZE=geometry.compress_block_size,
-        STRIDE=geometry.compress_stride,
-        SELECT=geometry.select_block_size, N=n, SLOTS=slots, INIT=geometry.init_blocks,
-        LOCAL=geometry.local_blocks,
-        ROWS=min(tokens, settings["ROWS"]), CHUNKS=chunks, LANES=settings["LANES"],
-        VARLEN=seqs.packed, WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
+        select_forward, (num_programs,),
+        strides(q, seqs.packed), strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
+        call.scale * LOG2E.value, seqs.n, seqs.seq_len, max_seqlen, k_cmp.shape[-3],
+        stride_scores, num_tiles,
+        NUM_KV_HEADS=groups, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_BAND=head_dim_band,
+        BLOCK_N=block_n, BLOCK_H=block_h, NUM_HEAD_TILES=num_head_tiles, BLOCK_T=block_t,
+        CMP_PER_BLOCK_PAD=taps, COMPRESS_BLOCK=geometry.compress_block_size,
+        STRIDE=geometry.compress_stride, SELECT_BLOCK=geometry.select_block_size,
+        NUM_SELECTED=num_selected, NUM_SELECTED_PAD=num_selected_pad,
+        INIT_BLOCKS=geometry.init_blocks, LOCAL_BLOCKS=geometry.local_blocks,
+        RANK_ROWS=min(block_t, settings["RANK_ROWS"]), RANK_CHUNKS=chunks,
+        RANK_LANES=settings["RANK_LANES"],
+        VARLEN=seqs.packed, NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
-    return _Call(launch, (*q.shape[:-2], groups, n), (programs, tokens, row_length))
+    return _Call(
+        launch, (*q.shape[:-2], groups, num_selected), (num_programs, block_t, stride_scores)
+    )
 
 
 def forward(
@@ -467,21 +429,25 @@ def forward(
     call: SlotCall,
     settings: configs.Settings | None = None,
 ) -> Tensor:
-    """blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, -1 at the end; ``settings`` replace
-    the tuned ones.
+    """Return blocks int32 [B, S, G, n] (packed [T, G, n]), ascending, padded with -1.
+
+    ``settings`` replace the tuned ones.
     """
     seqs = Sequences.of(q, call, compressed=True)
-    made = _prepare(q, k_cmp, lse, seqs, call, settings)
-    out = q.new_empty(made.out, dtype=torch.int32)
-    scores = lse.new_empty(made.scores)
-    made.launch(q, k_cmp, lse, out, scores, seqs.cu, seqs.cu_cmp)
+    prepared = _prepare(q, k_cmp, lse, seqs, call, settings)
+    out = q.new_empty(prepared.out, dtype=torch.int32)
+    scores = lse.new_empty(prepared.scores)
+    prepared.launch(q, k_cmp, lse, out, scores, seqs.cu, seqs.cu_cmp)
     return out
 
 
-def scratch_row(blocks: int, tile: int, slots: int, window: int) -> int:
-    """Numbers in a token's scratch row: a pair per survivor and block, in whole tiles and windows;
-    a multiple of 16.
+def scratch_row(blocks: int, tile_blocks: int, num_selected_pad: int, window: int) -> int:
+    """Return the length of a token's scratch row, a multiple of 16.
+
+    It holds a pair of numbers per survivor and block, in whole tiles and whole ranking windows.
     """
-    fresh = window - slots
-    pairs = slots + max(-(-blocks // tile) * tile + 1, -(-blocks // fresh) * fresh)
+    new_blocks = window - num_selected_pad
+    pairs = num_selected_pad + max(
+        -(-blocks // tile_blocks) * tile_blocks + 1, -(-blocks // new_blocks) * new_blocks
+    )
     return -(-pairs // 8) * 16

@@ -1,9 +1,8 @@
-"""What every kernel shares: where a tile lies, rows of a head's width, and the end of an online
-softmax.
+"""Device code that all kernels share: tile positions, rows in bands, and the online softmax.
 
-Rows of D columns are a tuple of bands of BLOCK columns, a power of two: one band, or three where D
-would fill at most three quarters of one (192 as 3 x 64, not as 256, see launch.band). Columns past
-D's end hold zeros.
+Rows of HEAD_DIM columns are a tuple of bands of BAND columns, a power of two: one band, or three
+where HEAD_DIM fills at most three quarters of one (192 columns are 3 x 64, not 256; see
+host.sequences.band). Columns past HEAD_DIM hold zeros.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def owner(BOUNDS, runs, index, TILE):
-    """Which of ``runs`` runs, that begin at BOUNDS, owns tile ``index``: run i those from BOUNDS[i]
-    // TILE + i on.
+def owner(BOUNDS, num_runs, index, TILE):
+    """The run that owns tile ``index``: the last one whose first tile is <= index.
+
+    Run i begins at BOUNDS[i], and its first tile is BOUNDS[i] // TILE + i.
     """
     low = 0
-    high = runs  # the last run whose first tile is <= index lies in [low, high)
+    high = num_runs  # the result lies in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(BOUNDS + middle) // TILE + middle <= index:
@@ -32,123 +32,162 @@ def owner(BOUNDS, runs, index, TILE):
 
 
 @triton.jit
-def place(index, CU, n_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
-    """Tile ``index`` of the sequences cut into tiles of TILE rows, sequences after each other.
+def place(index, CU_SEQLENS, num_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.constexpr):
+    """Position of tile ``index`` when all sequences are cut into tiles of TILE rows, in order.
 
     Returns (sequence, its first row in the packed axis, its length, the tile's first row inside
-    it). Dense: the first row is 0 and the sequence addresses the batch axis. Packed: document i
-    owns tiles from cu[i] // TILE + i on, which is never too few for it; a tile past its end has its
-    first row >= length, and has nothing to do. ``seq_len`` is T.
+    it). Dense: the first row is 0 and the sequence addresses the batch axis. Packed: ``seq_len`` is
+    T, and document i owns the tiles from CU_SEQLENS[i] // TILE + i on, which are never too few for
+    it. A tile past the end of its document has its first row >= length and no work.
     """
     if VARLEN:
-        seq = owner(CU, n_seqs, index, TILE)
-        # Boundaries are only seen on the device: malformed ones may give wrong rows, never an
-        # address outside.
-        start = tl.minimum(tl.maximum(tl.load(CU + seq), 0), seq_len)
-        length = tl.maximum(tl.minimum(tl.load(CU + seq + 1), seq_len) - start, 0)
+        seq = owner(CU_SEQLENS, num_seqs, index, TILE)
+        # The host never sees the boundaries: malformed ones may give wrong rows, but never an
+        # address outside the tensor.
+        start = tl.minimum(tl.maximum(tl.load(CU_SEQLENS + seq), 0), seq_len)
+        length = tl.maximum(tl.minimum(tl.load(CU_SEQLENS + seq + 1), seq_len) - start, 0)
         first = start // TILE + seq
         row = tl.where(index < first, length, (index - first) * TILE)
     else:
-        tiles = tl.cdiv(seq_len, TILE)
-        seq = index // tiles
+        num_tiles = tl.cdiv(seq_len, TILE)
+        seq = index // num_tiles
         start = seq * 0
         length = seq_len
-        row = (index % tiles) * TILE
+        row = (index % num_tiles) * TILE
     return seq, start, length, row
 
 
 @triton.jit
-def num_compressed(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Compressed tokens of a document of ``length`` tokens: max(0, floor((length - l) / d) + 1)."""
-    return tl.where(length < SIZE, 0, (length - SIZE) // STRIDE + 1)
+def row_offset(batch, token, head, stride):
+    """Offset of a row in a tensor of strides (batch, token, head); batch and token in 64 bits."""
+    stride_b, stride_t, stride_h = stride
+    return (
+        batch * tl.cast(stride_b, tl.int64) + tl.cast(token, tl.int64) * stride_t + head * stride_h
+    )
 
 
 @triton.jit
-def finish(m, l):
-    """What divides the output [M] and the natural-log LSE [M] of an online softmax; a row without
-    keys: 1 and -inf.
-    """
-    l_safe = tl.where(l == 0.0, 1.0, l)
-    return l_safe, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * LN2)
+def num_compressed(length, COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Compressed tokens of ``length`` tokens (Eq. 7): max(0, floor((length - l) / d) + 1)."""
+    return tl.where(length < COMPRESS_BLOCK, 0, (length - COMPRESS_BLOCK) // STRIDE + 1)
 
 
 @triton.jit
-def load_at(X, at, ok, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [R, D] of X that begin at offsets ``at`` [R], 0 where not ``ok`` [R]; ok None: every row
-    is there.
+def finite_shift(m_i):
+    """m_i [M], 0 where it is -inf: scores of a row without keys stay -inf when it is subtracted."""
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+@triton.jit
+def online_softmax_update(m_i, l_i, s, row_max, rows, MASKED: tl.constexpr):
+    """Add a tile of scores to an online softmax in base 2; returns (m_i, l_i, p, alpha).
+
+    m_i, l_i [M] are the running maximum and sum, s [M, N] the tile's scores times log2(e) and
+    row_max [M] their maximum. p [M, N] = exp2(s - new m_i); alpha [M] = exp2(old m_i - new m_i)
+    rescales earlier sums. ``rows`` [M] selects the rows that see the tile, p is 0 in the others;
+    None: every row. MASKED: a row may have seen no key so far, so that its m_i is -inf.
     """
+    m_new = tl.maximum(m_i, row_max)
+    if rows is not None:
+        m_new = tl.where(rows, m_new, m_i)
+    shift = finite_shift(m_new) if MASKED else m_new
+    if rows is not None:  # exp2(-inf) = 0 costs no operation per key
+        p = tl.exp2(s - tl.where(rows, shift, float("inf"))[:, None])
+    else:
+        p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m_i - shift)
+    return m_new, l_i * alpha + tl.sum(p, 1), p, alpha
+
+
+@triton.jit
+def finish(m_i, l_i):
+    """(divisor of the output [M], natural-log LSE [M]) of an online softmax in base 2.
+
+    A row without keys gets (1, -inf).
+    """
+    divisor = tl.where(l_i == 0.0, 1.0, l_i)
+    return divisor, tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(divisor)) * LN2)
+
+
+@triton.jit
+def load_at(X, offs, mask, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Rows [R, HEAD_DIM] of X at ``offs`` [R], 0 outside ``mask`` [R]; None: all rows exist."""
     x = ()
-    for first in tl.static_range(0, D, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        where = X + at[:, None] + columns[None, :]
-        if ok is not None:
-            band = tl.load(where, mask=ok[:, None] & (columns < D)[None, :], other=0.0)
-        elif first + BLOCK > D:
-            band = tl.load(where, mask=(columns < D)[None, :], other=0.0)
+    for first in tl.static_range(0, HEAD_DIM, BAND):
+        offs_d = first + tl.arange(0, BAND)
+        pointers = X + offs[:, None] + offs_d[None, :]
+        if mask is not None:
+            band = tl.load(pointers, mask=mask[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        elif first + BAND > HEAD_DIM:
+            band = tl.load(pointers, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
         else:
-            band = tl.load(where)
+            band = tl.load(pointers)
         x = x + (band,)
     return x
 
 
 @triton.jit
-def store_at(X, at, x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Store rows x [R, D], rounded to X's dtype, where ``ok`` [R], at offsets ``at`` [R]."""
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        columns = i * BLOCK + tl.arange(0, BLOCK)
-        where = X + at[:, None] + columns[None, :]
-        tl.store(where, x[i].to(X.dtype.element_ty), mask=ok[:, None] & (columns < D)[None, :])
+def store_at(X, offs, x, mask, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Store rows x [R, HEAD_DIM], rounded to X's dtype, at ``offs`` [R] where ``mask`` [R]."""
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+        offs_d = i * BAND + tl.arange(0, BAND)
+        pointers = X + offs[:, None] + offs_d[None, :]
+        tl.store(
+            pointers,
+            x[i].to(X.dtype.element_ty),
+            mask=mask[:, None] & (offs_d < HEAD_DIM)[None, :],
+        )
 
 
 @triton.jit
-def zero_rows(ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """Rows [ROWS, D] of zeros."""
+def zero_rows(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
+    """Rows [ROWS, HEAD_DIM] of zeros."""
     x = ()
-    for _ in tl.static_range(0, D, BLOCK):
-        x = x + (tl.zeros([ROWS, BLOCK], ACC),)
+    for _ in tl.static_range(0, HEAD_DIM, BAND):
+        x = x + (tl.zeros([ROWS, BAND], ACC),)
     return x
 
 
 @triton.jit
-def transpose(x, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [R, D] as columns, bands of [BLOCK, R]."""
-    turned = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        turned = turned + (tl.trans(x[i]),)
-    return turned
+def transpose(x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Rows [R, HEAD_DIM] as columns, in bands of [BAND, R]."""
+    columns = ()
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+        columns = columns + (tl.trans(x[i]),)
+    return columns
 
 
 @triton.jit
-def dot_columns(x, y, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """x y [M, N] of rows x [M, D] and columns y [D, N] in bands."""
+def dot_columns(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
+    """x y [M, N] of rows x [M, HEAD_DIM] and columns y [HEAD_DIM, N] in bands."""
     s = tl.dot(x[0], y[0], input_precision="ieee", out_dtype=ACC)
-    for i in tl.static_range(1, (D + BLOCK - 1) // BLOCK):
+    for i in tl.static_range(1, (HEAD_DIM + BAND - 1) // BAND):
         s = tl.dot(x[i], y[i], s, input_precision="ieee", out_dtype=ACC)
     return s
 
 
 @triton.jit
-def add_dot(acc, p, x, D: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """Rows acc + p x [M, D] of p [M, N] and rows x [N, D]."""
-    more = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        more = more + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)
-    return more
+def add_dot(acc, p, x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
+    """acc + p x [M, HEAD_DIM] of p [M, N] and rows x [N, HEAD_DIM]."""
+    total = ()
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+        total = total + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)
+    return total
 
 
 @triton.jit
-def divide_rows(x, divisor, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows x [R, D] over divisor [R]."""
-    over = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        over = over + (x[i] / divisor[:, None],)
-    return over
+def divide_rows(x, divisor, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Rows x [R, HEAD_DIM] over divisor [R]."""
+    quotient = ()
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+        quotient = quotient + (x[i] / divisor[:, None],)
+    return quotient
 
 
 @triton.jit
-def scale_rows(x, factor, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows x [R, D] times factor: [R, 1], or a number."""
+def scale_rows(x, factor, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Rows x [R, HEAD_DIM] times factor: [R, 1], or a number."""
     scaled = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
         scaled = scaled + (x[i] * factor,)
     return scaled

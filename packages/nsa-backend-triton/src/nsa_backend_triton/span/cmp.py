@@ -1,4 +1,4 @@
-"""Slot cmp: attention over the compressed tokens; i is visible to t where i*d + l - 1 <= t."""
+"""Slot cmp: attention over compressed tokens (Eq. 7); token t sees i where i*d + l - 1 <= t."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nsa_core.contract import SlotCall
 
 
 def _span(call: SlotCall) -> tuple[int, int, int]:
+    """Return COMPRESS_BLOCK, STRIDE, WINDOW of the span kernels."""
     return call.geometry.compress_block_size, call.geometry.compress_stride, 0
 
 
@@ -21,7 +22,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     seqs = Sequences.of(q, call, compressed=True)
     return span_forward.forward(q, k_cmp, v_cmp, seqs, _span(call), call.scale)
 
@@ -36,8 +37,9 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp; rows of k_cmp that belong to no document
-    get zero.
+    """Return dq, dk_cmp, dv_cmp in the shapes of q, k_cmp, v_cmp.
+
+    Gradients are zero in packed rows that belong to no document.
     """
     seqs = Sequences.of(q, call, compressed=True)
     return span_backward.backward(do, q, k_cmp, v_cmp, o, lse, seqs, _span(call), call.scale)

@@ -1,14 +1,15 @@
-"""Forward attention over a span of keys: the compressed branch and the sliding window.
+"""Forward of attention over a span of keys: the compressed branch and the sliding window.
 
     s = scale q k^T,  p = exp(s - lse) where t sees j,  o = p v,  lse = log sum exp s
-    (Eq. 5 with Eq. 7, or w)
 
-A program owns TOKENS x HEADS = M query rows (neighbouring tokens, heads of one group), q in shared
-memory, m, l [M] and the output [M, Dv] in registers, and walks the keys in tiles of BLOCK_N: (Dk +
-Dv) * BLOCK_N * itemsize bytes through L2 and 2 * M * BLOCK_N * (Dk + Dv) operations a tile, so M
-operations a byte in bf16. At M = 128 the matrix units bind (128 operations a byte against about 100
-that the H200's L2 needs), then exp2. Only tiles at the ends of the range are masked; with a window
-of w, M / HEADS + w - 1 keys are touched for w that count, hence HEADS > 1 there.
+This is one branch of Eq. 5: over the compressed keys of Eq. 7 (cmp), or over the last w tokens
+(win). A program owns BLOCK_M = BLOCK_T x BLOCK_H query rows: neighbouring tokens times heads of one
+group. It keeps q in shared memory, and m_i, l_i [BLOCK_M] and the output [BLOCK_M, Dv] in
+registers, and walks the keys in tiles of BLOCK_N. A tile takes (Dk + Dv) * BLOCK_N * itemsize bytes
+through L2 and 2 * BLOCK_M * BLOCK_N * (Dk + Dv) operations, which is BLOCK_M operations a byte in
+bf16. At BLOCK_M = 128 the matrix units are the limit (128 operations a byte against about 100 that
+the H200's L2 needs), then exp2. Only tiles at the ends of the span are masked. A window of w makes
+a program read BLOCK_M / BLOCK_H + w - 1 keys, of which a token sees w; hence BLOCK_H > 1 there.
 """
 
 from __future__ import annotations
@@ -38,138 +39,163 @@ from nsa_backend_triton.shared.rows import (
     finish,
     load_at,
     num_compressed,
+    online_softmax_update,
     place,
+    row_offset,
     scale_rows,
     store_at,
     transpose,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import fetch_rows, hide, key_place, key_span, load_rows
+from nsa_backend_triton.span.geometry import (
+    fetch_rows,
+    key_span,
+    load_rows,
+    locate_keys,
+    mask_scores,
+)
 
-TINY = 1e-30  # in place of a scale of 0, which would make a hidden key's -inf a NaN
+TINY = 1e-30  # replaces a scale of 0, which would turn the -inf of a masked key into NaN
 
 
 @triton.jit
 def _walk(
-    q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, tiles, keys, left,
-    right, factor,
-    k_row, v_row,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, ACC: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
+    low, skip_from, skip_to, num_tiles, seq_keys, first_key, end_key,
+    qk_scale, stride_k, stride_v,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over ``tiles`` tiles of keys; returns m, l, acc.
+    """Online softmax of q [M, Dk] over ``num_tiles`` tiles of keys; returns m_i, l_i, acc.
 
-    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees
-    left[r] .. right[r].
+    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees the
+    keys first_key[r] .. end_key[r].
     """
-    column = tl.arange(0, BLOCK_N)
-    for i in tl.range(0, tiles):
-        j = low + i * BLOCK_N
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
+    offs_n = tl.arange(0, BLOCK_N)
+    for i in tl.range(0, num_tiles):
+        start_n = low + i * BLOCK_N
         if MASKED:
-            j += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
-        if TMA:
-            k = fetch_rows(K_TMA, batch, j, kv_head, BLOCK_N, DK, BLOCK_DK)
+            start_n += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
+        if USE_TMA:
+            k = fetch_rows(K_DESC, batch, start_n, kv_head, BLOCK_N, HEAD_DIM, HEAD_DIM_BAND)
         else:
             k = load_rows(
-                K + tl.cast(j, tl.int64) * k_row, column, keys - j, k_row, DK, BLOCK_DK, MASKED
+                K + tl.cast(start_n, tl.int64) * stride_kt,
+                offs_n,
+                seq_keys - start_n,
+                stride_kt,
+                HEAD_DIM,
+                HEAD_DIM_BAND,
+                MASKED,
             )
-        s = dot_columns(q, transpose(k, DK, BLOCK_DK), DK, BLOCK_DK, ACC)
+        s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         if MASKED:
-            s = hide(s, column, left - j, right - j, WINDOW > 0, True)
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)
-        shift = m_new
-        if MASKED:
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        p = tl.exp2(s * factor - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
-        if TMA:
-            v = fetch_rows(V_TMA, batch, j, kv_head, BLOCK_N, DV, BLOCK_DV)
+            s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, WINDOW > 0, True)
+        row_max = tl.max(s, 1) * qk_scale
+        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s * qk_scale, row_max, None, MASKED)
+        if USE_TMA:
+            v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
         else:
             v = load_rows(
-                V + tl.cast(j, tl.int64) * v_row, column, keys - j, v_row, DV, BLOCK_DV, MASKED
+                V + tl.cast(start_n, tl.int64) * stride_vt,
+                offs_n,
+                seq_keys - start_n,
+                stride_vt,
+                V_HEAD_DIM,
+                V_HEAD_DIM_BAND,
+                MASKED,
             )
-        acc = scale_rows(acc, alpha[:, None], DV, BLOCK_DV)
-        acc = add_dot(acc, p.to(v[0].dtype), v, DV, BLOCK_DV, ACC)
-        m = m_new
-    return m, l, acc
+        acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
+        acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+    return m_i, l_i, acc
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "key_rows", "lse_seq", "lse_head"])
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "num_keys", "stride_lse_b", "stride_lse_h"])
 def span_forward(
-    Q, K, V, K_TMA, V_TMA, O, LSE, CU, CU_KEYS,
-    q_seq: tl.int64, q_row, q_head, k_seq: tl.int64, k_row, k_head, v_seq: tl.int64, v_row, v_head,
-    o_seq: tl.int64, o_row, o_head, lse_seq: tl.int64, lse_head: tl.int64,
-    factor, n_seqs, seq_len, key_rows,
-    N_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    ACC: tl.constexpr, TMA: tl.constexpr,
+    Q, K, V, K_DESC, V_DESC, O, LSE, CU_SEQLENS, CU_KEYS,
+    stride_q, stride_k, stride_v, stride_o, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    qk_scale, num_seqs, seq_len, num_keys,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    VARLEN: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """See the module. One program: TOKENS tokens x HEADS heads; heads vary fastest, the longest
-    tiles start first.
+    """o and lse of BLOCK_T tokens x BLOCK_H heads.
 
-    ``factor`` is |scale| log2(e), NEGATIVE the scale's sign.
+    Heads vary fastest over programs; the tiles with the most keys start first. ``qk_scale`` is
+    |scale| log2(e); NEGATIVE_SCALE: the scale is negative.
     """
-    slices: tl.constexpr = N_HEADS // HEADS
-    index = tl.num_programs(0) // slices - 1 - tl.program_id(0) // slices
-    head = tl.program_id(0) % slices * HEADS
-    seq, start, length, row = place(index, CU, n_seqs, seq_len, TOKENS, VARLEN)
+    num_head_tiles: tl.constexpr = NUM_HEADS // BLOCK_H
+    tile = tl.num_programs(0) // num_head_tiles - 1 - tl.program_id(0) // num_head_tiles
+    head = tl.program_id(0) % num_head_tiles * BLOCK_H
+    seq, start, length, row = place(tile, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
     if row >= length:
         return
-    key_start, keys = key_place(seq, start, length, CU_KEYS, key_rows, SIZE, STRIDE, VARLEN)
+    key_start, seq_keys = locate_keys(
+        seq, start, length, CU_KEYS, num_keys, COMPRESS_BLOCK, STRIDE, VARLEN
+    )
     batch = 0 if VARLEN else seq
-    at = tl.arange(0, TOKENS * HEADS)
-    local, h = at // HEADS, at % HEADS
-    token = row + local
-    inside = token < length
-    Q += batch * q_seq + tl.cast(start + row, tl.int64) * q_row + head * q_head
-    q = load_at(Q, local * q_row + h * q_head, inside, DK, BLOCK_DK)
-    if NEGATIVE:
-        # exact; then a row's largest product is its largest score
-        q = scale_rows(q, -1.0, DK, BLOCK_DK)
+    offs_m = tl.arange(0, BLOCK_T * BLOCK_H)
+    offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
+    token = row + offs_t
+    mask_m = token < length
+    Q += row_offset(batch, start + row, head, stride_q)
+    _, stride_qt, stride_qh = stride_q
+    q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+    if NEGATIVE_SCALE:
+        # Negation is exact. Then the largest product of a row is its largest score.
+        q = scale_rows(q, -1.0, HEAD_DIM, HEAD_DIM_BAND)
 
     kv_head = head // GROUP
-    K += batch * k_seq + tl.cast(key_start, tl.int64) * k_row + kv_head * k_head
-    V += batch * v_seq + tl.cast(key_start, tl.int64) * v_row + kv_head * v_head
-    last = tl.minimum(row + TOKENS, length) - 1
-    low, all_low, all_high, high = key_span(row, last, keys, SIZE, STRIDE, WINDOW, BLOCK_N)
-    m = tl.full([TOKENS * HEADS], float("-inf"), ACC)
-    l = tl.zeros([TOKENS * HEADS], ACC)
-    acc = zero_rows(TOKENS * HEADS, DV, BLOCK_DV, ACC)
-    left = token - WINDOW + 1
-    right = tl.minimum(num_compressed(token + 1, SIZE, STRIDE), keys)
-    skip_from, skip_to = (all_low - low) // BLOCK_N, (all_high - low) // BLOCK_N
-    masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
-    m, l, acc = _walk(
-        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, all_low, 0, 0, skip_to - skip_from, keys,
-        left, right, factor,
-        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, False,
+    K += row_offset(batch, key_start, kv_head, stride_k)
+    V += row_offset(batch, key_start, kv_head, stride_v)
+    last = tl.minimum(row + BLOCK_T, length) - 1
+    low, full_low, full_high, high = key_span(
+        row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
+    )
+    m_i = tl.full([BLOCK_T * BLOCK_H], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_T * BLOCK_H], ACC)
+    acc = zero_rows(BLOCK_T * BLOCK_H, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+    first_key = token - WINDOW + 1
+    end_key = tl.minimum(num_compressed(token + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
+    skip_from, skip_to = (full_low - low) // BLOCK_N, (full_high - low) // BLOCK_N
+    num_masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
+    m_i, l_i, acc = _walk(
+        q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
+        full_low, 0, 0, skip_to - skip_from, seq_keys, first_key, end_key,
+        qk_scale, stride_k, stride_v,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
     )  # fmt: skip
-    m, l, acc = _walk(
-        q, m, l, acc, K, V, K_TMA, V_TMA, batch, kv_head, low, skip_from, skip_to, masked, keys,
-        left, right, factor,
-        k_row, v_row, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, WINDOW, ACC, TMA, True,
+    m_i, l_i, acc = _walk(
+        q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
+        low, skip_from, skip_to, num_masked, seq_keys, first_key, end_key,
+        qk_scale, stride_k, stride_v,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
-    l, lse = finish(m, l)
-    O += batch * o_seq + tl.cast(start + row, tl.int64) * o_row + head * o_head
-    o = divide_rows(acc, l, DV, BLOCK_DV)
-    store_at(O, local * o_row + h * o_head, o, inside, DV, BLOCK_DV)
+    divisor, lse = finish(m_i, l_i)
+    O += row_offset(batch, start + row, head, stride_o)
+    _, stride_ot, stride_oh = stride_o
+    o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    store_at(O, offs_t * stride_ot + offs_h * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     tl.store(
-        LSE + batch * lse_seq + (start + row) + local + (head + h) * lse_head, lse, mask=inside
+        LSE + batch * stride_lse_b + (start + row) + offs_t + (head + offs_h) * stride_lse_h,
+        lse,
+        mask=mask_m,
     )
 
 
-def heads_together(group: int, most: int) -> int:
-    """The largest power of two, at most ``most``, that divides the heads of a group."""
-    return min(group & -group, most)
+def heads_together(group: int, max_heads: int) -> int:
+    """Return the largest power of two <= ``max_heads`` that divides the heads of a group."""
+    return min(group & -group, max_heads)
 
 
 def launch_options(settings: configs.Settings) -> dict[str, int]:
-    """num_warps, num_stages, and maxnreg where it is given and not 0."""
+    """Return num_warps, num_stages and maxnreg of ``settings``, without those absent or 0."""
     names = ("num_warps", "num_stages", "maxnreg")
     return {name: settings[name] for name in names if settings.get(name)}
 
@@ -180,34 +206,35 @@ def _launch(
     tensors_aligned: bool,
     settings: configs.Settings | None,
 ) -> tuple[Launch, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """The launch, the rows of a descriptor's tile (0: no descriptors), the shapes of o and lse."""
-    *lead, heads, dk = q.shape
-    groups, dv = v.shape[-2:]
+    """Return the launch, the rows of a descriptor's tile (0: pointers), the shapes of o and lse."""
+    *lead, heads, head_dim = q.shape
+    groups, v_head_dim = v.shape[-2:]
     settings = settings or configs.pick(
         "span_forward",
         architecture(q.device),
-        head_dim=dk,
-        v_head_dim=dv,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
         itemsize=q.itemsize,
         window=span[2],
         pointers=int(not (tensors_aligned and descriptors_fit(seqs.packed, k, v))),
     )
-    tma, block_n = bool(settings.get("TMA")), settings["BLOCK_N"]
-    together = heads_together(heads // groups, settings["HEADS"])
-    tokens = settings["BLOCK_M"] // together
-    o, lse = (*lead, heads, dv), (*lead[:-1], heads, lead[-1])
-    made = Launch(
-        span_forward, (seqs.tiles(tokens) * (heads // together),),
-        *(n for x in (q, k, v) for n in strides(x, seqs.packed)), *new_strides(o, seqs.packed),
+    use_tma, block_n = bool(settings.get("USE_TMA")), settings["BLOCK_N"]
+    block_h = heads_together(heads // groups, settings["BLOCK_H"])
+    block_t = settings["BLOCK_M"] // block_h
+    o, lse = (*lead, heads, v_head_dim), (*lead[:-1], heads, lead[-1])
+    launch = Launch(
+        span_forward, (seqs.tiles(block_t) * (heads // block_h),),
+        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o, seqs.packed),
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
-        N_HEADS=heads, GROUP=heads // groups, DK=dk, DV=dv,
-        BLOCK_DK=band(dk), BLOCK_DV=band(dv),
-        TOKENS=tokens, HEADS=together, BLOCK_N=block_n,
-        SIZE=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed, NEGATIVE=scale < 0,
-        ACC=accumulator(q.dtype), TMA=tma, **launch_options(settings),
+        NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        HEAD_DIM_BAND=band(head_dim), V_HEAD_DIM_BAND=band(v_head_dim),
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=block_n,
+        COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
+        NEGATIVE_SCALE=scale < 0, ACC=accumulator(q.dtype), USE_TMA=use_tma,
+        **launch_options(settings),
     )  # fmt: skip
-    return made, block_n if tma else 0, o, lse
+    return launch, block_n if use_tma else 0, o, lse
 
 
 def forward(
@@ -215,12 +242,13 @@ def forward(
     k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
     v: Tensor,  # [B, L, G, Dv]
     seqs: Sequences,
-    span: tuple[int, int, int],  # SIZE, STRIDE, WINDOW
+    span: tuple[int, int, int],  # COMPRESS_BLOCK, STRIDE, WINDOW
     scale: float,
     settings: configs.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); ``settings`` replace
-    the tuned ones.
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]).
+
+    ``settings`` replace the tuned ones.
     """
     launch, rows, o_shape, lse_shape = _launch(q, k, v, seqs, span, scale, aligned(k, v), settings)
     descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)

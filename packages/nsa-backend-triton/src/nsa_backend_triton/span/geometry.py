@@ -1,9 +1,8 @@
-"""Geometry of a span: which keys a run of queries sees, which queries see a run of keys, and one
-masked tile of rows.
+"""Geometry of a span: which keys a tile of queries sees, which queries see a tile of keys.
 
-Query t sees key j where j * STRIDE + SIZE - 1 <= t and, with WINDOW > 0, t < j + WINDOW. The window
-is SIZE = STRIDE = 1; the compressed branch (SIZE = l, STRIDE = d) has WINDOW = 0. All positions are
-local to a sequence.
+Query t sees key j where j * STRIDE + COMPRESS_BLOCK - 1 <= t and, with WINDOW > 0, t < j + WINDOW.
+The compressed branch has COMPRESS_BLOCK = l, STRIDE = d and WINDOW = 0 (Eq. 7); the sliding window
+has COMPRESS_BLOCK = STRIDE = 1 and WINDOW = w. All positions are local to a sequence.
 """
 
 from __future__ import annotations
@@ -15,62 +14,56 @@ from nsa_backend_triton.shared.rows import load_at, num_compressed, store_at
 
 
 @triton.jit
-def key_place(
-    seq,
-    start,
-    length,
-    CU_KEYS,
-    key_rows,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    VARLEN: tl.constexpr,
-):
-    """(first key row, number of keys) of a sequence; never a row past ``key_rows``, whatever the
-    boundaries say.
+def locate_keys(
+    seq, start, length, CU_KEYS, num_keys,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """(first row in K, number of keys) of a sequence of ``length`` tokens that begins at ``start``.
+
+    K has ``num_keys`` rows; malformed boundaries never lead past them.
     """
-    keys = num_compressed(length, SIZE, STRIDE)
-    if VARLEN and SIZE * STRIDE > 1:
-        first = tl.minimum(tl.load(CU_KEYS + seq), key_rows)
-        return first, tl.minimum(keys, key_rows - first)
-    return start, keys
+    seq_keys = num_compressed(length, COMPRESS_BLOCK, STRIDE)
+    if VARLEN and COMPRESS_BLOCK * STRIDE > 1:
+        key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys)
+        return key_start, tl.minimum(seq_keys, num_keys - key_start)
+    return start, seq_keys
 
 
 @triton.jit
 def key_span(
-    first,
-    last,
-    keys,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Keys of the queries first .. last: (low, all_low, all_high, high).
+    first, last, seq_keys,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys of the queries first .. last: (low, full_low, full_high, high).
 
-    Somebody sees [low, high); everybody sees [all_low, all_high), which lies on BLOCK's grid from
-    low and may be empty.
+    At least one query sees each key of [low, high). Every query sees all keys of [full_low,
+    full_high), which may be empty; its bounds are multiples of BLOCK_N from low.
     """
     low = 0
-    high = tl.minimum(num_compressed(last + 1, SIZE, STRIDE), keys)
+    high = tl.minimum(num_compressed(last + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
     inner_low = 0
-    inner_high = tl.minimum(num_compressed(first + 1, SIZE, STRIDE), keys)
+    inner_high = tl.minimum(num_compressed(first + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
         inner_low = tl.maximum(last - WINDOW + 1, 0)
-    all_low = tl.minimum(low + tl.cdiv(inner_low - low, BLOCK) * BLOCK, high)
-    all_high = tl.maximum(low + tl.maximum(inner_high - low, 0) // BLOCK * BLOCK, all_low)
-    return low, all_low, all_high, high
+    full_low = tl.minimum(low + tl.cdiv(inner_low - low, BLOCK_N) * BLOCK_N, high)
+    full_high = tl.maximum(low + tl.maximum(inner_high - low, 0) // BLOCK_N * BLOCK_N, full_low)
+    return low, full_low, full_high, high
 
 
 @triton.jit
-def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+def query_span(
+    first, last, length,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Queries that see the keys first .. last: (low, inner_low, inner_high, high).
 
-    Somebody in [low, high) does; every query of [inner_low, inner_high), which may be empty, sees
-    them all.
+    Each query of [low, high) sees at least one of the keys. Each query of [inner_low, inner_high),
+    which may be empty, sees all of them.
     """
-    low = tl.minimum(first * STRIDE + SIZE - 1, length)
-    inner_low = last * STRIDE + SIZE - 1
+    low = tl.minimum(first * STRIDE + COMPRESS_BLOCK - 1, length)
+    inner_low = last * STRIDE + COMPRESS_BLOCK - 1
     high = length
     inner_high = length
     if WINDOW > 0:
@@ -80,40 +73,40 @@ def query_span(first, last, length, SIZE: tl.constexpr, STRIDE: tl.constexpr, WI
 
 
 @triton.jit
-def hide(s, index, first, end, FIRST: tl.constexpr, END: tl.constexpr):
-    """s [R, C] where first[r] <= index[c] < end[r], -inf elsewhere; FIRST, END: whether that side
-    counts.
+def mask_scores(s, offs, first, end, CHECK_FIRST: tl.constexpr, CHECK_END: tl.constexpr):
+    """s [R, C] where first[r] <= offs[c] < end[r], -inf elsewhere; each limit only if CHECKed.
 
-    Side by side, not with &: the compiler would keep both predicates of every element in registers.
+    Two selections in place of one with &: the compiler would keep both predicates of every element
+    in registers.
     """
-    if END:
-        s = tl.where(index[None, :] < end[:, None], s, float("-inf"))
-    if FIRST:
-        s = tl.where(index[None, :] >= first[:, None], s, float("-inf"))
+    if CHECK_END:
+        s = tl.where(offs[None, :] < end[:, None], s, float("-inf"))
+    if CHECK_FIRST:
+        s = tl.where(offs[None, :] >= first[:, None], s, float("-inf"))
     return s
 
 
 @triton.jit
 def load_rows(
-    X, rows, limit, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+    X, rows, limit, stride, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows [R, WIDTH] of X in bands; 0 right of WIDTH and, MASKED, where a row is not in [0,
-    limit).
-    """
-    ok = ((rows >= 0) & (rows < limit)) if MASKED else None
-    return load_at(X, rows * stride, ok, WIDTH, BLOCK)
+    """Rows [R, HEAD_DIM] of X in bands; if MASKED, a row outside [0, limit) is 0."""
+    mask = ((rows >= 0) & (rows < limit)) if MASKED else None
+    return load_at(X, rows * stride, mask, HEAD_DIM, BAND)
 
 
 @triton.jit
-def fetch_rows(X, batch, row, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows row .. row + ROWS of a head of X, a descriptor of [B, L, H, WIDTH], in bands."""
+def fetch_rows(
+    X_DESC, batch, row, head, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BAND: tl.constexpr
+):
+    """ROWS rows of a head from ``row`` on, in bands; X_DESC describes [B, L, H, HEAD_DIM]."""
     x = ()
-    for first in tl.static_range(0, WIDTH, BLOCK):
-        x = x + (X.load([batch, row, head, first]).reshape(ROWS, BLOCK),)
+    for first in tl.static_range(0, HEAD_DIM, BAND):
+        x = x + (X_DESC.load([batch, row, head, first]).reshape(ROWS, BAND),)
     return x
 
 
 @triton.jit
-def store_rows(X, rows, limit, stride, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store x [R, WIDTH], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
-    store_at(X, rows * stride, x, rows < limit, WIDTH, BLOCK)
+def store_rows(X, rows, limit, stride, x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Store x [R, HEAD_DIM], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
+    store_at(X, rows * stride, x, rows < limit, HEAD_DIM, BAND)

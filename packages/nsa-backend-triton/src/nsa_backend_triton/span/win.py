@@ -1,4 +1,4 @@
-"""Slot win: attention over the keys t-w+1 .. t."""
+"""Slot win: attention over the sliding window; token t sees the keys t - w + 1 .. t."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nsa_core.contract import SlotCall
 
 
 def _span(call: SlotCall) -> tuple[int, int, int]:
+    """Return COMPRESS_BLOCK, STRIDE, WINDOW of the span kernels."""
     return 1, 1, call.geometry.window_size
 
 
@@ -21,7 +22,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     return span_forward.forward(q, k, v, Sequences.of(q, call), _span(call), call.scale)
 
 
@@ -35,7 +36,7 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v."""
+    """Return dq, dk, dv in the shapes of q, k, v."""
     return span_backward.backward(
         do, q, k, v, o, lse, Sequences.of(q, call), _span(call), call.scale
     )

@@ -1,9 +1,9 @@
-"""docs/kernels.md: every kernel compiled for the GPUs it ships for, and what it takes there.
+"""Write docs/kernels.md: the resources of every kernel on the GPUs that it ships for.
 
     python -m nsa_backend_triton.tools.compile_table > docs/kernels.md
 
-Needs no GPU: kernels are compiled from the launches that a call would make
-(nsa_backend_triton.tools.offline).
+This needs no GPU: kernels are compiled from the launches that a call would make, see
+nsa_backend_triton.tools.offline.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
 ARCHITECTURES = (80, 90)
-# (Dk, Dv) per dtype; float16 compiles to what bfloat16 does.
+# (Dk, Dv) per dtype; float16 compiles to the same resources as bfloat16.
 SHAPES = {
     "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     "float32": ((64, 64), (256, 256)),
 }
-STEPS = {"step": 1, "steps": 4}  # new tokens a sequence
-MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes a thread, stores and loads together
-# Rows whose asynchronous products (wgmma) ptxas serializes, and its warnings; any other warning
-# fails the tests.
+STEPS = {"step": 1, "steps": 4}  # new tokens per sequence
+MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes per thread, stores and loads together
+# Rows whose asynchronous products (wgmma) ptxas serializes, with its warnings. Any other warning
+# fails a test.
 SERIALIZED: Mapping[str, tuple[str, ...]] = {
-    # Too few registers for two programs a multiprocessor; on an H200 the fastest of nine settings
-    # all the same.
+    # Too few registers for two programs per multiprocessor, but the fastest of nine settings on an
+    # H200.
     "span_forward | sm_90 | cmp | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | cmp, packed | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win, packed | 128/128 bfloat16": ("C7512",),
-    # Products in flight across iterations. The effect on its time has not been measured.
+    # Products in flight across iterations. The effect on the time has not been measured.
     "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16": ("C7515",),
 }
 _BASE = Request(
@@ -77,7 +77,7 @@ that of sm_80, sm_100 and sm_103 that of sm_90. Kernels have been measured on sm
 
 
 def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
-    """What a call of ``request.slot``, backward included where it is asked for, would launch."""
+    """Return the launches of a call of ``request.slot``, and of its backward if requested."""
     do, given, call = inputs(request)
     module = slot_module(request.slot)
     with offline.recording(architecture) as made:
@@ -90,7 +90,7 @@ def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch
 def step_launches(
     request: Request, architecture: int, rows: int = 1
 ) -> list[offline.RecordedLaunch]:
-    """What a fused decode step of ``rows`` tokens would launch, its append and gates first."""
+    """Return the launches of a fused decode step of ``rows`` tokens: append, gates, step."""
     given, call = step_inputs(request, rows)
     q, lead = given["q"], given["q"].shape[:2]
     k, v = (q.new_empty((*lead, *given[f"{x}_win"].shape[2:])) for x in "kv")
@@ -110,7 +110,7 @@ def step_launches(
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kernel, as it is launched for one request."""
+    """One kernel as launched for one request."""
 
     launch: offline.RecordedLaunch
     title: str  # "span_forward | sm_90 | cmp | 128/128 bfloat16"
@@ -118,16 +118,16 @@ class Row:
 
     @property
     def most_spills(self) -> int:
-        """Bytes a thread that it may spill."""
+        """Bytes per thread that it may spill."""
         return MOST_SPILLS[self.dtype]
 
     @property
     def accepted_serialized(self) -> tuple[str, ...]:
-        """Codes of the warnings about serialized products that it may have."""
+        """Codes of the accepted warnings about serialized products."""
         return SERIALIZED.get(self.title, ())
 
     def line(self) -> str:
-        """The row of the table; compiles the kernel."""
+        """Compile the kernel and return its row of the table."""
         cost = offline.cost(self.launch)
         kib = f"{cost.shared / 1024:.1f}"
         names = (", ".join(cost.instructions) or "-", ", ".join(cost.serialized) or "-")
@@ -138,9 +138,7 @@ def rows(
     shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES,
     slots: tuple[str, ...] = (*SLOTS, *STEPS),
 ) -> Iterator[Row]:
-    """Every kernel of ``slots``, for each architecture, dtype and width whose tiles have a
-    configuration.
-    """
+    """Yield every kernel of ``slots`` for each architecture, dtype and width with settings."""
     for slot in slots:
         for architecture in ARCHITECTURES:
             for dtype, widths in shapes.items():
@@ -166,13 +164,11 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
     modes: list[tuple[str, dict[str, int]]] = [("", {})]
     if asked.slot == "sel":
         modes.append((", deterministic", {"deterministic": True}))
-    if asked.slot in (
-        "select",
-        "sel",
-    ):  # tile shapes of their own, and kernels that larger groups never launch
+    # small groups have tile shapes of their own, and kernels that larger groups never launch
+    if asked.slot in ("select", "sel"):
         modes.append((", h=4", {"n_kv_heads": asked.n_heads // 4}))
     if asked.slot in ("cmp", "win") and architecture == 90 and asked.dtype != "float32":
-        # descriptors serve dense calls only: rows of their own
+        # descriptors serve dense calls only, so packed calls have rows of their own
         modes.append((", packed", {"varlen": True}))
     for mode, changes in modes:
         request = dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
@@ -190,7 +186,7 @@ def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
 
 
 def page() -> Iterator[str]:
-    """The page as Markdown, line by line."""
+    """Yield the page as Markdown, line by line."""
     limits = {f"s{a}": offline.SHARED[a] // 1024 for a in ARCHITECTURES}
     narrow, wide = MOST_SPILLS["bfloat16"], MOST_SPILLS["float32"]
     yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, **limits)

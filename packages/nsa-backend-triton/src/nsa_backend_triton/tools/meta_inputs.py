@@ -1,4 +1,4 @@
-"""The tensors that a request stands for, without data: what dry runs are made on."""
+"""Tensors without data for a request, as inputs of dry runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from nsa_core.contract import DecodeCall, Request, SlotCall
 
 
 def slot_module(slot: str) -> ModuleType:
-    """The module that holds ``slot``'s forward and backward."""
+    """Return the module that holds ``slot``'s forward and backward."""
     return importlib.import_module(f"nsa_backend_triton.{MODULES[slot]}")
 
 
 def inputs(
     request: Request, device: str = "meta"
 ) -> tuple[torch.Tensor, list[torch.Tensor], SlotCall]:
-    """(do, the slot's tensors, the call) of ``request``, uninitialised; packed: ``batch``
-    documents.
+    """Return (do, the slot's tensors, the call) of ``request``, uninitialised.
+
+    A packed request has ``batch`` documents.
     """
     geometry, length, batch = request.geometry, request.seq_len or 0, request.batch or 1
     dtype = getattr(torch, request.dtype)
@@ -47,7 +48,7 @@ def inputs(
         tensor(*lead, g, dk),
         tensor(*lead, g, dv),
     )
-    given = {
+    tensors = {
         "cmp": [q, k_cmp, v_cmp],
         "select": [q, k_cmp, lse],
         "sel": [q, k, v, tensor(*lead, g, geometry.num_selected_blocks, kind=torch.int32)],
@@ -55,16 +56,16 @@ def inputs(
         "combine": [tensor(*lead, hq, 3, kind=stats), do, do, do],
     }[request.slot]
     cu = tensor(batch + 1, kind=torch.int32) if request.varlen else None
-    return do, given, SlotCall(geometry, 0.125, cu, length, request.deterministic)
+    return do, tensors, SlotCall(geometry, 0.125, cu, length, request.deterministic)
 
 
 def step_inputs(
     request: Request, rows: int = 1, device: str = "meta"
 ) -> tuple[dict[str, torch.Tensor], DecodeCall]:
-    """A decode step's tensors by the contract's names, and the call: ``seq_len`` is what the cache
-    may hold.
+    """Return a decode step's tensors by the contract's names, uninitialised, and the call.
 
-    A sequence has its own pages and a ring of w + rows - 1; all uninitialised.
+    ``rows`` is the number of new tokens per sequence and ``request.seq_len`` the capacity of the
+    cache. Each sequence has its own pages and a ring of w + rows - 1 tokens.
     """
     geometry, batch, longest = request.geometry, request.batch or 1, request.seq_len or 0
     page = (
@@ -88,17 +89,17 @@ def step_inputs(
         "sel": (batch * pages, page),
         "win": (batch, ring),
     }
-    given = {
+    tensors = {
         "q": tensor(batch, rows, hq, request.head_dim),
         "gates": tensor(batch, rows, hq, 3, kind=stats),
     }
-    given |= {
+    tensors |= {
         f"{x}_{name}": tensor(*shape, g, widths[x]) for name, shape in stores.items() for x in "kv"
     }
-    given["lse"] = tensor(batch, hq, rows, kind=stats)
-    given["blocks"] = tensor(batch, rows, g, geometry.num_selected_blocks, kind=torch.int32)
+    tensors["lse"] = tensor(batch, hq, rows, kind=stats)
+    tensors["blocks"] = tensor(batch, rows, g, geometry.num_selected_blocks, kind=torch.int32)
     starts, lengths = tensor(batch, kind=torch.int32), tensor(batch, kind=torch.int32)
-    return given, DecodeCall(
+    return tensors, DecodeCall(
         geometry, 0.125, starts, lengths, tensor(batch, pages, kind=torch.int32), longest
     )
 

@@ -1,11 +1,10 @@
-"""Kernels compiled for a GPU that is not here: what they will cost there, from the very launches
-that a call makes.
+"""Compile kernels for a GPU that is not present, from the launches that a call makes.
 
     with recording(90) as launches:
         combine.forward(gates, o_cmp, o_sel, o_win, call=call)  # tensors on the meta device
     cost(launches[0])  # shared memory, registers, spills
 
-Not under TRITON_INTERPRET. Written against triton 3.6.
+Does not work with TRITON_INTERPRET=1. Written against triton 3.6.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import triton
@@ -30,7 +29,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, nati
 
 from nsa_backend_triton.host import sequences
 
-# most bytes of shared memory a block
+# shared memory per block, in bytes
 SHARED = {
     80: 163 * 1024,
     86: 99 * 1024,
@@ -41,59 +40,62 @@ _SERIALIZED = re.compile(
     r"\((C\d+)\) Potential Performance Loss: wgmma\.mma_async instructions are serialized"
 )
 _INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.async\.cg)")
+# position of an argument: (parameter,), or (parameter, element) inside a tuple
+Place: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedLaunch:
-    """One launch: a kernel and what decides its binary. Two launches with equal ``binary`` share
-    one.
-    """
+    """One launch: a kernel and everything that determines its binary."""
 
     kernel: JITFunction
     architecture: int
     grid: tuple[int, ...]
-    signature: dict[str, str]
-    constexprs: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
+    signature: dict[str, Any]  # parameter -> type, or a tuple of the types of a tuple's elements
+    constexprs: dict[Place, Any]
+    attributes: dict[Place, Any]
     options: Any
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The kernel's name."""
         return str(self.kernel.__name__)
 
     @property
     def binary(self) -> tuple[Any, ...]:
-        """Equal for launches that run the same compiled code."""
+        """A key that is equal for launches of the same compiled code."""
         return (
             self.name,
             self.architecture,
             *((name, str(kind)) for name, kind in self.signature.items()),
             *((place, str(value)) for place, value in sorted(self.constexprs.items())),
-            *((place, str(value)) for place, value in sorted(self.attributes.items())),
+            *((place, str(marks)) for place, marks in sorted(self.attributes.items())),
             str(self.options),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a compiled kernel takes, the matrix and copy instructions it uses, and ptxas's warnings
-    about them.
+    """Resources of a compiled kernel.
+
+    Attributes:
+        shared: shared memory per block, in bytes.
+        registers: registers per thread.
+        spills: spilled bytes per thread, stores and loads together.
+        instructions: matrix and copy instructions.
+        serialized: codes of ptxas warnings that it serializes asynchronous products (wgmma).
     """
 
-    shared: int  # bytes a block
-    registers: int  # a thread
-    spills: int  # bytes stored and loaded
+    shared: int
+    registers: int
+    spills: int
     instructions: tuple[str, ...]
-    # codes of ptxas's warnings that it serializes the asynchronous products (wgmma)
     serialized: tuple[str, ...]
 
 
 @contextlib.contextmanager
 def recording(architecture: int) -> Iterator[list[RecordedLaunch]]:
-    """Launches inside the block are collected, as they would be made on ``architecture``, and not
-    run.
-    """
+    """Collect launches inside the block, as for ``architecture``, in place of running them."""
     launches: list[RecordedLaunch] = []
     target = GPUTarget("cuda", architecture, 32)
     backend = make_backend(target)
@@ -115,106 +117,123 @@ def recording(architecture: int) -> Iterator[list[RecordedLaunch]]:
         yield launches
 
 
-def specialized_integers(made: RecordedLaunch) -> tuple[str, ...]:
-    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a
-    constant.
+def _arguments(launch: RecordedLaunch) -> Iterator[tuple[str, Place, Any, str]]:
+    """(label, place, parameter, type) of each argument; "stride_q[1]" is an element of a tuple."""
+    for index, parameter in enumerate(launch.kernel.params):
+        kind = launch.signature[parameter.name]
+        if isinstance(kind, tuple):
+            for i, element in enumerate(kind):
+                yield f"{parameter.name}[{i}]", (index, i), parameter, element
+        else:
+            yield parameter.name, (index,), parameter, kind
+
+
+def _specializes(place: Place, parameter: Any) -> bool:
+    """Whether Triton specializes this argument; it ignores do_not_specialize inside a tuple."""
+    return len(place) > 1 or not parameter.do_not_specialize
+
+
+def specialized_integers(launch: RecordedLaunch) -> tuple[str, ...]:
+    """Labels of the integer arguments that Triton specializes; one equal to 1 becomes a constant.
+
+    The label of a parameter is its name, that of an element of a tuple is like "stride_q[1]".
     """
-    names = []
-    for place, parameter in enumerate(made.kernel.params):
-        if parameter.is_constexpr or parameter.do_not_specialize:
-            continue
-        equals_one = type(made.constexprs.get((place,))) is int
-        if equals_one or made.signature[parameter.name] in ("i32", "i64"):
-            names.append(parameter.name)
-    return tuple(names)
+    return tuple(
+        label
+        for label, place, parameter, kind in _arguments(launch)
+        if not parameter.is_constexpr
+        and _specializes(place, parameter)
+        and (type(launch.constexprs.get(place)) is int or kind in ("i32", "i64"))
+    )
 
 
-def with_values(made: RecordedLaunch, values: Mapping[str, int]) -> RecordedLaunch:
-    """``made`` with other values of its integer arguments, specialized by Triton's own rules.
+def with_values(launch: RecordedLaunch, values: Mapping[str, int]) -> RecordedLaunch:
+    """Return ``launch`` with other integer arguments, specialized by Triton's own rules.
 
     Args:
-        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a
-            constant, a multiple of 16 is marked as one.
+        values: label (see specialized_integers) -> value. Only its specialization enters the
+            binary: 1 becomes a constant, a multiple of 16 is marked as one.
     """
-    backend = make_backend(GPUTarget("cuda", made.architecture, 32))
-    signature, constexprs, attributes = (
-        dict(made.signature),
-        dict(made.constexprs),
-        dict(made.attributes),
-    )
-    for place, parameter in enumerate(made.kernel.params):
-        name = parameter.name
-        if name not in values:
+    backend = make_backend(GPUTarget("cuda", launch.architecture, 32))
+    signature = dict(launch.signature)
+    constexprs, attributes = dict(launch.constexprs), dict(launch.attributes)
+    for label, place, parameter, _ in _arguments(launch):
+        if label not in values:
             continue
-        specialize, align = (
-            not parameter.do_not_specialize,
-            not parameter.do_not_specialize_on_alignment,
+        align = len(place) > 1 or not parameter.do_not_specialize_on_alignment
+        kind, mark = native_specialize_impl(
+            backend, values[label], False, _specializes(place, parameter), align
         )
-        kind, mark = native_specialize_impl(backend, values[name], False, specialize, align)
-        constexprs.pop((place,), None)
-        attributes.pop((place,), None)
+        constexprs.pop(place, None)
+        attributes.pop(place, None)
         # an annotated argument keeps its type, even if it is 1
-        signature[name] = parameter.annotation_type or kind
-        if signature[name] == "constexpr":
-            constexprs[place,] = values[name]
+        kind = parameter.annotation_type or kind
+        if len(place) > 1:
+            kinds = list(signature[parameter.name])
+            kinds[place[1]] = kind
+            signature[parameter.name] = tuple(kinds)
+        else:
+            signature[parameter.name] = kind
+        if kind == "constexpr":
+            constexprs[place] = values[label]
         if isinstance(mark, str):
-            attributes[place,] = backend.parse_attr(mark)
+            attributes[place] = backend.parse_attr(mark)
     return dataclasses.replace(
-        made, signature=signature, constexprs=constexprs, attributes=attributes
+        launch, signature=signature, constexprs=constexprs, attributes=attributes
     )
 
 
-def _source(made: RecordedLaunch) -> ASTSource:
-    return ASTSource(made.kernel, made.signature, made.constexprs, made.attributes)
+def _source(launch: RecordedLaunch) -> ASTSource:
+    return ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attributes)
 
 
-def translate(made: RecordedLaunch) -> None:
-    """Translate ``made`` to Triton's own IR (TTIR), the first stage of a compilation.
+def translate(launch: RecordedLaunch) -> None:
+    """Translate ``launch`` to Triton's own IR (TTIR), the first stage of a compilation.
 
-    Errors in a kernel's Python are found here, such as a method call on an argument that became a
+    This stage finds errors in a kernel's Python, such as a method call on an argument that became a
     constant.
 
     Raises:
         CompilationError: The message names the line of the kernel.
     """
-    target = GPUTarget("cuda", made.architecture, 32)
+    target = GPUTarget("cuda", launch.architecture, 32)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    codegen = backend.get_codegen_implementation(made.options)
-    _source(made).make_ir(target, made.options, codegen, backend.get_module_map(), context)
+    codegen = backend.get_codegen_implementation(launch.options)
+    _source(launch).make_ir(target, launch.options, codegen, backend.get_module_map(), context)
 
 
-def compile_launch(made: RecordedLaunch) -> CompiledKernel:
-    """Compile ``made`` for its architecture."""
-    target = GPUTarget("cuda", made.architecture, 32)
-    return triton.compile(_source(made), target=target, options=dict(made.options.__dict__))
+def compile_launch(launch: RecordedLaunch) -> CompiledKernel:
+    """Compile ``launch`` for its architecture."""
+    target = GPUTarget("cuda", launch.architecture, 32)
+    return triton.compile(_source(launch), target=target, options=dict(launch.options.__dict__))
 
 
-def cost(made: RecordedLaunch) -> Cost:
-    """Compile ``made`` for its architecture and read what it takes."""
-    compiled = compile_launch(made)
+def cost(launch: RecordedLaunch) -> Cost:
+    """Compile ``launch`` for its architecture and return its resources."""
+    compiled = compile_launch(launch)
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         text, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         text.write_text(ptx)
-        named = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-        assert named is not None  # every PTX file states its target
+        target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        assert target is not None  # every PTX file states its target
         command = [
-            get_ptxas(made.architecture).path,
+            get_ptxas(launch.architecture).path,
             "-v",
-            f"--gpu-name={named[1]}",
+            f"--gpu-name={target[1]}",
             str(text),
             "-o",
             str(binary),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert registers is not None, said
-    assert spills is not None, said
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert registers is not None, log
+    assert spills is not None, log
     instructions = tuple(sorted(set(_INSTRUCTIONS.findall(ptx))))
-    serialized = tuple(sorted(set(_SERIALIZED.findall(said))))
+    serialized = tuple(sorted(set(_SERIALIZED.findall(log))))
     return Cost(
         compiled.metadata.shared,
         int(registers[1]),

@@ -1,11 +1,10 @@
-"""Peak bytes of each slot beyond its inputs, counted in a dry run: the host code runs, on tensors
-without data.
+"""Peak memory of each slot beyond its inputs, counted in a dry run of the host code.
 
-Kernels keep their tiles in registers and shared memory, so every byte that a slot takes is a tensor
-that its host code makes: outputs, what lies between two kernels, gradients. The dry run makes them
-on the meta device, launches nothing, and counts what is alive. Forward's outputs stay alive while
-backward runs. Packed: ``batch`` counts documents. Decode: one token a sequence, over a cache of
-``seq_len``.
+Kernels keep their tiles in registers and shared memory, so all memory of a slot is tensors that its
+host code allocates: outputs, intermediate results between two kernels, gradients. The dry run
+allocates them on the meta device, launches nothing, and counts the bytes that are alive. Outputs of
+the forward stay alive while the backward runs. For a packed request ``batch`` counts documents. A
+decode request has one token per sequence and a cache of ``seq_len`` tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +28,13 @@ from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes
 
 _dry = contextvars.ContextVar("dry", default=False)
-# two threads that patch and restore in turn would leave a patch behind
+# Two threads that patch and restore by turns would leave a patch behind.
 _one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
 def _no_launches() -> Iterator[None]:
-    """Launches by this thread do nothing inside the block; those of other threads are what they
-    were.
-    """
+    """Skip launches of this thread inside the block; other threads launch as usual."""
 
     def skipping(stock: Any) -> Any:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +57,9 @@ def _no_launches() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def peak(request: Request) -> int:
-    """Bytes that ``request.slot`` holds at most beyond its inputs, backward included where it is
-    asked for.
+    """Return the peak bytes of ``request.slot`` beyond its inputs.
+
+    The backward is included if the request needs gradients.
     """
     if not (request.seq_len and request.batch):
         return 0
@@ -74,7 +72,7 @@ def peak(request: Request) -> int:
     )
     do, given, call = inputs(request)
     if not given[1].numel():
-        return 0  # no key that anyone could see: the core makes no call
+        return 0  # no query sees a key: the core does not call the slot
     module = slot_module(request.slot)
     major, minor = request.capability or (0, 0)
     with (
