@@ -60,13 +60,10 @@ class Problem(NamedTuple):
         """Query heads per kv head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
-    def strides(self) -> tuple[int, ...]:
-        """(sequence, token, head) strides of q, k, v, do."""
-        triples = [
-            sequences.strides(x, self.seqs.packed, far=True)
-            for x in (self.q, self.k, self.v, self.do)
-        ]
-        return tuple(stride for triple in triples for stride in triple)
+    def strides(self) -> list[tuple[int, int, int]]:
+        """(sequence, token, head) strides of q, k, v and do."""
+        inputs = (self.q, self.k, self.v, self.do)
+        return [sequences.strides(x, self.seqs.packed, far=True) for x in inputs]
 
     def constants(self) -> dict[str, object]:
         """Return the constexpr arguments that the kernels share."""

@@ -332,10 +332,7 @@ def _accumulate_tiles(
 )  # fmt: skip
 def sel_block_backward(
     Q, K, V, DO, LSE2, DELTA, TOKENS, OFFSETS, BOUNDS, CU_SEQLENS, DQ, DK, DV,
-    stride_qb, stride_qt, stride_qh,
-    stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh,
-    stride_dob, stride_dot, stride_doh,
+    stride_q, stride_k, stride_v, stride_do,
     scale, num_seqs, seq_len, num_buckets, buckets_per_head, num_segments, chunk_pairs,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -373,6 +370,10 @@ def sel_block_backward(
         bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
     )
     if begin < end:
+        stride_qb, stride_qt, stride_qh = stride_q
+        stride_kb, stride_kt, stride_kh = stride_k
+        stride_vb, stride_vt, stride_vh = stride_v
+        stride_dob, stride_dot, stride_doh = stride_do
         offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = first_key + offs_n
         mask_n = (offs_n < SELECT_BLOCK) & (key < length)

@@ -111,10 +111,7 @@ def _accumulate_entries(
 @triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles"])
 def sel_tile_backward(
     Q, K, V, K_DESC, V_DESC, DO, LSE2, DELTA, ENTRIES, COUNTS, CU_SEQLENS, DQ,
-    stride_qb, stride_qt, stride_qh,
-    stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh,
-    stride_dob, stride_dot, stride_doh,
+    stride_q, stride_k, stride_v, stride_do,
     scale, num_seqs, seq_len, tiles,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -134,6 +131,10 @@ def sel_tile_backward(
     )
     if first_t >= length:
         return
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    stride_dob, stride_dot, stride_doh = stride_do
     offs_m = tl.arange(0, BLOCK_M)
     local_t = offs_m // GROUP
     offs_t = first_t + local_t

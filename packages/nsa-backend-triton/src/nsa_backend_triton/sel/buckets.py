@@ -19,9 +19,7 @@ from nsa_backend_triton.shared.rows import dot_columns, finish, load_at, place, 
 def sel_bucket_kernel(
     Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
     num_seqs, seq_len, num_buckets, num_pairs, first_row, num_kv_heads, qk_scale,
-    stride_qb: tl.int64, stride_qt, stride_qh,
-    stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_vb: tl.int64, stride_vt, stride_vh,
+    stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
@@ -58,18 +56,22 @@ def sel_bucket_kernel(
         length = seq_len
         first_key = bucket % buckets_per_head * SELECT_BLOCK
         seq_row = seq.to(tl.int64) * seq_len - first_row
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    batch = seq.to(tl.int64)
     start = tl.cast(start, tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     key = first_key + offs_n
     mask_n = (offs_n < SELECT_BLOCK) & (key < length)
-    k_base = K + seq * stride_kb + (start + first_key) * stride_kt + kv_head * stride_kh
-    v_base = V + seq * stride_vb + (start + first_key) * stride_vt + kv_head * stride_vh
+    k_base = K + batch * stride_kb + (start + first_key) * stride_kt + kv_head * stride_kh
+    v_base = V + batch * stride_vb + (start + first_key) * stride_vt + kv_head * stride_vh
     k = transpose(
         load_at(k_base, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND),
         HEAD_DIM, HEAD_DIM_BAND,
     )  # fmt: skip
     v = load_at(v_base, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    q_base = Q + seq * stride_qb + start * stride_qt + kv_head * GROUP * stride_qh
+    q_base = Q + batch * stride_qb + start * stride_qt + kv_head * GROUP * stride_qh
     tokens = TOKENS + bucket_start.to(tl.int64)
     choices = CHOICES + bucket_start.to(tl.int64)
     tiles = tl.minimum(tl.cdiv(bucket_pairs - first_pair, BLOCK_T), TILES_PER_PROGRAM)

@@ -23,8 +23,7 @@ from nsa_backend_triton.shared.rows import LOG2E
 @triton.jit(do_not_specialize=["num_rows", "seq_len", "stride_lse_b", "stride_lse_h"])
 def attention_delta(
     DO, O, LSE, DELTA, LSE2,
-    stride_dob, stride_dot, stride_doh,
-    stride_ob, stride_ot, stride_oh,
+    stride_do, stride_o,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     num_rows, seq_len,
     NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
@@ -34,6 +33,8 @@ def attention_delta(
 
     LSE2 is inf in a row without keys.
     """
+    stride_dob, stride_dot, stride_doh = stride_do
+    stride_ob, stride_ot, stride_oh = stride_o
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     token, head, offs_d = row // NUM_HEADS, row % NUM_HEADS, tl.arange(0, V_HEAD_DIM_PAD)
     seq, token = token // seq_len, token % seq_len
@@ -66,7 +67,8 @@ def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
     block_m, num_rows = max(1, 8192 // padded), math.prod(lead) * tokens * num_heads
     return Launch(
         attention_delta, (triton.cdiv(num_rows, block_m),),
-        *strides(do, packed, far=True), *strides(o, packed, far=True), *lse_strides(lse, packed),
+        strides(do, packed, far=True), strides(o, packed, far=True),
+        *lse_strides(lse, packed),
         num_rows, tokens,
         NUM_HEADS=num_heads, V_HEAD_DIM=v_head_dim, V_HEAD_DIM_PAD=padded,
         BLOCK_M=block_m, ACC=accumulator(do.dtype),

@@ -143,8 +143,8 @@ def _prepare(
     launch = Launch(
         sel_forward_kernel, (num_kv_heads * tiles,),
         seqs.n, seqs.seq_len, tiles, call.scale * LOG2E.value,
-        *(stride for x in (q, k, v) for stride in strides(x, seqs.packed)),
-        *new_strides(o_shape, seqs.packed), *new_lse_strides(lse_shape, seqs.packed),
+        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o_shape, seqs.packed),
+        *new_lse_strides(lse_shape, seqs.packed),
         **_common_constants(q, v, group, seqs),
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
@@ -243,7 +243,7 @@ def _prepare_buckets(
         sel_bucket_kernel, (num_pairs // (block_t * tiles_per_program) + num_buckets,),
         seqs.n, seqs.seq_len, num_buckets, num_pairs, rows[0], num_kv_heads,
         call.scale * LOG2E.value,
-        *(stride for x in (q, k, v) for stride in strides(x, seqs.packed)),
+        *(strides(x, seqs.packed) for x in (q, k, v)),
         **constants,
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
         BLOCK_N=max(16, triton.next_power_of_2(select_block)),
@@ -373,10 +373,7 @@ def _zero_rows_unless(x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
 def sel_forward_kernel(
     Q, K, V, K_DESC, V_DESC, ENTRIES, COUNTS, O, LSE, CU_SEQLENS,
     num_seqs, seq_len, tiles, qk_scale,
-    stride_qb: tl.int64, stride_qt, stride_qh,
-    stride_kb: tl.int64, stride_kt, stride_kh,
-    stride_vb: tl.int64, stride_vt, stride_vh,
-    stride_ob: tl.int64, stride_ot, stride_oh,
+    stride_q, stride_k, stride_v, stride_o,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -400,16 +397,21 @@ def sel_forward_kernel(
     seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
     if first_t >= length:
         return
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    stride_ob, stride_ot, stride_oh = stride_o
+    batch = seq.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     local_t = offs_m // GROUP
     offs_t = first_t + local_t
     mask_m = (offs_t < length) & (offs_m < BLOCK_T * GROUP)
     seq_start = start.to(tl.int64)
     head = kv_head * GROUP + offs_m % GROUP
-    q_base = Q + seq * stride_qb + (seq_start + first_t) * stride_qt
+    q_base = Q + batch * stride_qb + (seq_start + first_t) * stride_qt
     q = load_at(q_base, local_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
-    k_base = K + seq * stride_kb + seq_start * stride_kt + kv_head * stride_kh
-    v_base = V + seq * stride_vb + seq_start * stride_vt + kv_head * stride_vh
+    k_base = K + batch * stride_kb + seq_start * stride_kt + kv_head * stride_kh
+    v_base = V + batch * stride_vb + seq_start * stride_vt + kv_head * stride_vh
     entries = ENTRIES + pid.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
     num_entries = tl.load(COUNTS + pid * 2)
     num_masked = tl.load(COUNTS + pid * 2 + 1)
@@ -433,7 +435,7 @@ def sel_forward_kernel(
     # A token that selected no entry has m = -inf, l = 0 and acc = 0, or NaN where its query is NaN.
     has_keys = (seen_tokens & token_bit) != 0
     divisor, lse = finish(m_i, tl.where(has_keys, l_i, 0.0))
-    o_base = O + seq * stride_ob + (seq_start + first_t) * stride_ot
+    o_base = O + batch * stride_ob + (seq_start + first_t) * stride_ot
     acc = _zero_rows_unless(acc, has_keys, V_HEAD_DIM, V_HEAD_DIM_BAND)
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
     store_at(o_base, local_t * stride_ot + head * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
