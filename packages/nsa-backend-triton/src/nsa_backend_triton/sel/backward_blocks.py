@@ -9,6 +9,7 @@ all heads of a token at once:
     P = exp(scale S - lse), dS = P (dP - delta)
     dv += P^T do, dk += dS^T q     [BLOCK_N, D] in registers over all tiles
     dq += dS k                     [BLOCK_M, D] added to fp32 memory, unless ORDERED
+    dk, dq times scale             at the end
 
 A tile reads 2 BLOCK_M D elements and 2 BLOCK_M fp32 numbers, adds BLOCK_M D fp32 numbers and takes
 10 BLOCK_M BLOCK_N D operations: 80 operations per byte at BLOCK_N = 64 in bf16. Programs run
@@ -38,12 +39,12 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.host.sequences import interpreted
+from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
     dot_columns,
     owner,
-    place,
     scale_rows,
     transpose,
     zero_rows,
@@ -52,30 +53,14 @@ from nsa_backend_triton.shared.rows import (
 INTERPRETED = tl.constexpr(interpreted())  # fixed when triton is imported
 
 
-@triton.jit
-def _locate_bucket(
-    bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head,
-    NUM_KV_HEADS: tl.constexpr, SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """(sequence, kv head, the sequence's first packed row, its length, first key) of a bucket."""
-    outer = bucket // buckets_per_head
-    index = bucket % buckets_per_head
-    if not VARLEN:
-        index += outer // NUM_KV_HEADS * buckets_per_head
-    seq, start, length, first_key = place(
-        index, CU_SEQLENS, num_seqs, seq_len, SELECT_BLOCK, VARLEN
-    )
-    return seq, outer % NUM_KV_HEADS, start, length, first_key
-
-
 @triton.jit(do_not_specialize=["segment_tokens", "num_segments"])
 def sel_segments(
     TOKENS, OFFSETS, BOUNDS, segment_tokens, num_segments, NUM_BOUNDS_PAD: tl.constexpr
 ):
     """Write BOUNDS [num_buckets, num_segments + 1]: each bucket's first pair of each segment.
 
-    The tokens of a bucket ascend in TOKENS. A program owns one bucket with all its segments: a
-    binary search, log2(pairs) loads that depend on each other. Bound by latency.
+    The tokens of a bucket ascend in TOKENS. A program owns one bucket and searches all its segments
+    at once: log2(pairs) loads that depend on each other. Bound by latency.
     """
     bucket = tl.program_id(0)
     segment = tl.arange(0, NUM_BOUNDS_PAD)
@@ -119,7 +104,8 @@ def gather_rows(X, offs, head_offs, mask_m, WIDTH: tl.constexpr, BAND: tl.conste
     """Rows [M, WIDTH] of X in bands, 0 where not ``mask_m`` [M].
 
     They begin at ``offs`` + ``head_offs`` [M]; ``head_offs`` (None: 0) is constant in the caller's
-    loop.
+    loop. The backward uses this and scatter_rows instead of load_at and store_at, with which
+    sel_block_backward spills more registers (128/128 on sm_80: 56 bytes instead of 24).
     """
     x = ()
     for first in tl.static_range(0, WIDTH, BAND):
@@ -366,7 +352,7 @@ def sel_block_backward(
             + (num_segments - 1 - outer % num_segments)
         )
         begin, end = tl.load(bound_ptr), tl.load(bound_ptr + 1)
-    seq, kv_head, start, length, first_key = _locate_bucket(
+    seq, kv_head, start, length, first_key = locate_bucket(
         bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
     )
     if begin < end:
@@ -463,7 +449,7 @@ def sel_add_chunks(
     KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
     key_tile = tl.program_id(0) % KEY_TILES
     bucket = tl.program_id(0) // KEY_TILES
-    seq, kv_head, start, length, first_key = _locate_bucket(
+    seq, kv_head, start, length, first_key = locate_bucket(
         bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
     )
     offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -12,13 +12,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import dot_columns, finish, load_at, place, transpose
+from nsa_backend_triton.sel.pair_lists import locate_bucket
+from nsa_backend_triton.shared.rows import (
+    dot_columns,
+    finish,
+    finite_shift,
+    load_at,
+    place,
+    transpose,
+)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "num_buckets", "num_pairs", "first_row"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "seq_len", "num_buckets", "buckets_per_head", "num_pairs", "first_row",
+    ]
+)  # fmt: skip
 def sel_bucket_kernel(
     Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
-    num_seqs, seq_len, num_buckets, num_pairs, first_row, num_kv_heads, qk_scale,
+    num_seqs, seq_len, num_buckets, buckets_per_head, num_pairs, first_row, num_kv_heads, qk_scale,
     stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -41,26 +53,14 @@ def sel_bucket_kernel(
     )
     if first_pair >= bucket_pairs:
         return
-    if VARLEN:
-        buckets_per_head = seq_len // SELECT_BLOCK + num_seqs
-        kv_head = bucket // buckets_per_head
-        seq, start, length, first_key = place(
-            bucket % buckets_per_head, CU_SEQLENS, num_seqs, seq_len, SELECT_BLOCK, True
-        )
-        seq_row = start.to(tl.int64) - first_row
-    else:
-        buckets_per_head = tl.cdiv(seq_len, SELECT_BLOCK)
-        kv_head = bucket // buckets_per_head % num_kv_heads
-        seq = bucket // buckets_per_head // num_kv_heads
-        start = 0
-        length = seq_len
-        first_key = bucket % buckets_per_head * SELECT_BLOCK
-        seq_row = seq.to(tl.int64) * seq_len - first_row
+    seq, kv_head, start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads, SELECT_BLOCK, VARLEN
+    )
     stride_qb, stride_qt, stride_qh = stride_q
     stride_kb, stride_kt, stride_kh = stride_k
     stride_vb, stride_vt, stride_vh = stride_v
-    batch = seq.to(tl.int64)
-    start = tl.cast(start, tl.int64)
+    batch, start = seq.to(tl.int64), start.to(tl.int64)
+    seq_row = (start if VARLEN else batch * seq_len) - first_row
     offs_n = tl.arange(0, BLOCK_N)
     key = first_key + offs_n
     mask_n = (offs_n < SELECT_BLOCK) & (key < length)
@@ -134,7 +134,7 @@ def _attend_pairs(
         if MASKED:
             s = tl.where(mask_n[None, :] & (key[None, :] <= t[:, None]), s, float("-inf"))
             m_i = tl.max(s, 1)
-        p = tl.exp2(s - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
+        p = tl.exp2(s - finite_shift(m_i)[:, None])
         l_i = tl.sum(p, 1)
         divisor, lse = finish(m_i, l_i)
         inverse = (1.0 / divisor)[:, None]

@@ -46,6 +46,7 @@ from nsa_backend_triton.shared.rows import (
     dot_columns,
     finish,
     load_at,
+    online_softmax_update,
     place,
     scale_rows,
     store_at,
@@ -241,8 +242,8 @@ def _prepare_buckets(
     tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
     attend = Launch(
         sel_bucket_kernel, (num_pairs // (block_t * tiles_per_program) + num_buckets,),
-        seqs.n, seqs.seq_len, num_buckets, num_pairs, rows[0], num_kv_heads,
-        call.scale * LOG2E.value,
+        seqs.n, seqs.seq_len, num_buckets, pair_lists.buckets_per_head(seqs, call.geometry),
+        num_pairs, rows[0], num_kv_heads, call.scale * LOG2E.value,
         *(strides(x, seqs.packed) for x in (q, k, v)),
         **constants,
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
@@ -337,11 +338,7 @@ def _attend_entries(
         if MASKED or not EVEN_N:
             row_max = tl.max(s, 1)
         selected = (members & token_bit) != 0
-        m_new = tl.where(selected, tl.maximum(m_i, row_max), m_i)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - tl.where(selected, m_safe, float("inf"))[:, None])
-        alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, selected, True)
         if USE_TMA:
             v = fetch_rows(
                 V_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,
@@ -353,7 +350,6 @@ def _attend_entries(
             )
         acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
         acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-        m_i = m_new
         seen_tokens |= members
         block = next_block
         members = next_members

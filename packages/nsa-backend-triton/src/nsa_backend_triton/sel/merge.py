@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend_triton.shared.rows import finite_shift
+
 
 @triton.jit(do_not_specialize=["seq_len", "first_row", "num_rows", "stride_lse_b", "stride_lse_h"])
 def sel_merge_kernel(
@@ -64,13 +66,13 @@ def sel_merge_kernel(
         any_marked |= marked
     if tl.max(any_marked.to(tl.int32), 0) == 0:
         return
-    m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
-    l_i = tl.exp(tile_lse - m_safe)
+    shift = finite_shift(m_i)
+    l_i = tl.exp(tile_lse - shift)
     acc = tl.load(o_ptrs, mask=mask_o, other=0.0).to(ACC) * l_i[:, None]
     for i in tl.range(NUM_SELECTED, loop_unroll_factor=UNROLL):
         marked = mask_m & (tl.load(unshared_ptrs + i, mask=mask_m, other=0) != 0)
         lse = tl.load(PARTIAL_LSE + partial + i * GROUP, mask=marked, other=float("-inf"))
-        weight = tl.exp(lse - m_safe)
+        weight = tl.exp(lse - shift)
         partial_ptrs = PARTIAL_O + (partial + i * GROUP)[:, None] * V_HEAD_DIM + offs_d[None, :]
         mask = marked[:, None] & (offs_d < V_HEAD_DIM)[None, :]
         acc += (

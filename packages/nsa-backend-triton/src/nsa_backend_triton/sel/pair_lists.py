@@ -130,6 +130,22 @@ def _prepare(
 
 
 @triton.jit
+def locate_bucket(
+    bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads,
+    SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """(sequence, kv head, the sequence's first packed row, its length, first key) of a bucket."""
+    outer = bucket // buckets_per_head
+    index = bucket % buckets_per_head
+    if not VARLEN:
+        index += outer // num_kv_heads * buckets_per_head
+    seq, start, length, first_key = place(
+        index, CU_SEQLENS, num_seqs, seq_len, SELECT_BLOCK, VARLEN
+    )
+    return seq, outer % num_kv_heads, start, length, first_key
+
+
+@triton.jit
 def load_candidates(
     BLOCKS, first_t, length, stride_t,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
