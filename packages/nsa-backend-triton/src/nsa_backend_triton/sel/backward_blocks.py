@@ -29,7 +29,7 @@ Distribution of a block's tokens over programs:
 A tile holds BLOCK_M // GROUP whole tokens, or a part of one token. Head offsets are therefore
 constants of the loop, and tokens are loaded one tile ahead. Only the first SELECT_BLOCK pairs of a
 block can belong to tokens inside the block and need a causal mask; most programs have none of them
-and skip the masked loop. Padding rows, BLOCK_M % GROUP of a tile and those behind the last pair,
+and skip the masked loop. Padding rows, BLOCK_M % GROUP of a tile and those after the last pair,
 are rows of zeros.
 """
 

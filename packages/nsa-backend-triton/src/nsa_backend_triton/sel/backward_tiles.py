@@ -43,7 +43,7 @@ def _accumulate_entries(
 ):  # fmt: skip
     """Add the entries begin .. end of the tile's union to dq [BLOCK_M, Dk], BLOCK_N keys at a time.
 
-    MASKED: some of their keys lie behind a token or behind the sequence's end. ``token_bit``
+    MASKED: some of their keys lie after a token or past the end of the sequence. ``token_bit``
     [BLOCK_M] is the bit of the row's token in an entry. USE_TMA requires BLOCK_N to divide a block.
     It loads an entry one iteration before its keys, whose address then depends on no load; with
     pointers, this costs more than it gains.

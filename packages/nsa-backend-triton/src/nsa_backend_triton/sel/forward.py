@@ -293,7 +293,7 @@ def _attend_entries(
 ):  # fmt: skip
     """Add the entries begin .. end of the tile's union to m_i, l_i and acc, BLOCK_N keys at a time.
 
-    MASKED: some of their keys lie behind a token or behind the sequence's end. NEGATIVE_SCALE:
+    MASKED: some of their keys lie after a token or past the end of the sequence. NEGATIVE_SCALE:
     qk_scale < 0. Where nothing is masked, a row whose token did not select the block takes no
     operation per key: infinity is subtracted from its scores, so that its p is 0. ``seen_tokens``
     collects the bits of the tokens that selected an entry.

@@ -6,7 +6,7 @@ A bucket is one selection block of one sequence and one kv head. Dense: block j 
 batch entry b is bucket (b * G + g) * NB + j, with NB blocks in a sequence. Packed: every kv head
 has T // l' + num_docs buckets, and those of document i begin at cu_seqlens[i] // l' + i, as in
 shared.rows.place. A pair counts once, and only if the token may select the block
-(0 <= j <= t // l'). All other pairs are sorted behind the last bucket and never read.
+(0 <= j <= t // l'). All other pairs are sorted after the last bucket and never read.
 """
 
 from __future__ import annotations
