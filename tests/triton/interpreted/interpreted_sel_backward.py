@@ -1,4 +1,4 @@
-"""Backward of the selected branch in the interpreter, against the oracle in float64."""
+"""Backward of sel in the interpreter, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Problem:
 
     lengths: tuple[int, ...] = (41,)
     batch: int | None = 1  # None: packed
-    heads: int = 3
-    groups: int = 2
+    heads: int = 3  # per kv head
+    groups: int = 2  # kv heads
     Dk: int = 16
     Dv: int = 16
     scale: float = 0.3
     geometry: BlockGeometry = SMALL
 
     def inputs(self) -> tuple[dict[str, Tensor], SlotCall, Tensor]:
-        """q, k, v, blocks by name; the call; dO. float64."""
-        make = torch.Generator().manual_seed(0)
+        """Return q, k, v and blocks by name, the call, and do, in float64."""
+        generator = torch.Generator().manual_seed(0)
         total, n = sum(self.lengths), self.geometry.num_selected_blocks
         lead = (total,) if self.batch is None else (self.batch, total)
         shapes = {
@@ -45,14 +45,16 @@ class Problem:
             "v": (self.groups, self.Dv),
         }
         inputs = {
-            name: torch.randn((*lead, *s), generator=make).double() for name, s in shapes.items()
+            name: torch.randn((*lead, *shape), generator=generator).double()
+            for name, shape in shapes.items()
         }
-        do = torch.randn((*lead, self.heads * self.groups, self.Dv), generator=make).double()
-        most = self.geometry.num_select_blocks(max(self.lengths))
-        blocks = torch.randint(-1, most + 2, (*lead, self.groups, n), generator=make).int()
-        blocks[..., 0, :, :] = 0  # a block counts once
-        blocks[..., 1, :, :] = -1  # a token without a key
-        blocks[..., 2:, :, 1] = 0  # block 0 is in more than one chunk
+        do = torch.randn((*lead, self.heads * self.groups, self.Dv), generator=generator).double()
+        num_blocks = self.geometry.num_select_blocks(max(self.lengths))
+        shape = (*lead, self.groups, n)
+        blocks = torch.randint(-1, num_blocks + 2, shape, generator=generator).int()
+        blocks[..., 0, :, :] = 0  # a repeated block counts once
+        blocks[..., 1, :, :] = -1  # a token without keys
+        blocks[..., 2:, :, 1] = 0  # block 0 has more than one chunk
         blocks[..., 3, :, 0] = 2**31 - 1
         cu = None
         if self.batch is None:
@@ -61,7 +63,7 @@ class Problem:
         return {**inputs, "blocks": blocks}, call, do
 
     def truth(self, inputs: dict[str, Tensor], call: SlotCall, do: Tensor) -> oracle.Truth:
-        """The oracle's answer."""
+        """Return the oracle's result."""
         cu = call.cu_seqlens
         return oracle.sel(**inputs, geometry=self.geometry, scale=self.scale, cu_seqlens=cu, do=do)
 
@@ -78,7 +80,7 @@ PROBLEMS = {
     "three-segments": Problem(
         (140,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 2, 1, 1, 5)
     ),
-    "two-parts": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
+    "two-key-tiles": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
     "zero-scale": Problem((21,), groups=1, scale=0.0),
     "negative-scale": Problem((21,), groups=1, scale=-0.3),
@@ -96,8 +98,9 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 
 @pytest.fixture(autouse=True)
 def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy 2.4 no longer takes an array of one element for an integer, which triton 3.6 makes of a
-    loop's bound.
+    """Let triton 3.6 use loop bounds with numpy 2.4.
+
+    The interpreter passes an array of one element, which numpy no longer converts to an integer.
     """
     stock = interpreter._patch_lang_tensor
 
@@ -111,7 +114,7 @@ def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients(
     inputs: dict[str, Tensor], call: SlotCall, do: Tensor, truth: oracle.Truth, **change: Any
 ) -> list[Tensor]:
-    """dq, dk, dv of the backend, o and lse being the oracle's."""
+    """Return dq, dk and dv of the backend, for the oracle's o and lse."""
     from nsa_backend_triton.sel.backward import backward
 
     assert truth.lse is not None
@@ -120,83 +123,81 @@ def gradients(
     return list(backward(do, *inputs.values(), o, lse, call=call))
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
     problem = PROBLEMS[name]
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
-    found = gradients(inputs, call, do, truth, deterministic=deterministic)
-    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+    grads = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
         torch.testing.assert_close(
             x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
         )
 
 
-FORMS = {"turned": ({"TURN": 1}, {}), "turned, described": ({"TURN": 1}, {"TMA": 1})}
-FORMED = [
-    ("turned", "h7"),
-    ("turned, described", "h20"),
-    ("turned, described", "documents"),
+# Settings of sel_block_backward and of sel_tile_backward.
+FORMS = {
+    "query-major": ({"QUERY_MAJOR": 1}, {}),
+    "query-major, TMA": ({"QUERY_MAJOR": 1}, {"USE_TMA": 1}),
+}
+FORM_CASES = [
+    ("query-major", "h7"),
+    ("query-major, TMA", "h20"),
+    ("query-major, TMA", "documents"),
     *(
-        pytest.param("turned, described", name, marks=pytest.mark.slow)
-        for name in ("wide", *PROBLEMS)
+        pytest.param("query-major, TMA", name, marks=pytest.mark.slow)
+        for name in ("full-tiles", *PROBLEMS)
     ),
 ]
-# descriptors fit, rows fill a tile, tokens behind the first SIZE
-WIDE = Problem((36,), batch=2, heads=2, groups=2)
+# Descriptors fit, rows fill a tile, and blocks have pairs that need no mask.
+FULL_TILES = Problem((36,), batch=2, heads=2, groups=2)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
-@pytest.mark.parametrize(("form", "name"), FORMED)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize(("form", "name"), FORM_CASES)
 def test_every_form_equals_the_oracle(
     form: str, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = PROBLEMS.get(name, WIDE)
+    problem = PROBLEMS.get(name, FULL_TILES)
     rows = dict(configs.table(0))
     for kernel, settings in zip(("sel_block_backward", "sel_tile_backward"), FORMS[form]):
         rows[kernel] = [({}, {**rows[kernel][0][1], **settings})]
     monkeypatch.setattr(configs, "table", lambda _: rows)
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
-    found = gradients(inputs, call, do, truth, deterministic=deterministic)
-    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+    grads = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
         torch.testing.assert_close(
             x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
         )
 
 
-def test_the_table_can_ask_for_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORDERED: the default mode has the bits of ``deterministic``, which are not those of the other
-    form.
-    """
+def test_setting_ordered_gives_the_bits_of_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``deterministic``, ORDERED gives its bits; the unordered form gives others."""
     problem = PROBLEMS["h7"]
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
-    added = gradients(inputs, call, do, truth)
-    fixed = gradients(inputs, call, do, truth, deterministic=True)
+    unordered = gradients(inputs, call, do, truth)
+    deterministic = gradients(inputs, call, do, truth, deterministic=True)
     rows = dict(configs.table(0))
     rows["sel_block_backward"] = [({}, {**rows["sel_block_backward"][0][1], "ORDERED": 1})]
     monkeypatch.setattr(configs, "table", lambda _: rows)
-    asked = gradients(inputs, call, do, truth)
-    assert not all(torch.equal(x, y) for x, y in zip(added, fixed))
-    assert all(torch.equal(x, y) for x, y in zip(asked, fixed))
+    ordered = gradients(inputs, call, do, truth)
+    assert not all(torch.equal(x, y) for x, y in zip(unordered, deterministic))
+    assert all(torch.equal(x, y) for x, y in zip(ordered, deterministic))
 
 
-def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Segments and chunks get shorter with the sequence, to their least, and depend on nothing but
-    the shape.
-    """
+def test_short_sequences_get_shorter_segments_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every multiprocessor gets programs, down to a minimum of work; only the shape counts."""
     from nsa_backend_triton.host import sequences
     from nsa_backend_triton.host.sequences import Sequences
     from nsa_backend_triton.sel import backward as sel_backward
 
     monkeypatch.setattr(sequences, "multiprocessors", lambda device: 132)
-    settings = {"SEGMENT": 32768, "CHUNK": 2048, "PROGRAMS": 8}
+    settings = {"SEGMENT_ROWS": 32768, "CHUNK_PAIRS": 2048, "PROGRAMS_PER_SM": 8}
 
-    def shares(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
+    def schedule(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
         q, k = (
             torch.empty(1, heads, 1, device="meta").expand(length, heads, 1) for heads in (12, 2)
         )
@@ -204,66 +205,66 @@ def test_few_tokens_make_as_many_programs_as_there_are_multiprocessors(
         seqs = Sequences(q, q, 4 if packed else 1, length, packed)
         problem = sel_backward.Problem(q, q, k, k, q, q, seqs, call)
         return tuple(
-            sel_backward._shares(problem, length * 2 * 16, 2 * length // 64, settings, ordered)
+            sel_backward._schedule(problem, length * 2 * 16, 2 * length // 64, settings, ordered)
         )
 
-    assert shares(2048) == (64 * 16, 128, 16, 256)  # the least of both
-    assert shares(16384) == (512 * 32, 512, 32, 256)  # the most segments
-    assert shares(16384, packed=True) == (512 * 9, 496, 9, 256)
-    assert shares(65536, ordered=True) == (65536 * 32 // 1024 + 2048, 2048, 32, 1024)
-    assert shares(2**20, ordered=True)[3] == 2048  # the most pairs
-    settings["SEGMENT"] = 12288
-    assert shares(65536, packed=True)[1] == 1985
-    assert shares(2**18, packed=True)[1:3] == (2048, 32)
+    assert schedule(2048) == (64 * 16, 128, 16, 256)  # the minimum of both
+    assert schedule(16384) == (512 * 32, 512, 32, 256)  # the maximum of segments
+    assert schedule(16384, packed=True) == (512 * 9, 496, 9, 256)
+    assert schedule(65536, ordered=True) == (65536 * 32 // 1024 + 2048, 2048, 32, 1024)
+    assert schedule(2**20, ordered=True)[3] == 2048  # the maximum of pairs
+    settings["SEGMENT_ROWS"] = 12288
+    assert schedule(65536, packed=True)[1] == 1985
+    assert schedule(2**18, packed=True)[1:3] == (2048, 32)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["added", "ordered"])
-def test_wide_offsets_equal_the_oracle(
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_gradients_with_int64_offsets_equal_the_oracle(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nsa_backend_triton.sel import backward as sel_backward
 
-    monkeypatch.setattr(sel_backward, "_wide", lambda _: True)
+    monkeypatch.setattr(sel_backward, "_needs_int64_offsets", lambda _: True)
     test_gradients_equal_the_oracle("documents", deterministic)
 
 
 @pytest.mark.parametrize("name", ["q", "do"])
-def test_offsets_past_32_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens so far apart that the last begins at 2^31: in a file without contents but for the
-    rows.
-    """
-    # copies memory onto itself
+def test_inputs_with_offsets_beyond_32_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stride between tokens puts the last one at 2^31, in a sparse file."""
+    # This step of the interpreter copies all of the memory onto itself.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
     problem = Problem((4,))
     inputs, call, do = problem.inputs()
     truth = problem.truth(inputs, call, do)
-    near = {**inputs, "do": do}[name]
-    steps = list(near.stride())
-    steps[1] = -(-(2**31) // (near.shape[1] - 1))
-    size = sum((n - 1) * step for n, step in zip(near.shape, steps)) + 1
-    store = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=near.dtype)
-    far = {name: store.as_strided(near.shape, steps).copy_(near)}
-    with strict():  # which sees an int32 that overflows
-        found = gradients(
+    contiguous = {**inputs, "do": do}[name]
+    strides = list(contiguous.stride())
+    strides[1] = -(-(2**31) // (contiguous.shape[1] - 1))
+    size = sum((n - 1) * stride for n, stride in zip(contiguous.shape, strides)) + 1
+    store = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=contiguous.dtype)
+    far = {name: store.as_strided(contiguous.shape, strides).copy_(contiguous)}
+    with strict():  # reports int32 overflow
+        grads = gradients(
             {key: far.get(key, x) for key, x in inputs.items()}, call, far.get("do", do), truth
         )
-    for x, (key, expected) in zip(found, truth.grads.items(), strict=True):
+    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
         torch.testing.assert_close(
             x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
         )
 
 
-@pytest.mark.parametrize(("step", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
-def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) -> None:
+@pytest.mark.parametrize(("stride", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
+def test_head_offsets_beyond_32_bits_are_refused(stride: int, refused: bool) -> None:
     from nsa_backend_triton.host import sequences
 
-    x = torch.empty_strided((1, 5, 4, 8), (1, 8, step, 1), device="meta")
+    x = torch.empty_strided((1, 5, 4, 8), (1, 8, stride, 1), device="meta")
     with pytest.raises(ValueError, match="contiguous") if refused else contextlib.nullcontext():
-        assert sequences.strides(x, packed=False) == (0, 8, step)
+        assert sequences.strides(x, packed=False) == (0, 8, stride)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "step", "refused"),
+    ("tokens", "stride", "refused"),
     [
         (300, 2**31 // 255, False),
         (300, 2**31 // 255 + 1, True),
@@ -272,25 +273,25 @@ def test_heads_further_apart_than_32_bits_are_refused(step: int, refused: bool) 
         (1, 2**31, False),
     ],
 )
-def test_tokens_of_a_tile_further_apart_than_32_bits_are_refused(
-    tokens: int, step: int, refused: bool
+def test_token_offsets_of_a_tile_beyond_32_bits_are_refused(
+    tokens: int, stride: int, refused: bool
 ) -> None:
     from nsa_backend_triton.host import sequences
 
-    x = torch.empty_strided((1, tokens, 4, 8), (1, step, 8, 1), device="meta")
-    assert sequences.strides(x, packed=False, far=True) == (0, step, 8)
+    x = torch.empty_strided((1, tokens, 4, 8), (1, stride, 8, 1), device="meta")
+    assert sequences.strides(x, packed=False, far=True) == (0, stride, 8)
     with (
         pytest.raises(ValueError, match="neighbouring tokens")
         if refused
         else contextlib.nullcontext()
     ):
-        assert sequences.strides(x, packed=False) == (0, step, 8)
+        assert sequences.strides(x, packed=False) == (0, stride, 8)
 
 
 NEAR = (12, 1)
-# tokens, (token, head) strides of q [1, S, 4, 12] and do [1, S, 4, 14], two heads a group
+# Tokens, (token, head) strides of q [1, S, 4, 12] and of do [1, S, 4, 14], 2 heads per group.
 EDGES = [
-    (3, (2**30 - 7, 2), NEAR, True),  # its last number is the 2^31st
+    (3, (2**30 - 7, 2), NEAR, True),  # the last element is the 2^31st
     (3, (2**30 - 7, 1), NEAR, False),
     (3, NEAR, (2**30 - 8, 2), True),
     (3, NEAR, (2**30 - 8, 1), False),
@@ -299,17 +300,18 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize(("tokens", "of_q", "of_do", "wide"), EDGES)
-def test_offsets_are_wide_where_32_bits_end(
-    tokens: int, of_q: tuple[int, int], of_do: tuple[int, int], wide: bool
+@pytest.mark.parametrize(("tokens", "q_strides", "do_strides", "int64"), EDGES)
+def test_offsets_are_int64_exactly_where_32_bits_end(
+    tokens: int, q_strides: tuple[int, int], do_strides: tuple[int, int], int64: bool
 ) -> None:
     from nsa_backend_triton.host import sequences
     from nsa_backend_triton.sel import backward as sel_backward
 
-    def make(heads: int, width: int, steps: tuple[int, int]) -> Tensor:
-        return torch.empty_strided((1, tokens, heads, width), (0, *steps, 1), device="meta")
+    def new(heads: int, width: int, strides: tuple[int, int]) -> Tensor:
+        return torch.empty_strided((1, tokens, heads, width), (0, *strides, 1), device="meta")
 
-    q, do, k, v = make(4, 12, of_q), make(4, 14, of_do), make(2, 12, NEAR), make(2, 14, NEAR)
+    q, do, k, v = new(4, 12, q_strides), new(4, 14, do_strides), new(2, 12, NEAR), new(2, 14, NEAR)
     seqs = sequences.Sequences(q, q, 1, tokens, False)
     call = SlotCall(BlockGeometry(), 1.0, None, tokens)
-    assert sel_backward._wide(sel_backward.Problem(do, q, k, v, q, q, seqs, call)) == wide
+    problem = sel_backward.Problem(do, q, k, v, q, q, seqs, call)
+    assert sel_backward._needs_int64_offsets(problem) == int64

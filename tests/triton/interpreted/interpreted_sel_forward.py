@@ -1,4 +1,4 @@
-"""Forward of sel against the oracle: blocks that a tile shares, and those left to the buckets."""
+"""Forward of sel against the oracle, with blocks read by tiles and by buckets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 
-GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half a step of 16 keys
-# l' = 16: one step, nothing masked in a block of the past
-WHOLE = BlockGeometry(4, 2, 16, 4, 1, 2, 8)
-ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two steps of 16 keys
+GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half of a key tile of 16
+# l' = 16: one key tile; earlier blocks need no mask
+EVEN = BlockGeometry(4, 2, 16, 4, 1, 2, 8)
+ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two key tiles of 16
 
 
 @pytest.fixture(autouse=True)
 def strictly() -> Iterator[None]:
-    """Every kernel here runs in the strict interpreter."""
+    """Run every kernel of this file in the strict interpreter."""
     with strict():
         yield
 
@@ -33,12 +33,19 @@ def strictly() -> Iterator[None]:
 SHAPE = ("lengths", "packed", "groups", "heads", "dk", "dv")
 
 
-def tuned(least: int, rows: int = 16, tiles: int = 2) -> sel_forward.Settings:
+def tuned(min_sharing: int, block_m: int = 16, tiles: int = 2) -> sel_forward.Settings:
+    """Settings with which a tile reads the blocks that ``min_sharing`` of its tokens selected."""
     compiler = {"num_warps": 4, "num_stages": 1}
     return {
-        "sel_forward": {"ROWS": rows, "KEYS": 16, "LEAST": least, "SHORT": 0, **compiler},
-        "sel_bucket": {"ROWS": rows, "TILES": tiles, **compiler},
-        "sel_merge": {"ROWS": rows, "UNROLL": 1, **compiler},
+        "sel_forward": {
+            "BLOCK_M": block_m,
+            "BLOCK_N": 16,
+            "MIN_SHARING_TOKENS": min_sharing,
+            "SHARE_ALL_MAX_LEN": 0,
+            **compiler,
+        },
+        "sel_bucket": {"BLOCK_M": block_m, "TILES_PER_PROGRAM": tiles, **compiler},
+        "sel_merge": {"BLOCK_M": block_m, "UNROLL": 1, **compiler},
     }
 
 
@@ -51,9 +58,7 @@ def problem(
     dv: int,
     geometry: BlockGeometry = GEOMETRY,
 ) -> tuple[dict[str, Tensor], SlotCall]:
-    """Inputs of the slot in float64, the blocks unsorted, repeated, negative, in the future and out
-    of range.
-    """
+    """Inputs of the slot in float64; blocks unsorted, repeated, negative, future and too large."""
     torch.manual_seed(sum(lengths) + heads)
     draw = random.Random(sum(lengths))
     total, n, last = (
@@ -77,7 +82,9 @@ def problem(
     return x, SlotCall(geometry, dk**-0.5, cu, max(lengths))
 
 
-def agrees(x: dict[str, Tensor], call: SlotCall, settings: sel_forward.Settings) -> None:
+def assert_equals_oracle(
+    x: dict[str, Tensor], call: SlotCall, settings: sel_forward.Settings
+) -> None:
     o, lse = sel_forward.forward(**x, call=call, tuned=settings)
     truth = oracle.sel(**x, geometry=call.geometry, scale=call.scale, cu_seqlens=call.cu_seqlens)
     torch.testing.assert_close(o, truth.o, rtol=1e-13, atol=1e-14)
@@ -99,65 +106,73 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(
-    (*SHAPE, "least"),
+    (*SHAPE, "min_sharing"),
     [
         pytest.param(
-            *shape, least, marks=[pytest.mark.slow] if i >= 4 or (least == 1 and i < 2) else []
+            *shape,
+            min_sharing,
+            marks=[pytest.mark.slow] if i >= 4 or (min_sharing == 1 and i < 2) else [],
         )
         for i, shape in enumerate(PROBLEMS)
-        for least in (1, 2)
+        for min_sharing in (1, 2)
     ],
 )
-def test_is_the_oracles(
-    lengths: list[int], packed: bool, groups: int, heads: int, dk: int, dv: int, least: int
+def test_output_equals_the_oracle(
+    lengths: list[int], packed: bool, groups: int, heads: int, dk: int, dv: int, min_sharing: int
 ) -> None:
     x, call = problem(lengths, packed, groups, heads, dk, dv)
-    agrees(x, call, tuned(least))
+    assert_equals_oracle(x, call, tuned(min_sharing))
 
 
-@pytest.mark.parametrize("least", [1, 2])
-def test_block_of_whole_steps(least: int) -> None:
-    x, call = problem([14, 39], True, 1, 2, 8, 8, WHOLE)
-    agrees(x, call, tuned(least))
+@pytest.mark.parametrize("min_sharing", [1, 2])
+def test_block_of_whole_key_tiles(min_sharing: int) -> None:
+    x, call = problem([14, 39], True, 1, 2, 8, 8, EVEN)
+    assert_equals_oracle(x, call, tuned(min_sharing))
 
 
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("min_sharing", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
-def test_block_that_no_tile_of_keys_divides(packed: bool, least: int) -> None:
+def test_block_size_not_a_multiple_of_the_key_tile(packed: bool, min_sharing: int) -> None:
     x, call = problem([43], packed, 1, 2, 8, 8, ODD)
-    agrees(x, call, tuned(least))
+    assert_equals_oracle(x, call, tuned(min_sharing))
 
 
 @pytest.mark.parametrize(
-    ("geometry", "packed", "width", "made"),
-    [(WHOLE, False, 16, 2), (WHOLE, True, 16, 0), (ODD, False, 16, 0), (WHOLE, False, 8, 0)],
-    ids=["whole steps", "packed", "steps that do not divide a block", "8 wide"],
+    ("geometry", "packed", "width", "descriptors"),
+    [(EVEN, False, 16, 2), (EVEN, True, 16, 0), (ODD, False, 16, 0), (EVEN, False, 8, 0)],
+    ids=["whole key tiles", "packed", "key tile does not divide a block", "8 wide"],
 )
-def test_descriptors_read_whole_steps_of_dense_rows(
-    geometry: BlockGeometry, packed: bool, width: int, made: int, monkeypatch: pytest.MonkeyPatch
+def test_descriptors_are_used_for_whole_key_tiles_of_dense_inputs(
+    geometry: BlockGeometry,
+    packed: bool,
+    width: int,
+    descriptors: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, call = problem([23], packed, 2, 2, width, width, geometry)
     settings = tuned(2)
-    found: list[object] = []
-    describe = sel_forward.key_descriptor
+    created: list[object] = []
+    create = sel_forward.key_descriptor
     monkeypatch.setattr(
-        sel_forward, "key_descriptor", lambda *a: found.append(describe(*a)) or found[-1]
+        sel_forward, "key_descriptor", lambda *a: created.append(create(*a)) or created[-1]
     )
-    agrees(x, call, {**settings, "sel_forward": {**settings["sel_forward"], "TMA": 1}})
-    assert len(found) == made
+    assert_equals_oracle(
+        x, call, {**settings, "sel_forward": {**settings["sel_forward"], "USE_TMA": 1}}
+    )
+    assert len(created) == descriptors
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)
     monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 13 * 4 * 4 * 8 * 8)  # 13 of 30 rows at a time
-    agrees(x, call, tuned(7))
+    assert_equals_oracle(x, call, tuned(7))
 
 
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:
-    x, call = problem([41], False, 1, 4, 8, 8, WHOLE)
-    agrees(x, SlotCall(call.geometry, scale), tuned(3))
+    x, call = problem([41], False, 1, 4, 8, 8, EVEN)
+    assert_equals_oracle(x, SlotCall(call.geometry, scale), tuned(3))
 
 
 def test_strided_inputs() -> None:
@@ -171,76 +186,76 @@ def test_strided_inputs() -> None:
     assert torch.equal(lse, lse2)
 
 
-def test_packed_of_one_document_has_the_bits_of_dense() -> None:
+def test_one_packed_document_equals_dense_bit_for_bit() -> None:
     x, call = problem([29], False, 2, 3, 8, 8)
     cu = torch.tensor([0, 29], dtype=torch.int32)
     packed = {name: t[0] for name, t in x.items()}
-    for least in (1, 2):
-        o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    for min_sharing in (1, 2):
+        o, lse = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
         o2, lse2 = sel_forward.forward(
-            **packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(least)
+            **packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(min_sharing)
         )
         assert torch.equal(o[0], o2)
         assert torch.equal(lse[0], lse2)
 
 
-@pytest.mark.parametrize("least", [1, 2])
-def test_the_future_changes_no_bit(least: int) -> None:
+@pytest.mark.parametrize("min_sharing", [1, 2])
+def test_future_keys_change_no_bit(min_sharing: int) -> None:
     x, call = problem([29], False, 1, 4, 8, 8)
-    # keys 16..23, of row 20 alone in its tile: with ``least`` 2 a bucket's
+    # Keys 16..23, selected by token 20 alone in its tile: with min_sharing 2 a bucket reads them.
     x["blocks"][0, 20, 0, 0] = 2
     x["blocks"][0, 21:24] = 0
-    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    o, lse = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
     x["k"][:, 21:], x["v"][:, 21:] = 1e30, -1e30
-    o2, lse2 = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    o2, lse2 = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
     assert torch.equal(o[:, :21], o2[:, :21])
     assert torch.equal(lse[..., :21], lse2[..., :21])
 
 
-@pytest.mark.parametrize("least", [1, 2])
-def test_nan_in_a_query_stays_in_its_row(least: int) -> None:
-    x, call = problem([41], False, 2, 2, 8, 8, WHOLE)
+@pytest.mark.parametrize("min_sharing", [1, 2])
+def test_nan_query_changes_only_its_own_row(min_sharing: int) -> None:
+    x, call = problem([41], False, 2, 2, 8, 8, EVEN)
     x["blocks"][0, 36, 0, 0] = 0
     x["blocks"][0, 37, 0] = -1
     x["blocks"][0, 38, 0, 0] = 0
-    clean, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    clean, _ = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
     x["q"][0, 36:38, :2] = torch.nan
-    o, _ = sel_forward.forward(**x, call=call, tuned=tuned(least))
+    o, _ = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
     assert o[0, 36, :2].isnan().all()
     o[0, 36, :2] = clean[0, 36, :2]
     assert torch.equal(o, clean)
 
 
-def test_unions_hold_what_enough_tokens_chose() -> None:
+def test_unions_hold_blocks_that_enough_tokens_selected() -> None:
     x, call = problem([29], False, 1, 1, 8, 8)
     seqs = Sequences.of(x["q"], call)
-    unions = sel_union.build(x["blocks"], seqs, GEOMETRY, 6, 2, leave=True)
-    chosen = x["blocks"][0, :, 0].tolist()
+    unions = sel_union.build(x["blocks"], seqs, GEOMETRY, 6, 2, write_unshared=True)
+    selected = x["blocks"][0, :, 0].tolist()
     for tile in range(5):
-        choosers: dict[int, list[int]] = {}
+        tokens_of: dict[int, list[int]] = {}
         for i, t in enumerate(range(tile * 6, min(tile * 6 + 6, 29))):
-            for block in {j for j in chosen[t] if 0 <= j <= t // 8}:
-                choosers.setdefault(block, []).append(i)
-        shared = sorted((j for j, tokens in choosers.items() if len(tokens) >= 2), reverse=True)
-        count, cut = unions.counts[tile].tolist()
+            for block in {j for j in selected[t] if 0 <= j <= t // 8}:
+                tokens_of.setdefault(block, []).append(i)
+        shared = sorted((j for j, tokens in tokens_of.items() if len(tokens) >= 2), reverse=True)
+        count, num_masked = unions.counts[tile].tolist()
         assert unions.entries[tile, 0, :count].tolist() == shared
         assert unions.entries[tile, 1, :count].tolist() == [
-            sum(1 << i for i in choosers[j]) for j in shared
+            sum(1 << i for i in tokens_of[j]) for j in shared
         ]
-        assert cut == sum((j + 1) * 8 > tile * 6 + 1 for j in shared)
+        assert num_masked == sum((j + 1) * 8 > tile * 6 + 1 for j in shared)
         for t in range(tile * 6, min(tile * 6 + 6, 29)):
-            first = [j not in chosen[t][:i] for i, j in enumerate(chosen[t])]
-            left = [
-                int(new and 0 <= j <= t // 8 and len(choosers[j]) == 1)
-                for new, j in zip(first, chosen[t])
+            is_first = [j not in selected[t][:i] for i, j in enumerate(selected[t])]
+            unshared = [
+                int(first and 0 <= j <= t // 8 and len(tokens_of[j]) == 1)
+                for first, j in zip(is_first, selected[t])
             ]
-            assert unions.left[0, t, 0].tolist() == left
+            assert unions.unshared[0, t, 0].tolist() == unshared
 
 
-def test_row_of_bits_holds_32_tokens() -> None:
+def test_bit_mask_holds_32_tokens() -> None:
     geometry = BlockGeometry(4, 2, 8, 1, 0, 1, 8)
     x, call = problem([37], False, 1, 1, 8, 8, geometry)
     x["blocks"].zero_()
     unions = sel_union.build(x["blocks"], Sequences.of(x["q"], call), geometry, 32, 32)
     assert unions.counts.tolist() == [[1, 1], [0, 0]]
-    assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and every bit
+    assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and the bits of all 32 tokens

@@ -1,6 +1,4 @@
-"""The pairs sorted by block against a plain loop: dense and packed, whatever blocks a caller hands
-in.
-"""
+"""The pairs sorted by block against a plain loop, dense and packed, for arbitrary blocks."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ GEOMETRY = BlockGeometry(4, 2, 8, 6, 1, 2, 8)  # l' = 8, n = 6
 
 
 def _any_blocks(rows: int, groups: int, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Anything a caller may pass: unsorted, repeated, negative, in the future, out of range."""
+    """Blocks as a caller may pass them: unsorted, repeated, negative, future and too large."""
     draw = random.Random(seed)
     values = [draw.choice([-1, -7, 2**30, *range(12)]) for _ in range(rows * groups * n)]
     blocks = torch.tensor(values, dtype=dtype).view(rows, groups, n)
     if dtype == torch.int64:
-        blocks[0] += 2**32  # the low half of these looks like a valid block
+        blocks[0] += 2**32  # their low 32 bits look like valid blocks
     return blocks
 
 
-def _by_loop(
+def _expected_pairs(
     blocks: torch.Tensor, lengths: list[int], groups: int, packed: bool
 ) -> list[list[tuple[int, int]]]:
     size = GEOMETRY.select_block_size
@@ -44,17 +42,17 @@ def _by_loop(
         per_head = -(-lengths[0] // size)
         bases = [[(i * groups + g) * per_head for g in range(groups)] for i in range(len(lengths))]
         count = groups * per_head * len(lengths)
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     row = 0
     for i, length in enumerate(lengths):
         for t in range(length):
             for g in range(groups):
-                picked = blocks[row, g].tolist()
-                for slot, block in enumerate(picked):
-                    if 0 <= block <= t // size and block not in picked[:slot]:
-                        found[bases[i][g] + block].append((t, slot))
+                selected = blocks[row, g].tolist()
+                for choice, block in enumerate(selected):
+                    if 0 <= block <= t // size and block not in selected[:choice]:
+                        pairs[bases[i][g] + block].append((t, choice))
             row += 1
-    return found
+    return pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -67,19 +65,19 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     blocks = rows if packed else rows.view(len(lengths), -1, groups, n)
     cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
     seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
-    tokens, slots, offsets = pair_lists.build(blocks, seqs, GEOMETRY)
-    expected = _by_loop(rows, lengths, groups, packed)
+    tokens, choices, offsets = pair_lists.build(blocks, seqs, GEOMETRY)
+    expected = _expected_pairs(rows, lengths, groups, packed)
     assert len(offsets) == len(expected) + 1
-    assert {x.dtype for x in (tokens, slots, offsets)} == {torch.int32}
-    assert len(tokens) == len(slots) == rows.numel()
+    assert {x.dtype for x in (tokens, choices, offsets)} == {torch.int32}
+    assert len(tokens) == len(choices) == rows.numel()
     edges = offsets.tolist()
-    found = [
-        list(zip(tokens[a:b].tolist(), slots[a:b].tolist())) for a, b in itertools.pairwise(edges)
+    pairs = [
+        list(zip(tokens[a:b].tolist(), choices[a:b].tolist())) for a, b in itertools.pairwise(edges)
     ]
-    assert found == expected
+    assert pairs == expected
 
 
-def test_many_buckets_need_wider_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_lists, "TOKENS_PER_PROGRAM", 4096)
     groups, rows = 2, 2**14 * 8 + 1  # 2 * 16385 buckets do not fit 15 bits
     blocks = torch.zeros(1, rows, groups, 1, dtype=torch.int32)

@@ -111,7 +111,7 @@ class Tiny:
                 sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row
             ):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
-            with mock.patch.object(sel_backward, "ROUNDED", 64):
+            with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
         else:
             module = MODULES[self.slot]
@@ -260,85 +260,116 @@ SELECT_CASES |= {
     for bounds, case in MALFORMED.items()
 }
 
-ODD = BlockGeometry(4, 1, 5, 3, 1, 1, 5)  # l' = 5: a step of 4 keys and one key
+ODD = BlockGeometry(4, 1, 5, 3, 1, 1, 5)  # l' = 5: a key tile of 4 keys and one of 1 key
 EVEN = BlockGeometry(4, 2, 4, 3)
-PIECES = {
-    "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 4, "SHORT": 0},
-    "sel_bucket": {"ROWS": 4, "TILES": 3},
-    "sel_merge": {"ROWS": 8},
-    "sel_block_backward": {"KEYS": 4, "ROWS": 8, "SEGMENT": 16, "CHUNK": 3},
-    "sel_tile_backward": {"KEYS": 4, "ROWS": 8},
+# Tiles of 4 tokens at 2 heads a group; every block that not all of them selected goes to buckets.
+BUCKETS = {
+    "sel_forward": {"BLOCK_M": 8, "BLOCK_N": 4, "MIN_SHARING_TOKENS": 4, "SHARE_ALL_MAX_LEN": 0},
+    "sel_bucket": {"BLOCK_M": 4, "TILES_PER_PROGRAM": 3},
+    "sel_merge": {"BLOCK_M": 8},
+    "sel_block_backward": {"BLOCK_N": 4, "BLOCK_M": 8, "SEGMENT_ROWS": 16, "CHUNK_PAIRS": 3},
+    "sel_tile_backward": {"BLOCK_N": 4, "BLOCK_M": 8},
 }
-FIVE = {
-    **PIECES,
-    "sel_forward": {"ROWS": 16, "KEYS": 4, "LEAST": 5, "SHORT": 0},
-    "sel_bucket": {"ROWS": 8, "TILES": 1},
+FIVE_SHARING = {
+    **BUCKETS,
+    "sel_forward": {"BLOCK_M": 16, "BLOCK_N": 4, "MIN_SHARING_TOKENS": 5, "SHARE_ALL_MAX_LEN": 0},
+    "sel_bucket": {"BLOCK_M": 8, "TILES_PER_PROGRAM": 1},
 }
-FIVE["sel_block_backward"] = {"KEYS": 4, "ROWS": 8, "CHUNK": 3}
-SHARED = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 1}}
-TOGETHER = {"sel_forward": {"ROWS": 32, "LEAST": 12, "SHORT": 0}}
-TURNED = {**SHARED, "sel_block_backward": {"TURN": 1, "KEYS": 4, "ROWS": 4, "SEGMENT": 16}}
-OF_A_HEAD_OR_TWO = {**SHARED, "sel_block_backward": {"KEYS": 4, "ROWS": 2, "SEGMENT": 16}}
-OF_DESCRIPTORS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 16, "ROWS": 8}}
-OF_DESCRIPTORS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 16}
-IN_PARTS = {**TURNED, "sel_tile_backward": {"TMA": 1, "KEYS": 8, "ROWS": 8}}
-IN_PARTS["sel_forward"] = {**SHARED["sel_forward"], "TMA": 1, "KEYS": 8}
+FIVE_SHARING["sel_block_backward"] = {"BLOCK_N": 4, "BLOCK_M": 8, "CHUNK_PAIRS": 3}
+SHARE_ALL = {**BUCKETS, "sel_forward": {"BLOCK_M": 8, "BLOCK_N": 4, "MIN_SHARING_TOKENS": 1}}
+TILES_OF_32 = {"sel_forward": {"BLOCK_M": 32, "MIN_SHARING_TOKENS": 12, "SHARE_ALL_MAX_LEN": 0}}
+QUERY_MAJOR = {
+    **SHARE_ALL,
+    "sel_block_backward": {"QUERY_MAJOR": 1, "BLOCK_N": 4, "BLOCK_M": 4, "SEGMENT_ROWS": 16},
+}
+TWO_ROWS = {**SHARE_ALL, "sel_block_backward": {"BLOCK_N": 4, "BLOCK_M": 2, "SEGMENT_ROWS": 16}}
+WHOLE_BLOCK_TMA = {**QUERY_MAJOR, "sel_tile_backward": {"USE_TMA": 1, "BLOCK_N": 16, "BLOCK_M": 8}}
+WHOLE_BLOCK_TMA["sel_forward"] = {**SHARE_ALL["sel_forward"], "USE_TMA": 1, "BLOCK_N": 16}
+HALF_BLOCK_TMA = {**QUERY_MAJOR, "sel_tile_backward": {"USE_TMA": 1, "BLOCK_N": 8, "BLOCK_M": 8}}
+HALF_BLOCK_TMA["sel_forward"] = {**SHARE_ALL["sel_forward"], "USE_TMA": 1, "BLOCK_N": 8}
 # Buckets of more pairs than a block has tokens, in several programs.
-APART = {**PIECES, "sel_forward": {"ROWS": 8, "KEYS": 4, "LEAST": 8, "SHORT": 0}}
-APART["sel_bucket"] = {"ROWS": 2, "TILES": 5}
-PAST = BlockGeometry(4, 2, 16, 4)
+LONG_BUCKETS = {
+    **BUCKETS,
+    "sel_forward": {"BLOCK_M": 8, "BLOCK_N": 4, "MIN_SHARING_TOKENS": 8, "SHARE_ALL_MAX_LEN": 0},
+}
+LONG_BUCKETS["sel_bucket"] = {"BLOCK_M": 2, "TILES_PER_PROGRAM": 5}
+BLOCK_OF_16 = BlockGeometry(4, 2, 16, 4)
 SEL_CASES = {
-    "sel described": Tiny(
+    "sel TMA": Tiny(
         "sel",
         (38,),
         batch=2,
         groups=2,
         dk=16,
         dv=32,
-        geometry=PAST,
-        tiles=OF_DESCRIPTORS,
+        geometry=BLOCK_OF_16,
+        tiles=WHOLE_BLOCK_TMA,
         deterministic=True,
     ),
-    "sel in thirds": Tiny("sel", (11,), heads=3, dk=33, dv=33, geometry=ODD, tiles=FIVE),
-    "sel turned in thirds": Tiny("sel", (11,), dk=48, dv=33, geometry=EVEN, tiles=TURNED),
+    "sel in thirds": Tiny("sel", (11,), heads=3, dk=33, dv=33, geometry=ODD, tiles=FIVE_SHARING),
+    "sel query-major in thirds": Tiny("sel", (11,), dk=48, dv=33, geometry=EVEN, tiles=QUERY_MAJOR),
     "sel ordered in thirds": Tiny(
-        "sel", (9,), dk=33, dv=33, geometry=EVEN, tiles=SHARED, deterministic=True
+        "sel", (9,), dk=33, dv=33, geometry=EVEN, tiles=SHARE_ALL, deterministic=True
     ),
-    "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=PIECES),
-    "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE),
-    "sel described parts": Tiny(
-        "sel", (70,), heads=1, dk=16, dv=16, geometry=PAST, tiles=IN_PARTS, deterministic=True
+    "sel packed": Tiny("sel", (2, 0, 19), run=9, geometry=ODD, tiles=BUCKETS),
+    "sel dense": Tiny("sel", (11,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE_SHARING),
+    "sel TMA of half blocks": Tiny(
+        "sel",
+        (70,),
+        heads=1,
+        dk=16,
+        dv=16,
+        geometry=BLOCK_OF_16,
+        tiles=HALF_BLOCK_TMA,
+        deterministic=True,
     ),
-    "sel past": Tiny("sel", (19,), heads=3, tiles=FIVE, deterministic=True),
-    "sel pieces": Tiny("sel", (14,), heads=3, geometry=EVEN, tiles=OF_A_HEAD_OR_TWO),
-    "sel two tiles": Tiny(
-        "sel", (16,), heads=3, geometry=ODD, tiles={**FIVE, "sel_bucket": {"ROWS": 8, "TILES": 2}}
+    "sel unmasked": Tiny("sel", (19,), heads=3, tiles=FIVE_SHARING, deterministic=True),
+    "sel two rows a tile": Tiny("sel", (14,), heads=3, geometry=EVEN, tiles=TWO_ROWS),
+    "sel two tiles a program": Tiny(
+        "sel",
+        (16,),
+        heads=3,
+        geometry=ODD,
+        tiles={**FIVE_SHARING, "sel_bucket": {"BLOCK_M": 8, "TILES_PER_PROGRAM": 2}},
     ),
     "sel ordered": Tiny(
-        "sel", (9,), batch=2, heads=3, groups=2, geometry=ODD, tiles=FIVE, deterministic=True
+        "sel",
+        (9,),
+        batch=2,
+        heads=3,
+        groups=2,
+        geometry=ODD,
+        tiles=FIVE_SHARING,
+        deterministic=True,
     ),
-    "sel ordered packed": Tiny("sel", (2, 0, 26), geometry=ODD, tiles=SHARED, deterministic=True),
-    "sel turned": Tiny("sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=TURNED),
-    "sel runs": Tiny("sel", (7,), batch=2, run=5, geometry=ODD, tiles=PIECES),
+    "sel ordered packed": Tiny(
+        "sel", (2, 0, 26), geometry=ODD, tiles=SHARE_ALL, deterministic=True
+    ),
+    "sel query-major": Tiny(
+        "sel", (18,), scale=-300.0, dk=5, dv=16, geometry=EVEN, tiles=QUERY_MAJOR
+    ),
+    "sel runs of rows": Tiny("sel", (7,), batch=2, run=5, geometry=ODD, tiles=BUCKETS),
     "sel 32 tokens": Tiny(
-        "sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TOGETHER
+        "sel", (37,), heads=1, geometry=BlockGeometry(4, 2, 16, 2, 0, 1, 5), tiles=TILES_OF_32
     ),
-    "sel one token": Tiny(
-        "sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARED, deterministic=True
+    "sel one token a tile": Tiny(
+        "sel", (16,), heads=8, scale=300.0, geometry=EVEN, tiles=SHARE_ALL, deterministic=True
     ),
     "sel one block": Tiny(
-        "sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARED
+        "sel", (3,), heads=8, geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=SHARE_ALL
     ),
     "sel full": Tiny(
-        "sel", (3,), geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=PIECES, full=True
+        "sel", (3,), geometry=BlockGeometry(4, 2, 4, 1, 0, 1), tiles=BUCKETS, full=True
     ),
     "sel long lists": Tiny("lists", (350,), geometry=EVEN),
-    "sel wide": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
-    "sel far apart": Tiny("sel", (30,), heads=1, dv=16, scale=400.0, geometry=PAST, tiles=APART),
-    "sel one token of its own": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=PIECES),
-    "sel far": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARED),
+    "sel dv=256": Tiny("sel", (6,), heads=7, dv=256, geometry=EVEN),
+    "sel long buckets": Tiny(
+        "sel", (30,), heads=1, dv=16, scale=400.0, geometry=BLOCK_OF_16, tiles=LONG_BUCKETS
+    ),
+    "sel document of one token": Tiny("sel", (3, 1), scale=-0.7, geometry=ODD, tiles=BUCKETS),
+    "sel large scale": Tiny("sel", (13,), scale=400.0, geometry=ODD, tiles=SHARE_ALL),
     "sel malformed": Tiny(
-        "sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=PIECES
+        "sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=BUCKETS
     ),
 }
 COMBINE_CASES = {

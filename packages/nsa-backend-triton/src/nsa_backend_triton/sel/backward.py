@@ -1,11 +1,14 @@
-"""Backward of the selected branch: dq, dk, dv from the (token, block) pairs sorted by block.
+"""Backward of the selected branch: dq, dk and dv from the (token, block) pairs sorted by block.
 
-With P = exp(scale q k - lse), dP = do v^T and delta = sum of do o:  dS = scale P (dP - delta),
-dv = P^T do, dk = dS^T q, dq = dS k, over the keys <= t of the blocks chosen by t (Eq. 4 over the
-union of Eq. 12).
-One pass with 5 products adds all three in fp32, in no fixed order. ``call.deterministic``, and
-ORDERED in the table
-where that is faster, takes dk and dv from fixed partial sums, and dq tile by tile: 7 products.
+    P = exp(scale q k^T - lse), dP = do v^T, delta = sum over columns of do * o
+    dS = scale P (dP - delta), dv = P^T do, dk = dS^T q, dq = dS k
+
+over the keys <= t of the blocks that token t selected (Eq. 4 over the keys of Eq. 12).
+
+There are two forms. The unordered form is one pass with 5 matrix products, which adds all three
+gradients in fp32, in no fixed order. The ordered form takes dk and dv from partial sums that are
+added in a fixed order, and dq tile by tile: 7 products. ``call.deterministic`` selects it, and so
+does the setting ORDERED of rows of the tuned table where it is faster.
 """
 
 from __future__ import annotations
@@ -31,191 +34,217 @@ from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
 from nsa_backend_triton.sel.pair_lists import PairLists
 from nsa_core.contract import SlotCall
 
-MAX_SEGMENTS = 32  # of tokens: programs per block stay bounded whatever S
-# tokens: below, a program's beginning and end count for more than its pairs
-LEAST_SEGMENT, LEAST_CHUNK = (
-    128,
-    256,
-)
-ROUNDED = 4096  # sums that a program of sel_round rounds
-_SHARING = ("SEGMENT", "CHUNK", "PROGRAMS", "ORDERED")  # settings that are not the kernel's
+MAX_SEGMENTS = 32  # limits the programs per block at every sequence length
+# In shorter segments (in tokens) and chunks (in pairs), starting and finishing a program takes
+# longer than its pairs.
+MIN_SEGMENT_TOKENS, MIN_CHUNK_PAIRS = 128, 256
+ROUND_BLOCK = 4096  # elements per program of sel_round
+# Settings of sel_block_backward that are no arguments of the kernel.
+_SCHEDULE_SETTINGS = ("SEGMENT_ROWS", "CHUNK_PAIRS", "PROGRAMS_PER_SM", "ORDERED")
 
 
 class Problem(NamedTuple):
-    """What the kernels share: inputs, sequences, lse and delta as [tokens, Hq], constants."""
+    """The inputs that the kernels of the backward share."""
 
     do: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    lse: Tensor  # [B, S, Hq], contiguous
+    lse2: Tensor  # [B, S, Hq], contiguous; see delta.rows
     delta: Tensor  # [B, S, Hq], contiguous
     seqs: Sequences
     call: SlotCall
 
     @property
-    def heads(self) -> int:
-        """Query heads a kv head serves."""
+    def group(self) -> int:
+        """Query heads per kv head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
-    def strides(self) -> tuple[int, ...]:
-        """(sequence, token, head) strides of q, k, v, do."""
-        each = [
-            sequences.strides(x, self.seqs.packed, far=True)
-            for x in (self.q, self.k, self.v, self.do)
-        ]
-        return tuple(number for three in each for number in three)
+    def strides(self) -> list[tuple[int, int, int]]:
+        """(sequence, token, head) strides of q, k, v and do."""
+        inputs = (self.q, self.k, self.v, self.do)
+        return [sequences.strides(x, self.seqs.packed, far=True) for x in inputs]
 
     def constants(self) -> dict[str, object]:
-        """constexpr arguments."""
-        width_k, width_v = self.k.shape[-1], self.v.shape[-1]
+        """Return the constexpr arguments that the kernels share."""
+        head_dim, v_head_dim = self.k.shape[-1], self.v.shape[-1]
         return {
-            "HEADS": self.heads, "GROUPS": self.k.shape[-2], "DIM_K": width_k, "DIM_V": width_v,
-            "WIDTH_K": sequences.band(width_k), "WIDTH_V": sequences.band(width_v),
-            "SIZE": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
+            "GROUP": self.group, "NUM_KV_HEADS": self.k.shape[-2],
+            "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+            "HEAD_DIM_BAND": sequences.band(head_dim),
+            "V_HEAD_DIM_BAND": sequences.band(v_head_dim),
+            "SELECT_BLOCK": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
             "ACC": sequences.accumulator(self.q.dtype),
         }  # fmt: skip
 
 
 @remembered
-def tuned(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: str) -> configs.Settings:
-    """The row of ``kernel`` for blocks of ``size`` keys."""
+def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> configs.Settings:
+    """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
     return configs.pick(
         kernel, sequences.architecture(q.device), head_dim=k.shape[-1], v_head_dim=v.shape[-1],
-        itemsize=q.itemsize, heads=q.shape[-2] // k.shape[-2], block=size,
+        itemsize=q.itemsize, heads=q.shape[-2] // k.shape[-2], block=select_block,
     )  # fmt: skip
 
 
-class _Blocks(NamedTuple):
-    """What a call's metadata decide of the kernels over blocks."""
+class _BlockLaunches(NamedTuple):
+    """The launches over blocks, and the sizes that follow from a call's metadata."""
 
-    segments: Launch | None  # where those of a bucket begin
-    bounds: tuple[int, int]  # how many
+    segments: Launch | None  # None: ordered
+    bounds_shape: tuple[int, int]
     gradients: Launch
-    add: tuple[Launch, ...]  # chunks of dk and of dv, where the order is fixed
-    partial: tuple[tuple[int, int], ...]  # shapes of theirs
+    add_chunks: tuple[Launch, ...]  # of dk and of dv; empty: unordered
+    partial_shapes: tuple[tuple[int, int], ...]  # of their inputs
     round: Launch
-    starts: tuple[int, int, int, int]  # of dq, dk and dv in one buffer of sums, and its end
+    # Where dq, dk and dv begin in the buffer of sums, and its end.
+    sum_offsets: tuple[int, int, int, int]
 
 
-class _Shares(NamedTuple):
-    """How the pairs of the blocks are shared out to programs."""
+class _Schedule(NamedTuple):
+    """How the pairs of the blocks are distributed over programs."""
 
-    items: int  # programs per part of a block
-    segment: int  # tokens
-    segments: int
-    chunk: int  # pairs of an ordered program
+    items: int  # programs per key tile of a block, over all blocks
+    segment_tokens: int
+    num_segments: int
+    chunk_pairs: int  # pairs of an ordered program
 
 
-def _shares(
-    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool
-) -> _Shares:
-    """Segments, or ordered chunks, so short that PROGRAMS fall to each multiprocessor: few tokens
-    would occupy few.
+def _schedule(
+    problem: Problem,
+    num_pairs: int,
+    num_buckets: int,
+    settings: configs.Settings,
+    ordered: bool,
+) -> _Schedule:
+    """Choose segments, or ordered chunks, that give each multiprocessor PROGRAMS_PER_SM programs.
 
-    A chunk is a power of two, so that sums are cut in the same places for lengths that are alike.
+    Short sequences would otherwise occupy few multiprocessors. A chunk is a power of two, so that
+    sequences of similar length have their sums cut in the same places.
     """
     seqs = problem.seqs
     longest = problem.call.max_seqlen if seqs.packed else seqs.seq_len
-    share = pairs // (settings["PROGRAMS"] * sequences.multiprocessors(problem.q.device))
-    segment = min(max(share, LEAST_SEGMENT), settings["SEGMENT"] // problem.heads)
-    segment = max(segment, triton.cdiv(longest, MAX_SEGMENTS), 1)
-    segments = triton.cdiv(longest, segment)
-    chunk = min(max(1 << share.bit_length() >> 1, LEAST_CHUNK), settings["CHUNK"])
-    return _Shares(
-        pairs // chunk + buckets if ordered else buckets * segments, segment, segments, chunk
+    num_programs = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(problem.q.device)
+    pairs_per_program = num_pairs // num_programs
+    segment_tokens = min(
+        max(pairs_per_program, MIN_SEGMENT_TOKENS), settings["SEGMENT_ROWS"] // problem.group
     )
+    segment_tokens = max(segment_tokens, triton.cdiv(longest, MAX_SEGMENTS), 1)
+    num_segments = triton.cdiv(longest, segment_tokens)
+    chunk_pairs = max(1 << pairs_per_program.bit_length() >> 1, MIN_CHUNK_PAIRS)
+    chunk_pairs = min(chunk_pairs, settings["CHUNK_PAIRS"])
+    items = num_pairs // chunk_pairs + num_buckets if ordered else num_buckets * num_segments
+    return _Schedule(items, segment_tokens, num_segments, chunk_pairs)
 
 
-def _wide(problem: Problem) -> bool:
-    """Whether offsets inside a sequence need 64 bits: of q, do, and dq's sums, which are
-    contiguous.
+def _needs_int64_offsets(problem: Problem) -> bool:
+    """Return whether offsets inside a sequence of q, do or dq's contiguous sums need 64 bits.
 
-    A binary of its own, 2 to 5 % slower, compiled at the first call of so many tokens (262144 at 64
-    heads of 128).
+    The kernel is then another binary, 2 to 5 % slower, compiled at the first call of so many tokens
+    (262144 at 64 heads of 128).
     """
     q, seqs = problem.q, problem.seqs
-    last = seqs.seq_len - 1
+    last_token = seqs.seq_len - 1
     ends = [
-        last * token + (problem.heads - 1) * head + x.shape[-1]
+        last_token * stride_t + (problem.group - 1) * stride_h + x.shape[-1]
         for x in (q, problem.do)
-        for _, token, head in (sequences.strides(x, seqs.packed, far=True),)
+        for _, stride_t, stride_h in (sequences.strides(x, seqs.packed, far=True),)
     ]
     return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
 
 
 @remembered
 def _prepare_blocks(
-    problem: Problem, pairs: int, buckets: int, settings: configs.Settings, ordered: bool
-) -> _Blocks:
+    problem: Problem, num_pairs: int, num_buckets: int, settings: configs.Settings, ordered: bool
+) -> _BlockLaunches:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
-    parts = triton.cdiv(call.geometry.select_block_size, settings["KEYS"])
-    items, segment, segments, chunk = _shares(problem, pairs, buckets, settings, ordered)
+    key_tiles = triton.cdiv(call.geometry.select_block_size, settings["BLOCK_N"])
+    schedule = _schedule(problem, num_pairs, num_buckets, settings, ordered)
+    items, segment_tokens, num_segments, chunk_pairs = schedule
     per_head = pair_lists.buckets_per_head(seqs, call.geometry)
-    tiles = {name: value for name, value in settings.items() if name not in _SHARING}
+    kernel_settings = {
+        name: value for name, value in settings.items() if name not in _SCHEDULE_SETTINGS
+    }
     gradients = Launch(
-        sel_block_backward, (items * parts,), *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, buckets, per_head, segments, chunk,
-        **problem.constants(), **{**tiles, "ORDERED": ordered, "WIDE": _wide(problem)},
+        sel_block_backward, (items * key_tiles,),
+        *problem.strides(),
+        call.scale, seqs.n, seqs.seq_len, num_buckets, per_head, num_segments, chunk_pairs,
+        **problem.constants(),
+        **{**kernel_settings, "ORDERED": ordered, "INT64_OFFSETS": _needs_int64_offsets(problem)},
     )  # fmt: skip
-    bounds = None
+    segments = None
     if not ordered:
-        bounds = Launch(
-            sel_segments, (buckets,), segment, segments, MOST=2 * MAX_SEGMENTS, num_warps=2
-        )
-    add = [
+        segments = Launch(
+            sel_segments, (num_buckets,),
+            segment_tokens, num_segments,
+            NUM_BOUNDS_PAD=2 * MAX_SEGMENTS,
+            num_warps=2,
+        )  # fmt: skip
+    add_chunks = [
         Launch(
-            sel_add_chunks, (buckets * parts,), seqs.n, seqs.seq_len, per_head, chunk,
-            GROUPS=x.shape[-2], DIM=x.shape[-1], WIDTH=sequences.band(x.shape[-1]),
-            SIZE=call.geometry.select_block_size, KEYS=settings["KEYS"], VARLEN=seqs.packed,
-            ACC=sequences.accumulator(x.dtype),
+            sel_add_chunks, (num_buckets * key_tiles,),
+            seqs.n, seqs.seq_len, per_head, chunk_pairs,
+            NUM_KV_HEADS=x.shape[-2], WIDTH=x.shape[-1], BAND=sequences.band(x.shape[-1]),
+            SELECT_BLOCK=call.geometry.select_block_size, BLOCK_N=settings["BLOCK_N"],
+            VARLEN=seqs.packed, ACC=sequences.accumulator(x.dtype),
         )
         for x in (k, v) if ordered
     ]  # fmt: skip
-    counts = [0 if ordered else x.numel() for x in (q, k, v)]
-    first, second, third = (triton.cdiv(count, ROUNDED) * ROUNDED for count in counts)
-    end = first + second + third
-    rounding = Launch(sel_round, (end // ROUNDED,), *counts, call.scale, SIZE=ROUNDED, num_warps=4)
-    partial = tuple((items * parts * settings["KEYS"], x.shape[-1]) for x in (k, v) if ordered)
-    shape = (buckets, segments + 1)
-    return _Blocks(
-        bounds, shape, gradients, tuple(add), partial, rounding, (0, first, first + second, end)
+    numels = [0 if ordered else x.numel() for x in (q, k, v)]
+    padded_q, padded_k, padded_v = (triton.cdiv(n, ROUND_BLOCK) * ROUND_BLOCK for n in numels)
+    end = padded_q + padded_k + padded_v
+    rounding = Launch(
+        sel_round, (end // ROUND_BLOCK,), *numels, call.scale, BLOCK_SIZE=ROUND_BLOCK, num_warps=4
+    )
+    rows = items * key_tiles * settings["BLOCK_N"]
+    return _BlockLaunches(
+        segments,
+        (num_buckets, num_segments + 1),
+        gradients,
+        tuple(add_chunks),
+        tuple((rows, x.shape[-1]) for x in (k, v) if ordered),
+        rounding,
+        (0, padded_q, padded_q + padded_k, end),
     )
 
 
 def block_gradients(
     problem: Problem, lists: PairLists, settings: configs.Settings, *, ordered: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """dq, dk, dv in the inputs' dtypes; ``ordered``: no dq, and dk and dv added in a fixed order.
+    """Return dq, dk and dv in the inputs' dtypes.
 
-    ``settings``: KEYS and ROWS of a tile, at most SEGMENT rows of q that share L2 and CHUNK pairs
-    of an ordered program, PROGRAMS wanted for each multiprocessor. What is added in no order is
-    added in one buffer of zeros.
+    Args:
+        problem: the inputs.
+        lists: the (token, block) pairs sorted by block.
+        settings: BLOCK_N and BLOCK_M of a tile; SEGMENT_ROWS, the rows of q that may share L2;
+            CHUNK_PAIRS, the pairs of an ordered program at most; PROGRAMS_PER_SM, the programs
+            that each multiprocessor should get.
+        ordered: whether to add dk and dv in a fixed order; dq is then None. Otherwise all three
+            are added to one buffer of fp32 zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
-    made = _prepare_blocks(
+    launches = _prepare_blocks(
         problem, lists.tokens.shape[0], lists.offsets.shape[0] - 1, settings, ordered
     )
-    _, at_k, at_v, end = made.starts
+    _, dk_start, dv_start, end = launches.sum_offsets
     sums = problem.delta.new_zeros(end) if end else problem.delta
-    partial = [problem.delta.new_empty(shape) for shape in made.partial] or [
-        sums[at_k:],
-        sums[at_v:],
+    partial = [problem.delta.new_empty(shape) for shape in launches.partial_shapes] or [
+        sums[dk_start:],
+        sums[dv_start:],
     ]
     bounds = None
-    if made.segments:
-        bounds = lists.offsets.new_empty(made.bounds)
-        made.segments(lists.tokens, lists.offsets, bounds)
-    rows = (problem.do, problem.lse, problem.delta)
-    made.gradients(
+    if launches.segments:
+        bounds = lists.offsets.new_empty(launches.bounds_shape)
+        launches.segments(lists.tokens, lists.offsets, bounds)
+    rows = (problem.do, problem.lse2, problem.delta)
+    launches.gradients(
         q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial
     )
     grads = [x.new_empty(x.shape) for x in (k, v)]
     dq = None if ordered else q.new_empty(q.shape)
-    for add, part, grad in zip(made.add, partial, grads):
-        add(part, lists.offsets, problem.seqs.cu, grad)
+    for add_chunks, chunks, grad in zip(launches.add_chunks, partial, grads):
+        add_chunks(chunks, lists.offsets, problem.seqs.cu, grad)
     if dq is not None and end:
-        made.round(sums, dq, *grads)
+        launches.round(sums, dq, *grads)
     return dq, grads[0], grads[1]
 
 
@@ -223,50 +252,56 @@ def block_gradients(
 def _prepare_tiles(
     problem: Problem, n: int, settings: configs.Settings, tensors_aligned: bool
 ) -> tuple[Launch, int, int]:
-    """The launch over tiles, how many tokens a tile has, and the keys of a descriptor's tile (0: no
-    descriptors).
+    """Return the launch over tiles, the tokens of a tile and the keys of a descriptor's tile.
+
+    The last is 0 if the kernel takes no descriptors.
     """
-    seqs, size = problem.seqs, sel_forward.tile_tokens(settings["ROWS"], problem.heads)
-    tiles = seqs.tiles(size)
-    fitted = {
-        "ROWS": max(16, triton.next_power_of_2(size * problem.heads)),
-        "KEYS": min(
-            settings["KEYS"],
+    seqs, block_t = problem.seqs, sel_forward.tile_tokens(settings["BLOCK_M"], problem.group)
+    tiles = seqs.tiles(block_t)
+    tile = {
+        "BLOCK_M": max(16, triton.next_power_of_2(block_t * problem.group)),
+        "BLOCK_N": min(
+            settings["BLOCK_N"],
             max(16, triton.next_power_of_2(problem.call.geometry.select_block_size)),
         ),
     }
-    tma = bool(settings.get("TMA")) and tensors_aligned
-    tma = tma and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
-    tma = tma and problem.call.geometry.select_block_size % fitted["KEYS"] == 0
-    made = Launch(
+    use_tma = bool(settings.get("USE_TMA")) and tensors_aligned
+    use_tma = use_tma and descriptors.descriptors_fit(seqs.packed, problem.k, problem.v)
+    use_tma = use_tma and problem.call.geometry.select_block_size % tile["BLOCK_N"] == 0
+    launch = Launch(
         sel_tile_backward, (tiles * problem.k.shape[-2],),
-        *problem.strides(), problem.call.scale, seqs.n, seqs.seq_len, tiles,
-        TOKENS=size, MOST=size * n, **problem.constants(), **{**settings, **fitted, "TMA": tma},
+        *problem.strides(),
+        problem.call.scale, seqs.n, seqs.seq_len, tiles,
+        BLOCK_T=block_t, MAX_ENTRIES=block_t * n,
+        **problem.constants(), **{**settings, **tile, "USE_TMA": use_tma},
     )  # fmt: skip
-    return made, size, fitted["KEYS"] if tma else 0
+    return launch, block_t, tile["BLOCK_N"] if use_tma else 0
 
 
 def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
-    """dq in q's dtype, tile by tile. ``settings``: KEYS and ROWS of a tile, TMA where descriptors
-    fit.
+    """Return dq in the dtype of q, computed tile by tile.
+
+    ``settings``: BLOCK_N and BLOCK_M of a tile, and USE_TMA where descriptors fit.
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
-    made, size, keys = _prepare_tiles(problem, blocks.shape[-1], settings, aligned(k, v))
-    unions = sel_union.build(blocks, seqs, problem.call.geometry, size, 1)
+    launch, block_t, desc_block_n = _prepare_tiles(
+        problem, blocks.shape[-1], settings, aligned(k, v)
+    )
+    unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1)
     dq = q.new_empty(q.shape)
-    described = [descriptors.key_descriptor(x, keys) if keys else None for x in (k, v)]
-    rows = (problem.do, problem.lse, problem.delta)
-    made(q, k, v, *described, *rows, unions.entries, unions.counts, seqs.cu, dq)
+    descs = [descriptors.key_descriptor(x, desc_block_n) if desc_block_n else None for x in (k, v)]
+    rows = (problem.do, problem.lse2, problem.delta)
+    launch(q, k, v, *descs, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq
 
 
 def prepare(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall
 ) -> Problem:
-    """Delta, and lse beside it: a row's h numbers lie together."""
+    """Compute delta and lse2, and return them with the inputs."""
     seqs = Sequences.of(q, call)
-    rows, turned = delta.rows(do, o, lse, packed=seqs.packed)
-    return Problem(do, q, k, v, turned, rows, seqs, call)
+    delta_rows, lse2 = delta.rows(do, o, lse, packed=seqs.packed)
+    return Problem(do, q, k, v, lse2, delta_rows, seqs, call)
 
 
 def backward(
@@ -280,12 +315,13 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes and dtypes of q, k, v."""
-    problem, size = prepare(do, q, k, v, o, lse, call=call), call.geometry.select_block_size
+    """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
+    problem = prepare(do, q, k, v, o, lse, call=call)
+    select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry)
-    settings = tuned(q, k, v, size, "sel_block_backward")
+    settings = tuned(q, k, v, select_block, "sel_block_backward")
     ordered = call.deterministic or bool(settings.get("ORDERED"))
     dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered)
     if dq is None:
-        dq = tile_gradients(problem, blocks, tuned(q, k, v, size, "sel_tile_backward"))
+        dq = tile_gradients(problem, blocks, tuned(q, k, v, select_block, "sel_tile_backward"))
     return dq, dk, dv

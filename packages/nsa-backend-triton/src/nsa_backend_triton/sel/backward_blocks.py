@@ -1,31 +1,36 @@
-"""Gradients of the selected branch, block by block: dk and dv of a block, and what it adds to dq.
+"""Backward of the selected branch, block by block: dk and dv of a block, and its part of dq.
 
-A program takes KEYS keys of one block (K, V [KEYS, D] stay on chip) and some of the tokens that
-chose it. Their rows (token, head) are gathered in tiles of ROWS: all heads of a token at once.
+A program owns BLOCK_N keys of one block, whose K and V [BLOCK_N, D] stay on chip, and walks some of
+the tokens that selected the block. It gathers their rows (token, head) in tiles of BLOCK_M rows,
+all heads of a token at once:
 
-    S^T = k q^T, dP^T = v do^T
-    [KEYS, ROWS], or turned: [ROWS, KEYS] (TURN: P and dS pass shared memory)
-    dv += P^T do, dk += dS^T q            [KEYS, D] in registers over all tiles
-    dq += dS k                            [ROWS, D] added to fp32 memory, where there is no order
+    S^T = k q^T, dP^T = v do^T     [BLOCK_N, BLOCK_M]
+    S = q k^T, dP = do v^T         [BLOCK_M, BLOCK_N] if QUERY_MAJOR: shared memory transposes P, dS
+    P = exp(scale S - lse), dS = P (dP - delta)
+    dv += P^T do, dk += dS^T q     [BLOCK_N, D] in registers over all tiles
+    dq += dS k                     [BLOCK_M, D] added to fp32 memory, unless ORDERED
+    dk, dq times scale             at the end
 
-A tile reads 2 ROWS D elements and 2 ROWS fp32 numbers, adds ROWS D fp32 numbers and does 10 ROWS
-KEYS D operations: 80 operations a byte at KEYS = 64 in bf16. Programs run segment after segment of
-tokens, whose q, do and dq fit into L2. Registers leave 2 programs of 4 warps a multiprocessor.
-Counted on an H200 before offsets had 32 bits: no pipe and no memory above 60 %, latency binds;
-ordered, without that sharing, L2 at 88 % does. Hence few instructions a tile: 32-bit offsets unless
-WIDE, one load for the rows' lse and delta.
+A tile reads 2 BLOCK_M D elements and 2 BLOCK_M fp32 numbers, adds BLOCK_M D fp32 numbers and takes
+10 BLOCK_M BLOCK_N D operations: 80 operations per byte at BLOCK_N = 64 in bf16. Programs run
+segment after segment of tokens, so that q, do and dq of a segment stay in L2. Registers allow 2
+programs of 4 warps per multiprocessor. Profiled on an H200 while offsets still had 64 bits, no pipe
+and no memory was above 60 %, so latency is the limit; ordered, where programs do not share
+segments, the limit is L2 at 88 %. A tile therefore takes few instructions: 32-bit offsets unless
+INT64_OFFSETS, and one load for lse and delta of its rows.
 
-How the tokens of a block are shared out:
-    unordered   a program per (block, segment of tokens), of which sel_segments finds the bounds;
-                dq, dk, dv are added
-                to fp32 memory, in no fixed order, and sel_round rounds them.
-    ORDERED     a program per ``chunk`` tokens of a block at most; sel_add_chunks adds their dk, dv
-                in order. No dq.
+Distribution of a block's tokens over programs:
 
-A tile has ROWS // HEADS whole tokens (or a piece of one): heads are the loop's constants, tokens
-are read a tile ahead, and causally masked are only a block's first SIZE pairs, which may lie in the
-block itself: most programs have none, and skip that walk. Rows that are not there, ROWS % HEADS and
-those behind the last pair, are rows of zeros.
+    unordered   One program per (block, segment of tokens); sel_segments finds the bounds. dq, dk
+                and dv are added to fp32 memory in no fixed order, and sel_round rounds them.
+    ORDERED     One program per chunk of at most chunk_pairs tokens of a block. sel_add_chunks adds
+                dk and dv of the chunks in order. No dq.
+
+A tile holds BLOCK_M // GROUP whole tokens, or a part of one token. Head offsets are therefore
+constants of the loop, and tokens are loaded one tile ahead. Only the first SELECT_BLOCK pairs of a
+block can belong to tokens inside the block and need a causal mask; most programs have none of them
+and skip the masked loop. Padding rows, BLOCK_M % GROUP of a tile and those after the last pair,
+are rows of zeros.
 """
 
 from __future__ import annotations
@@ -34,12 +39,12 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.host.sequences import interpreted
+from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
     dot_columns,
     owner,
-    place,
     scale_rows,
     transpose,
     zero_rows,
@@ -48,117 +53,109 @@ from nsa_backend_triton.shared.rows import (
 INTERPRETED = tl.constexpr(interpreted())  # fixed when triton is imported
 
 
-@triton.jit
-def sel_bucket(
-    bucket,
-    CU,
-    n_seqs,
-    seq_len,
-    per_head,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    VARLEN: tl.constexpr,
+@triton.jit(do_not_specialize=["segment_tokens", "num_segments"])
+def sel_segments(
+    TOKENS, OFFSETS, BOUNDS, segment_tokens, num_segments, NUM_BOUNDS_PAD: tl.constexpr
 ):
-    """(sequence, kv head, its first row in the packed axis, its length, the block's first key) of a
-    bucket.
-    """
-    outer = bucket // per_head
-    index = bucket % per_head
-    if not VARLEN:
-        index += outer // GROUPS * per_head
-    seq, start, length, key = place(index, CU, n_seqs, seq_len, SIZE, VARLEN)
-    return seq, outer % GROUPS, start, length, key
+    """Write BOUNDS [num_buckets, num_segments + 1]: each bucket's first pair of each segment.
 
-
-@triton.jit(do_not_specialize=["segment", "segments"])
-def sel_segments(TOKENS, OFFSETS, BOUNDS, segment, segments, MOST: tl.constexpr):
-    """BOUNDS [n_buckets, segments + 1]: where the tokens of each segment begin in a bucket's
-    ascending TOKENS.
-
-    A program per bucket, all its segments at once: log2(pairs) loads that wait for each other.
-    Latency binds.
+    The tokens of a bucket ascend in TOKENS. A program owns one bucket and searches all its segments
+    at once: log2(pairs) loads that depend on each other. Bound by latency.
     """
     bucket = tl.program_id(0)
-    at = tl.arange(0, MOST)
-    low = tl.load(OFFSETS + bucket) + tl.zeros([MOST], tl.int32)
-    high = tl.load(OFFSETS + bucket + 1) + tl.zeros([MOST], tl.int32)
-    low = tl.where(at >= segments, high, low)
+    segment = tl.arange(0, NUM_BOUNDS_PAD)
+    low = tl.load(OFFSETS + bucket) + tl.zeros([NUM_BOUNDS_PAD], tl.int32)
+    high = tl.load(OFFSETS + bucket + 1) + tl.zeros([NUM_BOUNDS_PAD], tl.int32)
+    low = tl.where(segment >= num_segments, high, low)
     while tl.max(high - low, 0) > 0:
         middle = (low + high) // 2
-        open_ = low < high
-        before = open_ & (tl.load(TOKENS + middle, mask=open_, other=0) < at * segment)
+        searching = low < high
+        before = searching & (
+            tl.load(TOKENS + middle, mask=searching, other=0) < segment * segment_tokens
+        )
         low, high = (
             tl.where(before, middle + 1, low),
-            tl.where(before, high, tl.where(open_, middle, high)),
+            tl.where(before, high, tl.where(searching, middle, high)),
         )
-    tl.store(BOUNDS + bucket.to(tl.int64) * (segments + 1) + at, low, mask=at <= segments)
+    tl.store(
+        BOUNDS + bucket.to(tl.int64) * (num_segments + 1) + segment,
+        low,
+        mask=segment <= num_segments,
+    )
 
 
 @triton.jit
-def sel_chunk(OFFSETS, item, n_buckets, chunk):
-    """(bucket, first pair, end) of a chunk: bucket b owns the items from OFFSETS[b] // chunk + b
-    on, never too few.
+def _locate_chunk(OFFSETS, item, num_buckets, chunk_pairs):
+    """(bucket, first pair, end) of a chunk.
 
-    A bucket's pairs are cut into as many even parts as ``chunk`` demands; an item past them is
-    empty.
+    Bucket b owns the items from OFFSETS[b] // chunk_pairs + b on, which are enough for it. It is
+    cut into as few chunks of equal size as ``chunk_pairs`` allows; its remaining items are empty.
     """
-    bucket = owner(OFFSETS, n_buckets, item, chunk)
+    bucket = owner(OFFSETS, num_buckets, item, chunk_pairs)
     first = tl.load(OFFSETS + bucket)
     end = tl.load(OFFSETS + bucket + 1)
-    part = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, chunk), 1))
-    begin = first + (item - (first // chunk + bucket)) * part
-    return bucket, tl.minimum(begin, end), tl.minimum(begin + part, end)
+    size = tl.cdiv(end - first, tl.maximum(tl.cdiv(end - first, chunk_pairs), 1))
+    begin = first + (item - (first // chunk_pairs + bucket)) * size
+    return bucket, tl.minimum(begin, end), tl.minimum(begin + size, end)
 
 
 @triton.jit
-def sel_load(X, at, head, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [N, DIM] of X in bands, 0 where not ``ok`` [N].
+def gather_rows(X, offs, head_offs, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
+    """Rows [M, WIDTH] of X in bands, 0 where not ``mask_m`` [M].
 
-    They begin at offsets ``at`` + ``head`` [N], of which ``head`` (None: 0) is a loop's constant.
+    They begin at ``offs`` + ``head_offs`` [M]; ``head_offs`` (None: 0) is constant in the caller's
+    loop. The backward uses this and scatter_rows instead of load_at and store_at, with which
+    sel_block_backward spills more registers (128/128 on sm_80: 56 bytes instead of 24).
     """
     x = ()
-    for first in tl.static_range(0, DIM, WIDTH):
-        col = first + tl.arange(0, WIDTH)
-        mask = ok[:, None] if first + WIDTH <= DIM else ok[:, None] & (col < DIM)[None, :]
-        # Constants are added to each other first: in a loop an offset is one multiplication and
-        # addition.
-        inner = col[None, :] if head is None else head[:, None] + col[None, :]
-        x = x + (tl.load(X + (at[:, None] + inner), mask=mask, other=0.0),)
+    for first in tl.static_range(0, WIDTH, BAND):
+        offs_d = first + tl.arange(0, BAND)
+        mask = (
+            mask_m[:, None]
+            if first + BAND <= WIDTH
+            else mask_m[:, None] & (offs_d < WIDTH)[None, :]
+        )
+        # Constants are added to each other first: an offset then takes one multiplication and one
+        # addition in the loop.
+        inner = offs_d[None, :] if head_offs is None else head_offs[:, None] + offs_d[None, :]
+        x = x + (tl.load(X + (offs[:, None] + inner), mask=mask, other=0.0),)
     return x
 
 
 @triton.jit
-def sel_put(X, at, head, x, ok, DIM: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    """Inverse of sel_load: store, or add without an order. ``ok`` None: every row is there."""
-    for i in tl.static_range((DIM + WIDTH - 1) // WIDTH):
-        col = i * WIDTH + tl.arange(0, WIDTH)
-        mask = None if (i + 1) * WIDTH <= DIM else (col < DIM)[None, :]
-        if ok is not None:
-            mask = ok[:, None] if mask is None else ok[:, None] & mask
-        inner = col[None, :] if head is None else head[:, None] + col[None, :]
-        where = X + (at[:, None] + inner)
-        if ADD:
-            tl.atomic_add(where, x[i], mask=mask, sem="relaxed")
+def scatter_rows(
+    X, offs, head_offs, x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr, ATOMIC: tl.constexpr
+):
+    """Inverse of gather_rows: store rows, or add them if ATOMIC. ``mask_m`` None: every row."""
+    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+        offs_d = i * BAND + tl.arange(0, BAND)
+        mask = None if (i + 1) * BAND <= WIDTH else (offs_d < WIDTH)[None, :]
+        if mask_m is not None:
+            mask = mask_m[:, None] if mask is None else mask_m[:, None] & mask
+        inner = offs_d[None, :] if head_offs is None else head_offs[:, None] + offs_d[None, :]
+        ptrs = X + (offs[:, None] + inner)
+        if ATOMIC:
+            tl.atomic_add(ptrs, x[i], mask=mask, sem="relaxed")
         else:
-            tl.store(where, x[i].to(X.dtype.element_ty), mask=mask)
+            tl.store(ptrs, x[i].to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def sel_scores_backward(s, dp, seen, lse, delta, scale):
-    """P and dS / scale of raw scores, 0 where not ``seen`` (None: all are); lse is that of
-    delta.rows.
+def softmax_backward(qk, dp, mask, lse2, delta, scale):
+    """P and dS / scale from the products qk and dp; 0 where not ``mask`` (None: no mask).
+
+    ``lse2`` and ``delta`` are those of delta.rows.
     """
-    s = s * (scale * LOG2E) - lse
-    if seen is not None:
-        s = tl.where(seen, s, float("-inf"))
+    s = qk * (scale * LOG2E) - lse2
+    if mask is not None:
+        s = tl.where(mask, s, float("-inf"))
     p = tl.exp2(s)
     return p, p * (dp - delta)
 
 
 @triton.jit
-def sel_wait_for_products(x, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the fp32 sums x unchanged, and make the program wait until the products added to them
-    are complete.
+def _wait_for_products(x, WIDTH: tl.constexpr, BAND: tl.constexpr):
+    """Return the fp32 sums x unchanged, and wait until the products added to them are complete.
 
     On sm_90 a product is asynchronous (wgmma), and Triton lets the last one of a loop stay in
     flight into the next iteration. In this kernel ptxas cannot follow that: it serializes every
@@ -167,7 +164,7 @@ def sel_wait_for_products(x, DIM: tl.constexpr, WIDTH: tl.constexpr):
     it. The interpreter has no inline assembly and nothing to wait for.
     """
     complete = ()
-    for i in tl.static_range((DIM + WIDTH - 1) // WIDTH):
+    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
         band = x[i]
         if not INTERPRETED:
             band = tl.inline_asm_elementwise(
@@ -178,285 +175,329 @@ def sel_wait_for_products(x, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def sel_tile_rows(tile, pairs, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """(pair, head, whether it is there), each [ROWS], of a tile of whole tokens; pair and head are
-    always legal.
+def _tile_rows(tile, num_pairs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(pair, head, mask), each [BLOCK_M], of the rows of a tile of whole tokens.
+
+    pair and head are valid indices in padding rows too.
     """
-    row = tl.arange(0, ROWS)
-    if HEADS > ROWS:
-        PIECES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
-        pair, head = row * 0 + tile // PIECES, tile % PIECES * ROWS + row
-        ok = head < HEADS
-        head = tl.minimum(head, HEADS - 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    if GROUP > BLOCK_M:
+        TILES_PER_TOKEN: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        pair = offs_m * 0 + tile // TILES_PER_TOKEN
+        head = tile % TILES_PER_TOKEN * BLOCK_M + offs_m
+        mask_m = head < GROUP
+        head = tl.minimum(head, GROUP - 1)
     else:
-        pair, head = tile * (ROWS // HEADS) + row // HEADS, row % HEADS
-        ok = (pair < pairs) & (row < ROWS // HEADS * HEADS)
-    return tl.minimum(pair, pairs - 1), head, ok
+        pair = tile * (BLOCK_M // GROUP) + offs_m // GROUP
+        head = offs_m % GROUP
+        mask_m = (pair < num_pairs) & (offs_m < BLOCK_M // GROUP * GROUP)
+    return tl.minimum(pair, num_pairs - 1), head, mask_m
 
 
 @triton.jit
-def sel_row_numbers(LSE, DELTA, at, ok, ROWS: tl.constexpr):
-    """lse and delta [ROWS] of the rows at offsets ``at`` [ROWS]: 0 where not ``ok``.
+def _load_lse2_delta(LSE2, DELTA, offs, mask_m, BLOCK_M: tl.constexpr):
+    """lse2 and delta [BLOCK_M] of the rows at ``offs`` [BLOCK_M]: 0 where not ``mask_m``.
 
-    As one load of [4, ROWS], half of it masked: a load of no fewer numbers than threads is not
-    repeated by each of the threads that want a number, in whose layout the scores' rows are.
+    One load of [4, BLOCK_M], half of it masked, reads both. The scores' layout holds each number in
+    several threads, and each of them would repeat a load that has fewer numbers than the program
+    has threads.
     """
     kind = tl.arange(0, 4)[:, None]
-    base = tl.where(kind == 0, LSE, DELTA)
-    both = tl.load(base + at[None, :], mask=(kind < 2) & ok[None, :], other=0.0)
-    even, odd = tl.split(tl.reshape(tl.trans(both), [ROWS, 2, 2]))
-    lse, _ = tl.split(even)
+    base = tl.where(kind == 0, LSE2, DELTA)
+    both = tl.load(base + offs[None, :], mask=(kind < 2) & mask_m[None, :], other=0.0)
+    even, odd = tl.split(tl.reshape(tl.trans(both), [BLOCK_M, 2, 2]))
+    lse2, _ = tl.split(even)
     delta, _ = tl.split(odd)
-    return lse, delta
+    return lse2, delta
 
 
 @triton.jit
-def sel_rows_backward(
-    dk, dv, k, v, key, token, head, ok,
-    Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr,
-    MASKED: tl.constexpr, ACC: tl.constexpr,
+def _accumulate_tile(
+    dk, dv, k, v, key, token, head, mask_m,
+    Q, DO, LSE2, DELTA, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, QUERY_MAJOR: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One tile: rows (token, head) [ROWS], ``ok`` those there. Returns dk, dv with the tile added.
+    """Add one tile to dk and dv and, unless ORDERED, to DQ.
 
-    ``key`` [KEYS] are the keys' tokens, beyond any for a key that is not there. LSE, DELTA, DQ are
-    [tokens, Hq, ..]. Not MASKED: every key is seen by every row. WIDE: offsets do not fit into 32
-    bits.
+    ``token``, ``head`` and ``mask_m`` [BLOCK_M] are its rows; ``key`` [BLOCK_N] are the keys'
+    positions, beyond every token for a missing key. LSE2, DELTA, DQ are [tokens, Hq, ..]. Unless
+    MASKED, every row attends to every key. INT64_OFFSETS: offsets do not fit into 32 bits.
     """
-    wide = token
-    if WIDE:
-        wide, head = token.to(tl.int64), head.to(tl.int64)
-    # In a row that is not there all numbers are 0: p = 1 and dS = 0 meet zeros.
-    q = sel_load(Q, wide * q_t, head * q_h, ok, DIM_K, WIDTH_K)
-    do = sel_load(DO, wide * d_t, head * d_h, ok, DIM_V, WIDTH_V)
-    at = wide * ALL_HEADS + head
-    lse, delta = sel_row_numbers(LSE, DELTA, at, ok, ROWS)
-    seen = None
-    if TURN:
-        s = dot_columns(q, transpose(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(do, transpose(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
+    offs_t = token
+    if INT64_OFFSETS:
+        offs_t, head = token.to(tl.int64), head.to(tl.int64)
+    # In a padding row all numbers are 0: p = 1 and dS = 0 meet zeros.
+    q = gather_rows(Q, offs_t * stride_qt, head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+    do = gather_rows(
+        DO, offs_t * stride_dot, head * stride_doh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND
+    )
+    offs_row = offs_t * NUM_HEADS + head
+    lse2, delta = _load_lse2_delta(LSE2, DELTA, offs_row, mask_m, BLOCK_M)
+    mask = None
+    if QUERY_MAJOR:
+        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dp = dot_columns(
+            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
+        )
         if MASKED:
-            seen = key[None, :] <= token[:, None]
-        p, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
+            mask = key[None, :] <= token[:, None]
+        p, ds = softmax_backward(qk, dp, mask, lse2[:, None], delta[:, None], scale)
         p, ds = tl.trans(p.to(do[0].dtype)), tl.trans(ds.to(k[0].dtype))
     else:
-        s = dot_columns(k, transpose(q, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(v, transpose(do, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
+        qk = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dp = dot_columns(
+            v, transpose(do, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
+        )
         if MASKED:
-            seen = key[:, None] <= token[None, :]
-        p, ds = sel_scores_backward(s, dp, seen, lse[None, :], delta[None, :], scale)
+            mask = key[:, None] <= token[None, :]
+        p, ds = softmax_backward(qk, dp, mask, lse2[None, :], delta[None, :], scale)
         p, ds = p.to(do[0].dtype), ds.to(k[0].dtype)
-    dv = add_dot(dv, p, do, DIM_V, WIDTH_V, ACC)
-    dk = add_dot(dk, ds, q, DIM_K, WIDTH_K, ACC)
+    dv = add_dot(dv, p, do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+    dk = add_dot(dk, ds, q, HEAD_DIM, HEAD_DIM_BAND, ACC)
     if ORDERED:
-        dk = sel_wait_for_products(dk, DIM_K, WIDTH_K)
+        dk = _wait_for_products(dk, HEAD_DIM, HEAD_DIM_BAND)
     else:
         dq = ()
-        for i in tl.static_range((DIM_K + WIDTH_K - 1) // WIDTH_K):
-            if TURN:
+        for i in tl.static_range((HEAD_DIM + HEAD_DIM_BAND - 1) // HEAD_DIM_BAND):
+            if QUERY_MAJOR:
                 x = tl.dot(tl.trans(ds), k[i], input_precision="ieee", out_dtype=ACC)
             else:
-                # Turned, so that D is the side that may not be short of 64.
+                # Transposed, so that the head width is the dimension that may not be below 64.
                 x = tl.trans(tl.dot(tl.trans(k[i]), ds, input_precision="ieee", out_dtype=ACC))
             dq = dq + (x,)
-        # No mask: what a row adds that is not there is 0.
-        sel_put(DQ, wide * (ALL_HEADS * DIM_K), head * DIM_K, dq, None, DIM_K, WIDTH_K, True)
+        # No mask: padding rows add 0.
+        scatter_rows(
+            DQ,
+            offs_t * (NUM_HEADS * HEAD_DIM),
+            head * HEAD_DIM,
+            dq,
+            None,
+            HEAD_DIM,
+            HEAD_DIM_BAND,
+            True,
+        )
     return dk, dv
 
 
 @triton.jit
-def sel_walk_backward(
-    dk, dv, k, v, key, low, high, first, pairs,
-    Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr,
-    MASKED: tl.constexpr, ACC: tl.constexpr,
+def _accumulate_tiles(
+    dk, dv, k, v, key, begin, end, first_pair, num_pairs,
+    Q, DO, LSE2, DELTA, TOKENS, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, QUERY_MAJOR: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv with the tiles [low, high) of whole tokens."""
-    pair, head, ok = sel_tile_rows(low, pairs, HEADS, ROWS)
-    token = tl.load(TOKENS + first + pair)
-    for tile in tl.range(low, high):
-        # Tokens are read a turn before their rows: an address that waits for a load is not fetched
-        # ahead.
-        next_pair, next_head, next_ok = sel_tile_rows(tile + 1, pairs, HEADS, ROWS)
-        next_token = tl.load(TOKENS + first + next_pair)
-        dk, dv = sel_rows_backward(
-            dk, dv, k, v, key, token, head, ok, Q, DO, LSE, DELTA, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, ALL_HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE, MASKED,
-            ACC,
+    """Add the tiles begin .. end of the program's pairs to dk and dv."""
+    pair, head, mask_m = _tile_rows(begin, num_pairs, GROUP, BLOCK_M)
+    token = tl.load(TOKENS + first_pair + pair)
+    for tile in tl.range(begin, end):
+        # Tokens are loaded one iteration before their rows: an address that depends on a load is
+        # not prefetched.
+        next_pair, next_head, next_mask_m = _tile_rows(tile + 1, num_pairs, GROUP, BLOCK_M)
+        next_token = tl.load(TOKENS + first_pair + next_pair)
+        dk, dv = _accumulate_tile(
+            dk, dv, k, v, key, token, head, mask_m,
+            Q, DO, LSE2, DELTA, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
+            GROUP, NUM_HEADS, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            BLOCK_M, ORDERED, QUERY_MAJOR, INT64_OFFSETS, MASKED, ACC,
         )  # fmt: skip
-        token, head, ok = next_token, next_head, next_ok
+        token, head, mask_m = next_token, next_head, next_mask_m
     return dk, dv
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_seqs",
-        "seq_len",
-        "n_buckets",
-        "per_head",
-        "segments",
-        "chunk",
+        "num_seqs", "seq_len", "num_buckets", "buckets_per_head", "num_segments", "chunk_pairs",
     ]
-)
+)  # fmt: skip
 def sel_block_backward(
-    Q, K, V, DO, LSE, DELTA, TOKENS, OFFSETS, BOUNDS, CU, DQ, DK, DV,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
-    scale, n_seqs, seq_len, n_buckets, per_head, segments, chunk,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    TURN: tl.constexpr, WIDE: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """LSE, DELTA [B, S, Hq]; DQ [B, S, Hq, DIM_K]; DK, DV [B, S, G, D], or if ORDERED [items,
-    parts, KEYS, D].
-
-    BOUNDS of sel_segments; not read, nor DQ, if ORDERED.
-
-    A block is cut into parts of KEYS keys, one program each: SIZE up to 128 costs no more registers
-    than 64.
-    """
-    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
-    part = tl.program_id(0) % PARTS
-    item = tl.program_id(0) // PARTS
-    if ORDERED:
-        bucket, begin, end = sel_chunk(OFFSETS, item, n_buckets, chunk)
-    else:
-        # Kv head, then segment, then block: programs that run at one time share q, do and dq. Early
-        # blocks, which most tokens chose, come first, and the last segment, which has the most
-        # blocks.
-        turn = item // per_head
-        bucket = turn // segments * per_head + item % per_head
-        at_bound = BOUNDS + bucket.to(tl.int64) * (segments + 1) + (segments - 1 - turn % segments)
-        begin, end = tl.load(at_bound), tl.load(at_bound + 1)
-    seq, group, start, length, block = sel_bucket(
-        bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN
-    )
-    if begin < end:
-        inside = part * KEYS + tl.arange(0, KEYS)
-        key = block + inside
-        real = (inside < SIZE) & (key < length)
-        base = seq.to(tl.int64)
-        token_0 = start.to(tl.int64) if VARLEN else base * seq_len
-        K += base * k_b + start.to(tl.int64) * k_t + group.to(tl.int64) * k_h
-        V += base * v_b + start.to(tl.int64) * v_t + group.to(tl.int64) * v_h
-        k = sel_load(K, key.to(tl.int64) * k_t, None, real, DIM_K, WIDTH_K)
-        v = sel_load(V, key.to(tl.int64) * v_t, None, real, DIM_V, WIDTH_V)
-        Q += base * q_b + start.to(tl.int64) * q_t + group.to(tl.int64) * HEADS * q_h
-        DO += base * d_b + start.to(tl.int64) * d_t + group.to(tl.int64) * HEADS * d_h
-        rows_0 = token_0 * (GROUPS * HEADS) + group * HEADS
-        LSE += rows_0
-        DELTA += rows_0
-        DQ += rows_0 * DIM_K
-        dk = zero_rows(KEYS, DIM_K, WIDTH_K, ACC)
-        dv = zero_rows(KEYS, DIM_V, WIDTH_V, ACC)
-        seen_from = tl.where(real, key, 2147483647)
-        pairs = end - begin
-        each: tl.constexpr = max(ROWS // HEADS, 1)
-        pieces: tl.constexpr = (HEADS + ROWS - 1) // ROWS
-        tiles = tl.cdiv(pairs, each) * pieces
-        # Only a block's first SIZE pairs can be of tokens inside it; a part of a block may have
-        # keys missing.
-        near = tl.minimum(tl.maximum(tl.load(OFFSETS + bucket) + SIZE - begin, 0), pairs)
-        cut = tl.cdiv(near, each) * pieces if SIZE % KEYS == 0 else tiles
-        if cut > 0:
-            dk, dv = sel_walk_backward(
-                dk, dv, k, v, seen_from, 0, cut, begin, pairs,
-                Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-                HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE,
-                True, ACC,
-            )  # fmt: skip
-        dk, dv = sel_walk_backward(
-            dk, dv, k, v, seen_from, cut, tiles, begin, pairs,
-            Q, DO, LSE, DELTA, TOKENS, DQ, q_t, q_h, d_t, d_h, scale,
-            HEADS, GROUPS * HEADS, DIM_K, DIM_V, WIDTH_K, WIDTH_V, ROWS, ORDERED, TURN, WIDE,
-            False, ACC,
-        )  # fmt: skip
-        if ORDERED:
-            at = (item.to(tl.int64) * PARTS + part) * KEYS + tl.arange(0, KEYS)
-        else:
-            at = (token_0 + key) * GROUPS + group
-        dk = scale_rows(dk, scale, DIM_K, WIDTH_K)
-        sel_put(DK, at * DIM_K, None, dk, real, DIM_K, WIDTH_K, not ORDERED)
-        sel_put(DV, at * DIM_V, None, dv, real, DIM_V, WIDTH_V, not ORDERED)
-
-
-@triton.jit
-def sel_add(x, y, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows x + y [R, D]."""
-    both = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        both = both + (x[i] + y[i],)
-    return both
-
-
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "per_head", "chunk"])
-def sel_add_chunks(
-    PARTIAL, OFFSETS, CU, OUT, n_seqs, seq_len, per_head, chunk,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    Q, K, V, DO, LSE2, DELTA, TOKENS, OFFSETS, BOUNDS, CU_SEQLENS, DQ, DK, DV,
+    stride_q, stride_k, stride_v, stride_do,
+    scale, num_seqs, seq_len, num_buckets, buckets_per_head, num_segments, chunk_pairs,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ORDERED: tl.constexpr, QUERY_MAJOR: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, S, G, DIM], rounded once: chunks of PARTIAL [items, parts, KEYS, DIM] added in order.
-    Bound by memory.
+    """Write or add dk and dv of BLOCK_N keys of a block, from one segment or chunk of its tokens.
+
+    LSE2, DELTA [B, S, Hq]; DQ [B, S, Hq, HEAD_DIM]; DK, DV [B, S, G, D], or if ORDERED [items, key
+    tiles, BLOCK_N, D]. sel_segments writes BOUNDS. If ORDERED, BOUNDS and DQ are not used.
+
+    A block is cut into key tiles of BLOCK_N keys, one program each, so that blocks of up to 128
+    keys take no more registers than blocks of 64.
     """
-    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
-    part = tl.program_id(0) % PARTS
-    bucket = tl.program_id(0) // PARTS
-    seq, group, start, length, block = sel_bucket(
-        bucket, CU, n_seqs, seq_len, per_head, GROUPS, SIZE, VARLEN
+    KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
+    key_tile = tl.program_id(0) % KEY_TILES
+    item = tl.program_id(0) // KEY_TILES
+    if ORDERED:
+        bucket, begin, end = _locate_chunk(OFFSETS, item, num_buckets, chunk_pairs)
+    else:
+        # Kv head, then segment, then block: programs that run at the same time share q, do and dq.
+        # The first blocks, which most tokens selected, come first, and the last segment, which has
+        # the most blocks.
+        outer = item // buckets_per_head
+        bucket = outer // num_segments * buckets_per_head + item % buckets_per_head
+        bound_ptr = (
+            BOUNDS
+            + bucket.to(tl.int64) * (num_segments + 1)
+            + (num_segments - 1 - outer % num_segments)
+        )
+        begin, end = tl.load(bound_ptr), tl.load(bound_ptr + 1)
+    seq, kv_head, start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
     )
-    inside = part * KEYS + tl.arange(0, KEYS)
-    real = (inside < SIZE) & (block + inside < length)
-    first = tl.load(OFFSETS + bucket)
-    chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first, chunk)
-    item = (first // chunk + bucket).to(tl.int64)
-    total = zero_rows(KEYS, DIM, WIDTH, ACC)
-    for nth in tl.range(0, chunks):
-        at = ((item + nth) * PARTS + part) * KEYS + tl.arange(0, KEYS)
-        total = sel_add(total, sel_load(PARTIAL, at * DIM, None, real, DIM, WIDTH), DIM, WIDTH)
-    token_0 = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
-    at = ((token_0 + block + inside) * GROUPS + group) * DIM
-    sel_put(OUT, at, None, total, real, DIM, WIDTH, False)
+    if begin < end:
+        stride_qb, stride_qt, stride_qh = stride_q
+        stride_kb, stride_kt, stride_kh = stride_k
+        stride_vb, stride_vt, stride_vh = stride_v
+        stride_dob, stride_dot, stride_doh = stride_do
+        offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = first_key + offs_n
+        mask_n = (offs_n < SELECT_BLOCK) & (key < length)
+        batch = seq.to(tl.int64)
+        seq_row = start.to(tl.int64) if VARLEN else batch * seq_len
+        K += batch * stride_kb + start.to(tl.int64) * stride_kt + kv_head.to(tl.int64) * stride_kh
+        V += batch * stride_vb + start.to(tl.int64) * stride_vt + kv_head.to(tl.int64) * stride_vh
+        k = gather_rows(K, key.to(tl.int64) * stride_kt, None, mask_n, HEAD_DIM, HEAD_DIM_BAND)
+        v = gather_rows(V, key.to(tl.int64) * stride_vt, None, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
+        Q += (
+            batch * stride_qb
+            + start.to(tl.int64) * stride_qt
+            + kv_head.to(tl.int64) * GROUP * stride_qh
+        )
+        DO += (
+            batch * stride_dob
+            + start.to(tl.int64) * stride_dot
+            + kv_head.to(tl.int64) * GROUP * stride_doh
+        )
+        first_row = seq_row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
+        LSE2 += first_row
+        DELTA += first_row
+        DQ += first_row * HEAD_DIM
+        dk = zero_rows(BLOCK_N, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dv = zero_rows(BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        visible_from = tl.where(mask_n, key, 2147483647)
+        num_pairs = end - begin
+        TOKENS_PER_TILE: tl.constexpr = max(BLOCK_M // GROUP, 1)
+        TILES_PER_TOKEN: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        tiles = tl.cdiv(num_pairs, TOKENS_PER_TILE) * TILES_PER_TOKEN
+        # Only the first SELECT_BLOCK pairs of a block can be of tokens inside it. If BLOCK_N does
+        # not divide the block, its last key tile lacks keys, and every tile is masked.
+        masked_pairs = tl.minimum(
+            tl.maximum(tl.load(OFFSETS + bucket) + SELECT_BLOCK - begin, 0), num_pairs
+        )
+        masked_tiles = (
+            tl.cdiv(masked_pairs, TOKENS_PER_TILE) * TILES_PER_TOKEN
+            if SELECT_BLOCK % BLOCK_N == 0
+            else tiles
+        )
+        if masked_tiles > 0:
+            dk, dv = _accumulate_tiles(
+                dk, dv, k, v, visible_from, 0, masked_tiles, begin, num_pairs,
+                Q, DO, LSE2, DELTA, TOKENS, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
+                GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+                BLOCK_M, ORDERED, QUERY_MAJOR, INT64_OFFSETS, True, ACC,
+            )  # fmt: skip
+        dk, dv = _accumulate_tiles(
+            dk, dv, k, v, visible_from, masked_tiles, tiles, begin, num_pairs,
+            Q, DO, LSE2, DELTA, TOKENS, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
+            GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            BLOCK_M, ORDERED, QUERY_MAJOR, INT64_OFFSETS, False, ACC,
+        )  # fmt: skip
+        if ORDERED:
+            key_row = (item.to(tl.int64) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        else:
+            key_row = (seq_row + key) * NUM_KV_HEADS + kv_head
+        dk = scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND)
+        scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, HEAD_DIM_BAND, not ORDERED)
+        scatter_rows(
+            DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND, not ORDERED
+        )
 
 
 @triton.jit
-def sel_put_rounded(OUT, program, x, n, SIZE: tl.constexpr):
-    """x [SIZE] at OUT + program * SIZE, as far as OUT has its n numbers."""
-    at = program * SIZE + tl.arange(0, SIZE)
-    x = x.to(OUT.dtype.element_ty)
-    if (
-        program * SIZE + SIZE <= n
-    ):  # a mask whose end is not known to be even would make it a store a number
-        tl.store(OUT + at, x)
-    else:
-        tl.store(OUT + at, x, mask=at < n)
+def _add_rows(x, y, WIDTH: tl.constexpr, BAND: tl.constexpr):
+    """Rows x + y [M, WIDTH]."""
+    total = ()
+    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+        total = total + (x[i] + y[i],)
+    return total
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "n_v"])
-def sel_round(
-    SUMS, DQ, DK, DV, n_q: tl.int64, n_k: tl.int64, n_v: tl.int64, scale, SIZE: tl.constexpr
-):
-    """DQ [n_q] = scale times its sums, DK [n_k], DV [n_v] = theirs, rounded once. SIZE of one of
-    them a program.
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "buckets_per_head", "chunk_pairs"])
+def sel_add_chunks(
+    PARTIAL, OFFSETS, CU_SEQLENS, OUT,
+    num_seqs, seq_len, buckets_per_head, chunk_pairs,
+    NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Add the chunks of each block in order: OUT [B, S, G, WIDTH], rounded once.
 
-    Each has its sums padded to whole SIZE.
-
-    4 bytes read and an itemsize written a number, 16 bytes at a time: bound by memory.
+    PARTIAL [items, key tiles, BLOCK_N, WIDTH] is dk or dv of sel_block_backward. A program owns one
+    key tile of a block. Bound by memory.
     """
-    program = tl.program_id(0).to(tl.int64)
-    of_k = tl.cdiv(n_q, SIZE)
-    of_v = of_k + tl.cdiv(n_k, SIZE)
-    x = tl.load(SUMS + program * SIZE + tl.arange(0, SIZE))
-    if program < of_k:
-        sel_put_rounded(DQ, program, x * scale, n_q, SIZE)
-    elif program < of_v:
-        sel_put_rounded(DK, program - of_k, x, n_k, SIZE)
+    KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
+    key_tile = tl.program_id(0) % KEY_TILES
+    bucket = tl.program_id(0) // KEY_TILES
+    seq, kv_head, start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
+    )
+    offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = (offs_n < SELECT_BLOCK) & (first_key + offs_n < length)
+    first_pair = tl.load(OFFSETS + bucket)
+    num_chunks = tl.cdiv(tl.load(OFFSETS + bucket + 1) - first_pair, chunk_pairs)
+    item = (first_pair // chunk_pairs + bucket).to(tl.int64)
+    total = zero_rows(BLOCK_N, WIDTH, BAND, ACC)
+    for chunk in tl.range(0, num_chunks):
+        row = ((item + chunk) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        partial = gather_rows(PARTIAL, row * WIDTH, None, mask_n, WIDTH, BAND)
+        total = _add_rows(total, partial, WIDTH, BAND)
+    seq_row = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
+    offs_out = ((seq_row + first_key + offs_n) * NUM_KV_HEADS + kv_head) * WIDTH
+    scatter_rows(OUT, offs_out, None, total, mask_n, WIDTH, BAND, False)
+
+
+@triton.jit
+def _store_rounded(OUT, index, x, numel, BLOCK_SIZE: tl.constexpr):
+    """Store x [BLOCK_SIZE] at OUT + index * BLOCK_SIZE, up to the ``numel`` elements of OUT."""
+    offs = index * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = x.to(OUT.dtype.element_ty)
+    # A masked store whose end is not known to be even would store element by element.
+    if index * BLOCK_SIZE + BLOCK_SIZE <= numel:
+        tl.store(OUT + offs, x)
     else:
-        sel_put_rounded(DV, program - of_v, x, n_v, SIZE)
+        tl.store(OUT + offs, x, mask=offs < numel)
+
+
+@triton.jit(do_not_specialize=["numel_q", "numel_k", "numel_v"])
+def sel_round(
+    SUMS, DQ, DK, DV,
+    numel_q: tl.int64, numel_k: tl.int64, numel_v: tl.int64, scale,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Round the fp32 sums once: DQ = scale times its sums, DK and DV = theirs.
+
+    SUMS holds the three one after the other, each padded to a multiple of BLOCK_SIZE. A program
+    owns BLOCK_SIZE elements of one of them: 4 bytes read and one element written per element, 16
+    bytes at a time. Bound by memory.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    first_k = tl.cdiv(numel_q, BLOCK_SIZE)
+    first_v = first_k + tl.cdiv(numel_k, BLOCK_SIZE)
+    x = tl.load(SUMS + pid * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE))
+    if pid < first_k:
+        _store_rounded(DQ, pid, x * scale, numel_q, BLOCK_SIZE)
+    elif pid < first_v:
+        _store_rounded(DK, pid - first_k, x, numel_k, BLOCK_SIZE)
+    else:
+        _store_rounded(DV, pid - first_v, x, numel_v, BLOCK_SIZE)

@@ -1,15 +1,18 @@
-"""dq of the selected branch, tile by tile: no sum leaves a program, so the same input gives the
-same bits.
+"""dq of the selected branch, tile by tile, in a fixed order.
 
-A program takes a tile of T neighbouring tokens of one kv head, all h heads: T h rows padded to
-ROWS. It walks the union of the blocks they chose (sel_union), as the forward does:
+    dq = scale * sum over the selected keys of dS K,    dS = P (do V^T - delta)
+
+A program owns a tile of BLOCK_T neighbouring tokens of one kv head with all GROUP heads: BLOCK_T *
+GROUP rows, padded to BLOCK_M. It walks the union of the blocks that they selected, as the forward
+does:
 
     S = q k^T, dP = do v^T, dq += dS k
-    [ROWS, KEYS], [ROWS, D] in registers; q, do, num_stages times K, V on chip
+    [BLOCK_M, BLOCK_N], [BLOCK_M, D] in registers; q, do and num_stages times K, V on chip
 
-A step reads KEYS (Dk + Dv) elements from L2 for 2 ROWS KEYS (2 Dk + Dv) operations: at 64 rows in
-bf16 48 times as many operations as bytes. Bound by the tensor cores where neighbours share their
-blocks; what they do not share is masked away, and that work is lost.
+A step reads BLOCK_N (Dk + Dv) elements from L2 for 2 BLOCK_M BLOCK_N (2 Dk + Dv) operations: at
+BLOCK_M = 64 in bf16, 48 operations per byte. The tensor cores are the limit where
+neighbouring tokens share their blocks; work on blocks that a token does not share is masked and
+lost. No sum leaves a program, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.sel.backward_blocks import sel_load, sel_put, sel_scores_backward
+from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, softmax_backward
 from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
@@ -30,110 +33,144 @@ from nsa_backend_triton.span.geometry import fetch_rows
 
 
 @triton.jit
-def sel_union_backward(
-    dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, ENTRIES, low, high, k_t, v_t,
-    length, scale,
-    MOST: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
+def _accumulate_entries(
+    dq, q, do, lse2, delta, offs_t, token_bit, K, V, K_DESC, V_DESC, seq, kv_head, ENTRIES,
+    begin, end, stride_kt, stride_vt, length, scale,
+    MAX_ENTRIES: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq [ROWS, Dk] with the entries low .. high of the tile's list added, KEYS keys at a time.
+    """Add the entries begin .. end of the tile's union to dq [BLOCK_M, Dk], BLOCK_N keys at a time.
 
-    CUT: some of their keys lie behind a token or the sequence's end. ``bit`` [ROWS]: the row's
-    token in an entry. TMA, for whole blocks of KEYS: an entry is read a turn before its keys, whose
-    address then waits for no load; where keys come by pointers, that costs more than it gains.
+    MASKED: some of their keys lie after a token or past the end of the sequence. ``token_bit``
+    [BLOCK_M] is the bit of the row's token in an entry. USE_TMA requires BLOCK_N to divide a block.
+    It loads an entry one iteration before its keys, whose address then depends on no load; with
+    pointers, this costs more than it gains.
     """
-    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
-    if TMA:
-        block = tl.load(ENTRIES + low, mask=low < high, other=0)
-        members = tl.load(ENTRIES + MOST + low, mask=low < high, other=0)
-    for i in tl.range(low * PARTS, high * PARTS):
-        if TMA:
-            following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
+    KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
+    if USE_TMA:
+        block = tl.load(ENTRIES + begin, mask=begin < end, other=0)
+        members = tl.load(ENTRIES + MAX_ENTRIES + begin, mask=begin < end, other=0)
+    for i in tl.range(begin * KEY_TILES, end * KEY_TILES):
+        if USE_TMA:
+            next_entry = tl.minimum(i + 1, end * KEY_TILES - 1) // KEY_TILES
             next_block, next_members = (
-                tl.load(ENTRIES + following),
-                tl.load(ENTRIES + MOST + following),
+                tl.load(ENTRIES + next_entry),
+                tl.load(ENTRIES + MAX_ENTRIES + next_entry),
             )
         else:
-            block = tl.load(ENTRIES + i // PARTS)
-            members = tl.load(ENTRIES + MOST + i // PARTS)
-        chosen = (members & bit) != 0
-        inside = i % PARTS * KEYS + tl.arange(0, KEYS)
-        key = block * SIZE + inside
-        real = inside < SIZE
-        if CUT:
-            real &= key < length
-        if TMA:
-            k = fetch_rows(K_TMA, seq, block * SIZE + i % PARTS * KEYS, group, KEYS, DIM_K, WIDTH_K)
-            v = fetch_rows(V_TMA, seq, block * SIZE + i % PARTS * KEYS, group, KEYS, DIM_V, WIDTH_V)
+            block = tl.load(ENTRIES + i // KEY_TILES)
+            members = tl.load(ENTRIES + MAX_ENTRIES + i // KEY_TILES)
+        selected = (members & token_bit) != 0
+        offs_n = i % KEY_TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = block * SELECT_BLOCK + offs_n
+        mask_n = offs_n < SELECT_BLOCK
+        if MASKED:
+            mask_n &= key < length
+        if USE_TMA:
+            k = fetch_rows(
+                K_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,
+                BLOCK_N, HEAD_DIM, HEAD_DIM_BAND,
+            )  # fmt: skip
+            v = fetch_rows(
+                V_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,
+                BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND,
+            )  # fmt: skip
         else:
-            base = (block * SIZE).to(tl.int64)
-            k = sel_load(K + base * k_t, inside * k_t, None, real, DIM_K, WIDTH_K)
-            v = sel_load(V + base * v_t, inside * v_t, None, real, DIM_V, WIDTH_V)
-        s = dot_columns(q, transpose(k, DIM_K, WIDTH_K), DIM_K, WIDTH_K, ACC)
-        dp = dot_columns(do, transpose(v, DIM_V, WIDTH_V), DIM_V, WIDTH_V, ACC)
-        if TMA and not CUT:
-            # A row that did not choose the block costs no operation a key: infinity takes its p to
-            # 0.
-            _, ds = sel_scores_backward(
-                s, dp, None, tl.where(chosen, lse, float("inf"))[:, None], delta[:, None], scale
+            first_key = (block * SELECT_BLOCK).to(tl.int64)
+            k = gather_rows(
+                K + first_key * stride_kt, offs_n * stride_kt, None, mask_n,
+                HEAD_DIM, HEAD_DIM_BAND,
+            )  # fmt: skip
+            v = gather_rows(
+                V + first_key * stride_vt, offs_n * stride_vt, None, mask_n,
+                V_HEAD_DIM, V_HEAD_DIM_BAND,
+            )  # fmt: skip
+        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dp = dot_columns(
+            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
+        )
+        if USE_TMA and not MASKED:
+            # A row whose token did not select the block takes no operation per key: infinity takes
+            # its p to 0.
+            _, ds = softmax_backward(
+                qk, dp, None, tl.where(selected, lse2, float("inf"))[:, None], delta[:, None], scale
             )
         else:
-            seen = chosen[:, None] & real[None, :]
-            if CUT:
-                seen &= key[None, :] <= t[:, None]
-            _, ds = sel_scores_backward(s, dp, seen, lse[:, None], delta[:, None], scale)
-        dq = add_dot(dq, ds.to(k[0].dtype), k, DIM_K, WIDTH_K, ACC)
-        if TMA:
+            mask = selected[:, None] & mask_n[None, :]
+            if MASKED:
+                mask &= key[None, :] <= offs_t[:, None]
+            _, ds = softmax_backward(qk, dp, mask, lse2[:, None], delta[:, None], scale)
+        dq = add_dot(dq, ds.to(k[0].dtype), k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        if USE_TMA:
             block, members = next_block, next_members
     return dq
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles"])
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles"])
 def sel_tile_backward(
-    Q, K, V, K_TMA, V_TMA, DO, LSE, DELTA, ENTRIES, COUNTS, CU, DQ,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
-    scale, n_seqs, seq_len, tiles,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    MOST: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    Q, K, V, K_DESC, V_DESC, DO, LSE2, DELTA, ENTRIES, COUNTS, CU_SEQLENS, DQ,
+    stride_q, stride_k, stride_v, stride_do,
+    scale, num_seqs, seq_len, tiles,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    MAX_ENTRIES: tl.constexpr, USE_TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """LSE, DELTA [B, S, Hq]; ENTRIES, COUNTS of sel_union; DQ [B, S, Hq, DIM_K], rounded once.
+    """Write DQ [B, S, Hq, HEAD_DIM], rounded once, for one tile of tokens of one kv head.
 
-    Kv heads vary slowest: one head's K and V stay in L2. Entries without a causal mask come last.
+    LSE2, DELTA [B, S, Hq]; ENTRIES and COUNTS are those of unions.build: entries that need no
+    causal mask come last. Kv heads are the outermost index, so that K and V of one head stay in L2.
     """
-    group = tl.program_id(0) // tiles
-    seq, start, length, first = place(tl.program_id(0) % tiles, CU, n_seqs, seq_len, TOKENS, VARLEN)
-    if first >= length:
+    kv_head = tl.program_id(0) // tiles
+    seq, start, length, first_t = place(
+        tl.program_id(0) % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
+    )
+    if first_t >= length:
         return
-    row = tl.arange(0, ROWS)
-    local = row // HEADS
-    t = first + local
-    ok = (local < TOKENS) & (t < length)
-    base, head = seq.to(tl.int64), group * HEADS + row % HEADS
-    wide = start.to(tl.int64) + t
-    q = sel_load(Q, base * q_b + wide * q_t, head * q_h, ok, DIM_K, WIDTH_K)
-    do = sel_load(DO, base * d_b + wide * d_t, head * d_h, ok, DIM_V, WIDTH_V)
-    at = (wide if VARLEN else base * seq_len + wide) * (GROUPS * HEADS) + head
-    lse = tl.load(LSE + at, mask=ok, other=float("inf"))
-    delta = tl.load(DELTA + at, mask=ok, other=0.0)
-    bit = tl.where(ok, tl.full([ROWS], 1, tl.int32) << local, 0)
-    K += base * k_b + start.to(tl.int64) * k_t + group * k_h
-    V += base * v_b + start.to(tl.int64) * v_t + group * v_h
-    entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MOST)
-    count = tl.load(COUNTS + tl.program_id(0) * 2)
-    cut = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
-    dq = zero_rows(ROWS, DIM_K, WIDTH_K, ACC)
-    dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, 0, cut, k_t, v_t,
-        length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, True, ACC,
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    stride_dob, stride_dot, stride_doh = stride_do
+    offs_m = tl.arange(0, BLOCK_M)
+    local_t = offs_m // GROUP
+    offs_t = first_t + local_t
+    mask_m = (local_t < BLOCK_T) & (offs_t < length)
+    batch, head = seq.to(tl.int64), kv_head * GROUP + offs_m % GROUP
+    row_t = start.to(tl.int64) + offs_t
+    q = gather_rows(
+        Q, batch * stride_qb + row_t * stride_qt, head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND
+    )
+    do = gather_rows(
+        DO, batch * stride_dob + row_t * stride_dot, head * stride_doh, mask_m,
+        V_HEAD_DIM, V_HEAD_DIM_BAND,
     )  # fmt: skip
-    dq = sel_union_backward(
-        dq, q, do, lse, delta, t, bit, K, V, K_TMA, V_TMA, seq, group, entries, cut, count, k_t,
-        v_t, length, scale,
-        MOST, DIM_K, DIM_V, WIDTH_K, WIDTH_V, SIZE, KEYS, TMA, False, ACC,
+    offs_row = (row_t if VARLEN else batch * seq_len + row_t) * (NUM_KV_HEADS * GROUP) + head
+    lse2 = tl.load(LSE2 + offs_row, mask=mask_m, other=float("inf"))
+    delta = tl.load(DELTA + offs_row, mask=mask_m, other=0.0)
+    token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)
+    K += batch * stride_kb + start.to(tl.int64) * stride_kt + kv_head * stride_kh
+    V += batch * stride_vb + start.to(tl.int64) * stride_vt + kv_head * stride_vh
+    entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MAX_ENTRIES)
+    num_entries = tl.load(COUNTS + tl.program_id(0) * 2)
+    num_masked = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
+    dq = zero_rows(BLOCK_M, HEAD_DIM, HEAD_DIM_BAND, ACC)
+    dq = _accumulate_entries(
+        dq, q, do, lse2, delta, offs_t, token_bit, K, V, K_DESC, V_DESC, seq, kv_head, entries,
+        0, num_masked, stride_kt, stride_vt, length, scale,
+        MAX_ENTRIES, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        SELECT_BLOCK, BLOCK_N, USE_TMA, True, ACC,
     )  # fmt: skip
-    sel_put(DQ, at * DIM_K, None, scale_rows(dq, scale, DIM_K, WIDTH_K), ok, DIM_K, WIDTH_K, False)
+    dq = _accumulate_entries(
+        dq, q, do, lse2, delta, offs_t, token_bit, K, V, K_DESC, V_DESC, seq, kv_head, entries,
+        num_masked, num_entries, stride_kt, stride_vt, length, scale,
+        MAX_ENTRIES, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        SELECT_BLOCK, BLOCK_N, USE_TMA, False, ACC,
+    )  # fmt: skip
+    scatter_rows(
+        DQ, offs_row * HEAD_DIM, None, scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND), mask_m,
+        HEAD_DIM, HEAD_DIM_BAND, False,
+    )  # fmt: skip

@@ -1,5 +1,10 @@
-"""Partial outputs of the selected branch, block by block: of the pairs that no tile of tokens
-shares.
+"""Attention of the selected branch over one block at a time, for pairs that no tile shares.
+
+For a token t that selected block j, with K and V the keys <= t of this block (Eq. 12, one block):
+
+    o_tj = softmax(scale q_t K^T) V,    lse_tj = log of the sum of exp(scale q_t K^T)
+
+merge.py adds the partial outputs of a token to the output of its tile.
 """
 
 from __future__ import annotations
@@ -7,120 +12,143 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import dot_columns, finish, load_at, place, transpose
+from nsa_backend_triton.sel.pair_lists import locate_bucket
+from nsa_backend_triton.shared.rows import (
+    dot_columns,
+    finish,
+    finite_shift,
+    load_at,
+    place,
+    transpose,
+)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "buckets", "pairs", "first_row"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "seq_len", "num_buckets", "buckets_per_head", "num_pairs", "first_row",
+    ]
+)  # fmt: skip
 def sel_bucket_kernel(
-    Q, K, V, TOKENS, SLOTS, OFFSETS, PARTS, PART_LSE, CU, n_seqs, seq_len, buckets, pairs,
-    first_row, groups, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
-    VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr, T: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr, NEGATIVE: tl.constexpr,
+    Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
+    num_seqs, seq_len, num_buckets, buckets_per_head, num_pairs, first_row, num_kv_heads, qk_scale,
+    stride_q, stride_k, stride_v,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one kv head and up to TILES tiles of T tokens that chose it, T*H rows padded to
-    M each.
+    """Attend to one block of one kv head from up to TILES_PER_PROGRAM tiles of its tokens.
 
-    Shared memory: K [KEYS, DK], V [KEYS, DV], once; num_stages times Q [M, DK], gathered, rows of
-    H*DK elements. Registers: scores [M, KEYS], o [M, DV]. A tile moves M*(DK + DV) elements, Q from
-    L2 and partial outputs to memory, and costs 2*M*KEYS*(DK + DV) operations: bound by the writes.
+    A tile has BLOCK_T tokens with all their heads: BLOCK_T * GROUP rows, padded to BLOCK_M. Shared
+    memory holds K [BLOCK_N, HEAD_DIM] and V [BLOCK_N, V_HEAD_DIM] once, and num_stages times Q
+    [BLOCK_M, HEAD_DIM], gathered in rows of GROUP * HEAD_DIM elements. Registers hold the scores
+    [BLOCK_M, BLOCK_N] and o [BLOCK_M, V_HEAD_DIM]. A tile moves BLOCK_M * (HEAD_DIM + V_HEAD_DIM)
+    elements, Q from L2 and partial outputs to memory, and takes 2 * BLOCK_M * BLOCK_N *
+    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes.
     """
-    bucket, first_pair, count, pair = place(
-        tl.program_id(0), OFFSETS, buckets, pairs, T * TILES, True
+    bucket, bucket_start, bucket_pairs, first_pair = place(
+        tl.program_id(0), OFFSETS, num_buckets, num_pairs, BLOCK_T * TILES_PER_PROGRAM, True
     )
-    if pair >= count:
+    if first_pair >= bucket_pairs:
         return
-    if VARLEN:
-        per_head = seq_len // L + n_seqs
-        group = bucket // per_head
-        seq, start, length, key_row = place(bucket % per_head, CU, n_seqs, seq_len, L, True)
-        flat = start.to(tl.int64) - first_row
-    else:
-        per_head = tl.cdiv(seq_len, L)
-        group = bucket // per_head % groups
-        seq = bucket // per_head // groups
-        start = 0
-        length = seq_len
-        key_row = bucket % per_head * L
-        flat = seq.to(tl.int64) * seq_len - first_row
-    start = tl.cast(start, tl.int64)
-    lane = tl.arange(0, KEYS)
-    key = key_row + lane
-    there = (lane < L) & (key < length)
-    at_k = K + seq * sk_b + (start + key_row) * sk_t + group * sk_h
-    at_v = V + seq * sv_b + (start + key_row) * sv_t + group * sv_h
-    k = transpose(load_at(at_k, lane * sk_t, there, DK, DKP), DK, DKP)
-    v = load_at(at_v, lane * sv_t, there, DV, DVP)
-    at_q = Q + seq * sq_b + start * sq_t + group * H * sq_h
-    tokens = TOKENS + first_pair.to(tl.int64)
-    slots = SLOTS + first_pair.to(tl.int64)
-    tiles = tl.minimum(tl.cdiv(count - pair, T), TILES)
-    cut = tiles
-    if L == KEYS:  # tokens ascend: only a block's first L pairs can be of tokens inside it
-        cut = tl.minimum(tl.cdiv(tl.maximum(L - pair, 0), T), tiles)
-    sel_attend_pairs(
-        at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair, cut, count, key,
-        there,
-        sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, True, ACC,
+    seq, kv_head, start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads, SELECT_BLOCK, VARLEN
+    )
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    batch, start = seq.to(tl.int64), start.to(tl.int64)
+    seq_row = (start if VARLEN else batch * seq_len) - first_row
+    offs_n = tl.arange(0, BLOCK_N)
+    key = first_key + offs_n
+    mask_n = (offs_n < SELECT_BLOCK) & (key < length)
+    k_base = K + batch * stride_kb + (start + first_key) * stride_kt + kv_head * stride_kh
+    v_base = V + batch * stride_vb + (start + first_key) * stride_vt + kv_head * stride_vh
+    k = transpose(
+        load_at(k_base, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND),
+        HEAD_DIM, HEAD_DIM_BAND,
     )  # fmt: skip
-    if L == KEYS:
-        sel_attend_pairs(
-            at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, pair + cut * T,
-            tiles - cut, count,
-            key, there, sq_t, sq_h, factor, DK, DV, DKP, DVP, H, N, T, M, NEGATIVE, False, ACC,
+    v = load_at(v_base, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    q_base = Q + batch * stride_qb + start * stride_qt + kv_head * GROUP * stride_qh
+    tokens = TOKENS + bucket_start.to(tl.int64)
+    choices = CHOICES + bucket_start.to(tl.int64)
+    tiles = tl.minimum(tl.cdiv(bucket_pairs - first_pair, BLOCK_T), TILES_PER_PROGRAM)
+    masked_tiles = tiles
+    # Tokens ascend, so only the first SELECT_BLOCK pairs of a block can be of tokens inside it.
+    if SELECT_BLOCK == BLOCK_N:
+        masked_tiles = tl.minimum(tl.cdiv(tl.maximum(SELECT_BLOCK - first_pair, 0), BLOCK_T), tiles)
+    _attend_pairs(
+        q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+        first_pair, masked_tiles, bucket_pairs, key, mask_n, stride_qt, stride_qh, qk_scale,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, True, ACC,
+    )  # fmt: skip
+    if SELECT_BLOCK == BLOCK_N:
+        _attend_pairs(
+            q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+            first_pair + masked_tiles * BLOCK_T, tiles - masked_tiles, bucket_pairs, key, mask_n,
+            stride_qt, stride_qh, qk_scale,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, False, ACC,
         )  # fmt: skip
 
 
 @triton.jit
-def sel_attend_pairs(
-    at_q, k, v, tokens, slots, PARTS, PART_LSE, flat, group, groups, first, tiles, count, key,
-    there, sq_t, sq_h,
-    factor,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, NEGATIVE: tl.constexpr, CUT: tl.constexpr, ACC: tl.constexpr,
+def _attend_pairs(
+    q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+    first_pair, tiles, bucket_pairs, key, mask_n, stride_qt, stride_qh, qk_scale,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    GROUP: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Partial outputs of ``tiles`` tiles from pair ``first`` on, of a bucket of ``count``; CUT:
-    keys may lie behind.
+    """Write the partial outputs of ``tiles`` tiles of a bucket, from its pair ``first_pair`` on.
+
+    ``key`` [BLOCK_N] are the positions of the keys and ``mask_n`` which of them exist. Unless
+    MASKED, every row attends to every key.
     """
-    rows = tl.arange(0, M)
-    head = rows % H
-    # A tile's tokens are read a turn before its queries: an address that waits for a load is not
-    # fetched ahead.
-    at = first + rows // H
-    inside = (rows < T * H) & (at < count)
-    t = tl.load(tokens + at, mask=inside, other=0)
-    slot = tl.load(slots + at, mask=inside, other=0)
+    offs_m = tl.arange(0, BLOCK_M)
+    head = offs_m % GROUP
+    # The tokens of a tile are loaded one iteration before their queries: an address that depends on
+    # a load is not prefetched.
+    pair = first_pair + offs_m // GROUP
+    mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
+    t = tl.load(tokens + pair, mask=mask_m, other=0)
+    choice = tl.load(choices + pair, mask=mask_m, other=0)
     for _ in tl.range(0, tiles):
-        at += T
-        next_inside = (rows < T * H) & (at < count)
-        next_t = tl.load(tokens + at, mask=next_inside, other=0)
-        next_slot = tl.load(slots + at, mask=next_inside, other=0)
-        # A row that is not there reads token 0's queries, and is not stored: no mask.
-        q = load_at(at_q, t.to(tl.int64) * sq_t + head * sq_h, None, DK, DKP)
-        dots = dot_columns(q, k, DK, DKP, ACC)
-        scores = dots * factor
-        m = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor  # as in _walk
-        if CUT:
-            scores = tl.where(there[None, :] & (key[None, :] <= t[:, None]), scores, float("-inf"))
-            m = tl.max(scores, 1)
-        p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None])
-        l = tl.sum(p, 1)
-        divisor, lse = finish(m, l)
+        pair += BLOCK_T
+        next_mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
+        next_t = tl.load(tokens + pair, mask=next_mask_m, other=0)
+        next_choice = tl.load(choices + pair, mask=next_mask_m, other=0)
+        # Padding rows load the queries of token 0 and are not stored, so no mask is needed.
+        q = load_at(
+            q_base, t.to(tl.int64) * stride_qt + head * stride_qh, None, HEAD_DIM, HEAD_DIM_BAND
+        )
+        qk = dot_columns(q, k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        s = qk * qk_scale
+        # The maximum is taken of the unscaled products, as in forward._attend_entries.
+        m_i = (tl.min(qk, 1) if NEGATIVE_SCALE else tl.max(qk, 1)) * qk_scale
+        if MASKED:
+            s = tl.where(mask_n[None, :] & (key[None, :] <= t[:, None]), s, float("-inf"))
+            m_i = tl.max(s, 1)
+        p = tl.exp2(s - finite_shift(m_i)[:, None])
+        l_i = tl.sum(p, 1)
+        divisor, lse = finish(m_i, l_i)
         inverse = (1.0 / divisor)[:, None]
-        part = ((flat + t) * groups + group) * N + slot
-        into = (part * H + head) * DV
-        for i in tl.static_range((DV + DVP - 1) // DVP):
+        partial = ((seq_row + t) * num_kv_heads + kv_head) * NUM_SELECTED + choice
+        offs_o = (partial * GROUP + head) * V_HEAD_DIM
+        for i in tl.static_range((V_HEAD_DIM + V_HEAD_DIM_BAND - 1) // V_HEAD_DIM_BAND):
             o = tl.dot(p.to(v[i].dtype), v[i], out_dtype=ACC, input_precision="ieee") * inverse
-            columns = i * DVP + tl.arange(0, DVP)
+            offs_d = i * V_HEAD_DIM_BAND + tl.arange(0, V_HEAD_DIM_BAND)
             tl.store(
-                PARTS + into[:, None] + columns[None, :], o.to(PARTS.dtype.element_ty),
-                mask=inside[:, None] & (columns < DV)[None, :], eviction_policy="evict_first",
+                PARTIAL_O + offs_o[:, None] + offs_d[None, :], o.to(PARTIAL_O.dtype.element_ty),
+                mask=mask_m[:, None] & (offs_d < V_HEAD_DIM)[None, :],
+                eviction_policy="evict_first",
             )  # fmt: skip
-        tl.store(PART_LSE + part * H + head, lse, mask=inside)
-        inside = next_inside
+        tl.store(PARTIAL_LSE + partial * GROUP + head, lse, mask=mask_m)
+        mask_m = next_mask_m
         t = next_t
-        slot = next_slot
+        choice = next_choice

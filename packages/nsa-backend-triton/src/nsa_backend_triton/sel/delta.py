@@ -1,8 +1,10 @@
-"""delta = sum over d of do * o, per row in fp32 (fp64 for fp64): what dS = P * (dP - delta)
-subtracts.
+"""Prepare two numbers per row for the backward: delta and the LSE in base 2.
 
-A program takes ROWS rows, a row being one head of one token: do and o are read once, two numbers a
-row are written, delta and the row's lse, so that a token's h numbers lie together. Bound by memory.
+    delta = sum over columns of do * o,    lse2 = lse * log2(e)
+
+dS = P * (dP - delta) uses delta, and exp2(s - lse2) is P. A row is one head of one token, and a
+program owns BLOCK_M rows. It reads do and o once and writes two numbers per row in fp32 (fp64 for
+fp64), token by token, so that the heads of a token are adjacent. Bound by memory.
 """
 
 from __future__ import annotations
@@ -18,52 +20,68 @@ from nsa_backend_triton.host.sequences import accumulator, lse_strides, strides
 from nsa_backend_triton.shared.rows import LOG2E
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len", "l_b", "l_h"])
+@triton.jit(do_not_specialize=["num_rows", "seq_len", "stride_lse_b", "stride_lse_h"])
 def attention_delta(
-    DO, O, LSE, DELTA, LSE_ROWS,
-    d_b, d_t, d_h, o_b, o_t, o_h, l_b: tl.int64, l_h: tl.int64, n_rows, seq_len,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    ACC: tl.constexpr,
+    DO, O, LSE, DELTA, LSE2,
+    stride_do, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    num_rows, seq_len,
+    NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """DELTA, LSE_ROWS [n_rows] in the order of (sequence, token, head); WIDTH is DIM padded to a
-    power of two.
+    """Write DELTA and LSE2 [num_rows], rows in the order (sequence, token, head).
+
+    LSE2 is inf in a row without keys.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head, col = row // HEADS, row % HEADS, tl.arange(0, WIDTH)
+    stride_dob, stride_dot, stride_doh = stride_do
+    stride_ob, stride_ot, stride_oh = stride_o
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head, offs_d = row // NUM_HEADS, row % NUM_HEADS, tl.arange(0, V_HEAD_DIM_PAD)
     seq, token = token // seq_len, token % seq_len
-    mask = (row < n_rows)[:, None] & (col < DIM)[None, :]
+    mask = (row < num_rows)[:, None] & (offs_d < V_HEAD_DIM)[None, :]
     do = tl.load(
-        DO + (seq * d_b + token * d_t + head * d_h)[:, None] + col[None, :], mask=mask, other=0.0
+        DO + (seq * stride_dob + token * stride_dot + head * stride_doh)[:, None] + offs_d[None, :],
+        mask=mask,
+        other=0.0,
     )
     o = tl.load(
-        O + (seq * o_b + token * o_t + head * o_h)[:, None] + col[None, :], mask=mask, other=0.0
+        O + (seq * stride_ob + token * stride_ot + head * stride_oh)[:, None] + offs_d[None, :],
+        mask=mask,
+        other=0.0,
     )
-    tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < n_rows)
-    lse = tl.load(LSE + seq * l_b + head * l_h + token, mask=row < n_rows, other=0.0)
+    tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < num_rows)
+    lse = tl.load(
+        LSE + seq * stride_lse_b + head * stride_lse_h + token, mask=row < num_rows, other=0.0
+    )
     tl.store(
-        LSE_ROWS + row, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=row < n_rows
+        LSE2 + row,
+        tl.where(lse == float("-inf"), float("inf"), lse * LOG2E),
+        mask=row < num_rows,
     )
 
 
 @remembered
 def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
-    *lead, tokens, heads, dim = do.shape
-    width = triton.next_power_of_2(dim)
-    size, count = max(1, 8192 // width), math.prod(lead) * tokens * heads
+    *lead, tokens, num_heads, v_head_dim = do.shape
+    padded = triton.next_power_of_2(v_head_dim)
+    block_m, num_rows = max(1, 8192 // padded), math.prod(lead) * tokens * num_heads
     return Launch(
-        attention_delta, (triton.cdiv(count, size),),
-        *strides(do, packed, far=True), *strides(o, packed, far=True), *lse_strides(lse, packed),
-        count, tokens,
-        HEADS=heads, DIM=dim, WIDTH=width, ROWS=size, ACC=accumulator(do.dtype), num_warps=8,
+        attention_delta, (triton.cdiv(num_rows, block_m),),
+        strides(do, packed, far=True), strides(o, packed, far=True),
+        *lse_strides(lse, packed),
+        num_rows, tokens,
+        NUM_HEADS=num_heads, V_HEAD_DIM=v_head_dim, V_HEAD_DIM_PAD=padded,
+        BLOCK_M=block_m, ACC=accumulator(do.dtype),
+        num_warps=8,
     )  # fmt: skip
 
 
 def rows(do: Tensor, o: Tensor, lse: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
-    """delta and lse [B, S, Hq] (packed [T, Hq]) of do and o [B, S, Hq, Dv] and lse [B, Hq, S], in
-    lse's dtype.
+    """Return delta and lse2 [B, S, Hq] (packed [T, Hq]) in the dtype of ``lse``.
 
-    The lse to base 2, and inf in a row without keys: then exp2(s - lse) is P in every row.
+    do and o are [B, S, Hq, Dv], lse [B, Hq, S] in natural logarithm. lse2 is in base 2, and inf in
+    a row without keys, so that exp2(s - lse2) is P in every row.
     """
-    delta, turned = lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1])
-    _prepare(do, o, lse, packed)(do, o, lse, delta, turned)
-    return delta, turned
+    delta, lse2 = lse.new_empty(do.shape[:-1]), lse.new_empty(do.shape[:-1])
+    _prepare(do, o, lse, packed)(do, o, lse, delta, lse2)
+    return delta, lse2

@@ -1,11 +1,15 @@
-"""Forward of the selected branch: blocks that a tile of tokens shares are read once for it; the
-others by bucket.
+"""Forward of the selected branch: attention of each token over the blocks it selected.
 
-Two kernels do the attention. ``sel_forward_kernel`` holds the queries of a tile of tokens and walks
-the union of their blocks. ``sel_bucket_kernel`` holds one block and walks the tokens that chose it
-and do not share it with their tile; each such (token, block) pair yields a partial output, and
-``sel_merge_kernel`` adds a token's partials to the tile's output by their LSE. With many heads a
-group a tile is as good as a bucket, so everything is shared (least = 1).
+    o_t = softmax(scale q_t K_t^T) V_t,    lse_t = log of the sum of exp(scale q_t K_t^T)
+
+K_t and V_t are the keys <= t of the blocks that token t selected for its kv head (Eq. 11, 12).
+
+Two kernels share the attention. ``sel_forward_kernel`` holds the queries of a tile of neighbouring
+tokens and walks the union of their blocks: a block that several of them selected is read once.
+``sel_bucket_kernel`` holds one block and walks the tokens that selected it and do not share it with
+their tile. Each such (token, block) pair yields a partial output, and ``sel_merge_kernel`` adds the
+partial outputs of a token to the output of its tile by their LSE. With many heads per group, a tile
+uses the matrix units as well as a bucket does, so tiles share every block (min_sharing = 1).
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from nsa_backend_triton.shared.rows import (
     dot_columns,
     finish,
     load_at,
+    online_softmax_update,
     place,
     scale_rows,
     store_at,
@@ -51,19 +56,19 @@ from nsa_backend_triton.shared.rows import (
 from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
-PARTIAL_BYTES = 2**31  # of partial outputs at a time: rows are done in runs that need no more
-MAX_TILE = 32  # tokens: one bit each of an int32
+PARTIAL_BYTES = 2**31  # limit of the partial outputs in memory: rows are processed in runs below it
+MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
 
 Settings = Mapping[str, Mapping[str, int]]
 
 
-def settings(q: Tensor, v: Tensor, heads: int, call: SlotCall) -> Settings:
-    """Tile shapes of the kernels for ``heads`` query heads a group, from the table of this GPU."""
+def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Settings:
+    """Return the tuned settings of each kernel for ``group`` query heads per kv head."""
     traits = {
         "head_dim": q.shape[-1],
         "v_head_dim": v.shape[-1],
         "itemsize": q.itemsize,
-        "heads": heads,
+        "heads": group,
     }
     traits |= {
         "block": call.geometry.select_block_size,
@@ -73,35 +78,40 @@ def settings(q: Tensor, v: Tensor, heads: int, call: SlotCall) -> Settings:
     return {name: configs.pick(name, architecture(q.device), **traits) for name in names}
 
 
-def tile_tokens(rows: int, heads: int) -> int:
-    """Tokens whose ``heads`` queries fill a tile of ``rows``; a whole power of two if that loses a
-    tenth at most.
+def tile_tokens(block_m: int, group: int) -> int:
+    """Return the number of tokens whose ``group`` queries each fill a tile of ``block_m`` rows.
+
+    It is rounded down to a power of two if that loses at most a tenth of the tokens.
     """
-    tokens = min(max(1, rows // heads), MAX_TILE)
-    whole = 1 << (tokens.bit_length() - 1)
-    return whole if whole * 10 >= tokens * 9 else tokens
+    tokens = min(max(1, block_m // group), MAX_BLOCK_T)
+    power_of_two = 1 << (tokens.bit_length() - 1)
+    return power_of_two if power_of_two * 10 >= tokens * 9 else tokens
 
 
-def least_shared(tuned: Settings, seq_len: int) -> int:
-    """How many tokens of a tile must choose a block for the tile to read it; short sequences share
-    everything.
+def min_sharing_tokens(tuned: Settings, seq_len: int) -> int:
+    """Return how many tokens of a tile must select a block for the tile to read it.
+
+    One in short sequences, so that tiles read every block and the path over buckets is skipped.
     """
-    chosen = tuned["sel_forward"]
-    return chosen["LEAST"] if seq_len > chosen["SHORT"] else 1
+    tile_settings = tuned["sel_forward"]
+    if seq_len > tile_settings["SHARE_ALL_MAX_LEN"]:
+        return tile_settings["MIN_SHARING_TOKENS"]
+    return 1
 
 
-class _Tiles(NamedTuple):
-    """What a call's metadata decide of the first kernel."""
+class _TileLaunch(NamedTuple):
+    """The launch of ``sel_forward_kernel`` and the sizes that follow from a call's metadata."""
 
     launch: Launch
-    keys: int  # of a descriptor's tile; 0: no descriptors
-    size: int  # tokens of a tile
-    # how many of them must choose a block for the tile to read it; 1: nothing is left to the
-    # buckets
-    least: int
-    leave: bool  # whether what the tiles do not read may matter at another length
-    o: tuple[int, ...]
-    lse: tuple[int, ...]
+    desc_block_n: int  # keys of a descriptor's tile; 0: no descriptors
+    block_t: int  # tokens of a tile
+    # Tokens of a tile that must select a block for it to be read; 1: no pair is left to buckets.
+    min_sharing: int
+    # Whether Unions.unshared is written. It follows from the settings alone: one binary for all
+    # lengths.
+    write_unshared: bool
+    o_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
 
 
 @remembered
@@ -114,34 +124,42 @@ def _prepare(
     call: SlotCall,
     tuned: Settings | None,
     tensors_aligned: bool,
-) -> tuple[_Tiles, Settings]:
-    groups, n, length = k.shape[-2], blocks.shape[-1], call.geometry.select_block_size
-    heads = q.shape[-2] // groups
-    tuned = tuned or settings(q, v, heads, call)
-    chosen, least = tuned["sel_forward"], least_shared(tuned, seqs.seq_len)
-    size = tile_tokens(chosen["ROWS"], heads)
-    tiles = seqs.tiles(size)
-    o = (*q.shape[:-1], v.shape[-1])
-    lse = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
-    keys = min(chosen["KEYS"], max(16, triton.next_power_of_2(length)))
-    tma = (
-        bool(chosen.get("TMA"))
-        and length % keys == 0
+) -> tuple[_TileLaunch, Settings]:
+    num_kv_heads, n = k.shape[-2], blocks.shape[-1]
+    select_block = call.geometry.select_block_size
+    group = q.shape[-2] // num_kv_heads
+    tuned = tuned or settings(q, v, group, call)
+    tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.seq_len)
+    block_t = tile_tokens(tile_settings["BLOCK_M"], group)
+    tiles = seqs.tiles(block_t)
+    o_shape = (*q.shape[:-1], v.shape[-1])
+    lse_shape = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])
+    block_n = min(tile_settings["BLOCK_N"], max(16, triton.next_power_of_2(select_block)))
+    use_tma = (
+        bool(tile_settings.get("USE_TMA"))
+        and select_block % block_n == 0
         and tensors_aligned
         and descriptors_fit(seqs.packed, k, v)
     )
     launch = Launch(
-        sel_forward_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles,
-        call.scale * LOG2E.value,
-        *(number for x in (q, k, v) for number in strides(x, seqs.packed)), *new_strides(o,
-        seqs.packed),
-        *new_lse_strides(lse, seqs.packed), **_shapes(q, v, heads, seqs), N=n, L=length,
-        T=size, M=max(16, triton.next_power_of_2(size * heads)),
-        KEYS=keys, NEGATIVE=call.scale < 0, TMA=tma,
-        **_options(chosen),
+        sel_forward_kernel, (num_kv_heads * tiles,),
+        seqs.n, seqs.seq_len, tiles, call.scale * LOG2E.value,
+        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o_shape, seqs.packed),
+        *new_lse_strides(lse_shape, seqs.packed),
+        **_common_constants(q, v, group, seqs),
+        NUM_SELECTED=n, SELECT_BLOCK=select_block,
+        BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
+        BLOCK_N=block_n, NEGATIVE_SCALE=call.scale < 0, USE_TMA=use_tma,
+        **_compiler_options(tile_settings),
     )  # fmt: skip
-    return _Tiles(
-        launch, keys if tma else 0, size, min(least, size), chosen["LEAST"] > 1, o, lse
+    return _TileLaunch(
+        launch,
+        block_n if use_tma else 0,
+        block_t,
+        min(min_sharing, block_t),
+        tile_settings["MIN_SHARING_TOKENS"] > 1,
+        o_shape,
+        lse_shape,
     ), tuned
 
 
@@ -154,236 +172,267 @@ def forward(
     call: SlotCall,
     tuned: Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]), Eq. 11 over the chosen
-    blocks.
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]).
+
+    ``tuned`` replaces the settings that the table of this GPU holds.
     """
     seqs = Sequences.of(q, call)
     tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
     unions = sel_union.build(
-        blocks, seqs, call.geometry, tiles.size, tiles.least, leave=tiles.leave
+        blocks,
+        seqs,
+        call.geometry,
+        tiles.block_t,
+        tiles.min_sharing,
+        write_unshared=tiles.write_unshared,
     )
-    o = q.new_empty(tiles.o)
-    lse = q.new_empty(tiles.lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    described = (key_descriptor(x, tiles.keys) if tiles.keys else None for x in (k, v))
-    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
-    if tiles.least > 1:
-        for rows in _runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
-            _attend_buckets(q, k, v, blocks, unions.left, o, lse, seqs, call, rows, tuned)
+    o = q.new_empty(tiles.o_shape)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(tiles.lse_shape, dtype=lse_dtype)
+    descs = (key_descriptor(x, tiles.desc_block_n) if tiles.desc_block_n else None for x in (k, v))
+    tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
+    if tiles.min_sharing > 1:
+        for rows in _row_runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
+            _attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, rows, tuned)
     return o, lse
 
 
-def _runs(o: Tensor, heads: int, n: int) -> Iterator[tuple[int, int]]:
-    """Runs (first, count) of rows over all sequences whose partial outputs fit PARTIAL_BYTES."""
-    width = o.shape[-1] * o.shape[-2] * n * o.itemsize
-    rows = o.numel() // (o.shape[-1] * o.shape[-2])
-    count = max(1, PARTIAL_BYTES // width)
-    for first in range(0, rows, count):
-        yield first, min(count, rows - first)
+def _row_runs(o: Tensor, group: int, n: int) -> Iterator[tuple[int, int]]:
+    """Yield runs (first, count) of rows whose partial outputs fit PARTIAL_BYTES."""
+    row_bytes = o.shape[-1] * o.shape[-2] * n * o.itemsize
+    num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
+    count = max(1, PARTIAL_BYTES // row_bytes)
+    for first in range(0, num_rows, count):
+        yield first, min(count, num_rows - first)
 
 
-def _options(chosen: Mapping[str, int]) -> dict[str, int]:
-    """The compiler's part of a table row."""
-    return {name: chosen[name] for name in ("num_warps", "num_stages", "maxnreg") if name in chosen}
+def _compiler_options(settings: Mapping[str, int]) -> dict[str, int]:
+    """Return the compiler's options among ``settings``."""
+    names = ("num_warps", "num_stages", "maxnreg")
+    return {name: settings[name] for name in names if name in settings}
 
 
-def _shapes(q: Tensor, v: Tensor, heads: int, seqs: Sequences) -> dict[str, object]:
-    """Constants that every kernel here takes."""
-    dk, dv = q.shape[-1], v.shape[-1]
-    bands = {"DK": dk, "DV": dv, "DKP": band(dk), "DVP": band(dv)}
-    return {**bands, "H": heads, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype)}
+def _common_constants(q: Tensor, v: Tensor, group: int, seqs: Sequences) -> dict[str, object]:
+    """Return the constexpr arguments that the attention kernels of this file share."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    return {
+        "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+        "HEAD_DIM_BAND": band(head_dim), "V_HEAD_DIM_BAND": band(v_head_dim),
+        "GROUP": group, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype),
+    }  # fmt: skip
 
 
-class _Buckets(NamedTuple):
-    """What a call's metadata decide of the kernels over buckets, and the shape of the partial
-    outputs.
-    """
+class _BucketLaunches(NamedTuple):
+    """The launches over buckets, and the shape of the partial outputs."""
 
     attend: Launch
     merge: Launch
-    parts: tuple[int, int, int]
+    partial_shape: tuple[int, int, int]
 
 
 @remembered
 def _prepare_buckets(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall, rows: tuple[int,
-    int], n: int,
-    pairs: int, buckets: int, tuned: Settings,
-) -> _Buckets:  # fmt: skip
-    groups, length = k.shape[-2], call.geometry.select_block_size
-    heads = q.shape[-2] // groups
-    shapes, chosen = _shapes(q, v, heads, seqs), tuned["sel_bucket"]
-    size = max(1, chosen["ROWS"] // heads)
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall,
+    rows: tuple[int, int], n: int, num_pairs: int, num_buckets: int, tuned: Settings,
+) -> _BucketLaunches:  # fmt: skip
+    num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
+    group = q.shape[-2] // num_kv_heads
+    constants, bucket_settings = _common_constants(q, v, group, seqs), tuned["sel_bucket"]
+    block_t = max(1, bucket_settings["BLOCK_M"] // group)
+    tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
     attend = Launch(
-        sel_bucket_kernel, (pairs // (size * chosen["TILES"]) + buckets,),
-        seqs.n, seqs.seq_len, buckets, pairs, rows[0], groups, call.scale * LOG2E.value,
-        *(number for x in (q, k, v) for number in strides(x, seqs.packed)),
-        **shapes, N=n, L=length, KEYS=max(16, triton.next_power_of_2(length)),
-        T=size, M=max(16, triton.next_power_of_2(size * heads)), TILES=chosen["TILES"],
-        NEGATIVE=call.scale < 0, **_options(chosen),
+        sel_bucket_kernel, (num_pairs // (block_t * tiles_per_program) + num_buckets,),
+        seqs.n, seqs.seq_len, num_buckets, pair_lists.buckets_per_head(seqs, call.geometry),
+        num_pairs, rows[0], num_kv_heads, call.scale * LOG2E.value,
+        *(strides(x, seqs.packed) for x in (q, k, v)),
+        **constants,
+        NUM_SELECTED=n, SELECT_BLOCK=select_block,
+        BLOCK_N=max(16, triton.next_power_of_2(select_block)),
+        BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
+        TILES_PER_PROGRAM=tiles_per_program, NEGATIVE_SCALE=call.scale < 0,
+        **_compiler_options(bucket_settings),
     )  # fmt: skip
-    chosen = tuned["sel_merge"]
-    size = max(1, chosen["ROWS"] // heads)
+    merge_settings = tuned["sel_merge"]
+    block_t = max(1, merge_settings["BLOCK_M"] // group)
     merge = Launch(
-        sel_merge_kernel, (triton.cdiv(rows[1], size) * groups,),
-        seqs.seq_len, *rows, groups, *lse_strides(lse, seqs.packed),
-        DV=v.shape[-1], DVP=max(16, triton.next_power_of_2(v.shape[-1])), H=heads,
-        VARLEN=seqs.packed,
-        ACC=shapes["ACC"], N=n,
-        T=size, M=triton.next_power_of_2(size * heads), UNROLL=chosen["UNROLL"], **_options(chosen),
+        sel_merge_kernel, (triton.cdiv(rows[1], block_t) * num_kv_heads,),
+        seqs.seq_len, *rows, num_kv_heads,
+        *lse_strides(lse, seqs.packed),
+        V_HEAD_DIM=v.shape[-1], V_HEAD_DIM_PAD=max(16, triton.next_power_of_2(v.shape[-1])),
+        GROUP=group, VARLEN=seqs.packed, ACC=constants["ACC"],
+        NUM_SELECTED=n,
+        BLOCK_T=block_t, BLOCK_M=triton.next_power_of_2(block_t * group),
+        UNROLL=merge_settings["UNROLL"],
+        **_compiler_options(merge_settings),
     )  # fmt: skip
-    return _Buckets(attend, merge, (rows[1] * groups * n, heads, v.shape[-1]))
+    return _BucketLaunches(attend, merge, (rows[1] * num_kv_heads * n, group, v.shape[-1]))
 
 
 def _attend_buckets(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, left: Tensor, o: Tensor, lse: Tensor,
-    seqs: Sequences,
-    call: SlotCall, rows: tuple[int, int], tuned: Settings,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, unshared: Tensor, o: Tensor, lse: Tensor,
+    seqs: Sequences, call: SlotCall, rows: tuple[int, int], tuned: Settings,
 ) -> None:  # fmt: skip
-    """Add the pairs that no tile shares, of rows (first, count), to o and lse."""
-    lists = pair_lists.build(blocks, seqs, call.geometry, kept=left, rows=rows)
-    n, pairs, buckets = blocks.shape[-1], lists.tokens.numel(), lists.offsets.numel() - 1
-    made = _prepare_buckets(q, k, v, lse, seqs, call, rows, n, pairs, buckets, tuned)
-    parts, part_lse = q.new_empty(made.parts), lse.new_empty(made.parts[:2])
-    made.attend(q, k, v, *lists, parts, part_lse, seqs.cu)
-    made.merge(parts, part_lse, left, o, lse)
+    """Add the pairs marked in ``unshared`` to o and lse, for the rows (first, count)."""
+    lists = pair_lists.build(blocks, seqs, call.geometry, mask=unshared, rows=rows)
+    n, num_pairs, num_buckets = blocks.shape[-1], lists.tokens.numel(), lists.offsets.numel() - 1
+    launches = _prepare_buckets(q, k, v, lse, seqs, call, rows, n, num_pairs, num_buckets, tuned)
+    partial_o = q.new_empty(launches.partial_shape)
+    partial_lse = lse.new_empty(launches.partial_shape[:2])
+    launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
+    launches.merge(partial_o, partial_lse, unshared, o, lse)
 
 
 @triton.jit
-def _walk(
-    q, K, V, K_TMA, V_TMA, seq, group, LIST, m, l, acc, ever, low, high, t, member_bit, length,
-    factor, stride_k,
-    stride_v,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, N_LIST: tl.constexpr,
-    L: tl.constexpr,
-    KEYS: tl.constexpr, CUT: tl.constexpr, NEGATIVE: tl.constexpr, TMA: tl.constexpr,
-    ACC: tl.constexpr,
+def _attend_entries(
+    q, K, V, K_DESC, V_DESC, seq, kv_head, ENTRIES, m_i, l_i, acc, seen_tokens, begin, end,
+    offs_t, token_bit, length, qk_scale, stride_kt, stride_vt,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    MAX_ENTRIES: tl.constexpr, SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, USE_TMA: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Entries low..high of a tile's list, KEYS keys at a time; CUT: some keys lie behind a token or
-    the end.
+    """Add the entries begin .. end of the tile's union to m_i, l_i and acc, BLOCK_N keys at a time.
 
-    NEGATIVE: factor is. Where nothing is cut, a row that did not choose a block costs no operation
-    a key: it is shifted by infinity, so its p is 0. ``ever`` gathers the tokens that chose
-    something.
+    MASKED: some of their keys lie after a token or past the end of the sequence. NEGATIVE_SCALE:
+    qk_scale < 0. Where nothing is masked, a row whose token did not select the block takes no
+    operation per key: infinity is subtracted from its scores, so that its p is 0. ``seen_tokens``
+    collects the bits of the tokens that selected an entry.
     """
-    PARTS: tl.constexpr = (L + KEYS - 1) // KEYS
-    WHOLE: tl.constexpr = L % KEYS == 0
-    lane = tl.arange(0, KEYS)
-    # An entry is read a turn before its keys: an address that waits for a load is not fetched
-    # ahead.
-    block = tl.load(LIST + low, mask=low < high, other=0)
-    members = tl.load(LIST + N_LIST + low, mask=low < high, other=0)
-    for i in tl.range(low * PARTS, high * PARTS):
-        following = tl.minimum(i + 1, high * PARTS - 1) // PARTS
-        next_block = tl.load(LIST + following)
-        next_members = tl.load(LIST + N_LIST + following)
-        at_block = block.to(tl.int64) * L
-        inner = i % PARTS * KEYS + lane
-        key = block * L + inner
-        there = None
-        if CUT:
-            there = (key < length) & (inner < L)
-        elif not WHOLE:
-            there = inner < L
-        if TMA:
-            k = fetch_rows(K_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DK, DKP)
+    KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
+    EVEN_N: tl.constexpr = SELECT_BLOCK % BLOCK_N == 0
+    tile_n = tl.arange(0, BLOCK_N)
+    # An entry is loaded one iteration before its keys: an address that depends on a load is not
+    # prefetched.
+    block = tl.load(ENTRIES + begin, mask=begin < end, other=0)
+    members = tl.load(ENTRIES + MAX_ENTRIES + begin, mask=begin < end, other=0)
+    for i in tl.range(begin * KEY_TILES, end * KEY_TILES):
+        next_entry = tl.minimum(i + 1, end * KEY_TILES - 1) // KEY_TILES
+        next_block = tl.load(ENTRIES + next_entry)
+        next_members = tl.load(ENTRIES + MAX_ENTRIES + next_entry)
+        first_key = block.to(tl.int64) * SELECT_BLOCK
+        offs_n = i % KEY_TILES * BLOCK_N + tile_n
+        key = block * SELECT_BLOCK + offs_n
+        mask_n = None
+        if MASKED:
+            mask_n = (key < length) & (offs_n < SELECT_BLOCK)
+        elif not EVEN_N:
+            mask_n = offs_n < SELECT_BLOCK
+        if USE_TMA:
+            k = fetch_rows(
+                K_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,
+                BLOCK_N, HEAD_DIM, HEAD_DIM_BAND,
+            )  # fmt: skip
         else:
-            k = load_at(K + at_block * stride_k, inner * stride_k, there, DK, DKP)
-        dots = dot_columns(q, transpose(k, DK, DKP), DK, DKP, ACC)
-        scores = dots * factor
-        # Of the products as they are: the multiplication above then joins the subtraction below.
-        top = (tl.min(dots, 1) if NEGATIVE else tl.max(dots, 1)) * factor
-        if CUT:
-            scores = tl.where(key[None, :] <= t[:, None], scores, float("-inf"))
-        if not WHOLE:
-            scores = tl.where((inner < L)[None, :], scores, float("-inf"))
-        if CUT or not WHOLE:
-            top = tl.max(scores, 1)
-        member = (members & member_bit) != 0
-        m_new = tl.where(member, tl.maximum(m, top), m)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores - tl.where(member, m_safe, float("inf"))[:, None])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, 1)
-        if TMA:
-            v = fetch_rows(V_TMA, seq, block * L + i % PARTS * KEYS, group, KEYS, DV, DVP)
+            k = load_at(
+                K + first_key * stride_kt, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND
+            )
+        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        s = qk * qk_scale
+        # The maximum is taken of the unscaled products: the compiler can then fuse the
+        # multiplication above with the subtraction below.
+        row_max = (tl.min(qk, 1) if NEGATIVE_SCALE else tl.max(qk, 1)) * qk_scale
+        if MASKED:
+            s = tl.where(key[None, :] <= offs_t[:, None], s, float("-inf"))
+        if not EVEN_N:
+            s = tl.where((offs_n < SELECT_BLOCK)[None, :], s, float("-inf"))
+        if MASKED or not EVEN_N:
+            row_max = tl.max(s, 1)
+        selected = (members & token_bit) != 0
+        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, selected, True)
+        if USE_TMA:
+            v = fetch_rows(
+                V_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,
+                BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND,
+            )  # fmt: skip
         else:
-            v = load_at(V + at_block * stride_v, inner * stride_v, there, DV, DVP)
-        acc = scale_rows(acc, alpha[:, None], DV, DVP)
-        acc = add_dot(acc, p.to(v[0].dtype), v, DV, DVP, ACC)
-        m = m_new
-        ever |= members
+            v = load_at(
+                V + first_key * stride_vt, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND
+            )
+        acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
+        acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        seen_tokens |= members
         block = next_block
         members = next_members
-    return m, l, acc, ever
+    return m_i, l_i, acc, seen_tokens
 
 
 @triton.jit
-def _keep(x, ok, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows x [R, D], 0 where not ``ok`` [R]."""
-    kept = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        kept = kept + (tl.where(ok[:, None], x[i], 0.0),)
-    return kept
+def _zero_rows_unless(x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
+    """Rows x [M, WIDTH], 0 where not ``mask_m`` [M]."""
+    masked = ()
+    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+        masked = masked + (tl.where(mask_m[:, None], x[i], 0.0),)
+    return masked
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "sl_b", "sl_h"])
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles", "stride_lse_b", "stride_lse_h"])
 def sel_forward_kernel(
-    Q, K, V, K_TMA, V_TMA, ENTRIES, COUNTS, O, LSE, CU, n_seqs, seq_len, tiles, factor,
-    sq_b: tl.int64, sq_t, sq_h, sk_b: tl.int64, sk_t, sk_h, sv_b: tl.int64, sv_t, sv_h,
-    so_b: tl.int64, so_t, so_h,
-    sl_b: tl.int64, sl_h: tl.int64,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr,
-    VARLEN: tl.constexpr,
-    ACC: tl.constexpr, N: tl.constexpr, L: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    KEYS: tl.constexpr,
-    NEGATIVE: tl.constexpr, TMA: tl.constexpr,
+    Q, K, V, K_DESC, V_DESC, ENTRIES, COUNTS, O, LSE, CU_SEQLENS,
+    num_seqs, seq_len, tiles, qk_scale,
+    stride_q, stride_k, stride_v, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """T neighbouring tokens of one kv head, all H heads: T*H rows padded to M, over the union of
-    the tokens' blocks.
+    """Attend from a tile of tokens of one kv head to the union of their blocks.
 
-    Registers: scores [M, KEYS], acc [M, DV], m, l [M]; shared memory: Q [M, DK], and num_stages
-    times K [KEYS, DK] and V [KEYS, DV]. An entry costs L*(DK + DV) elements from L2 and 2*M*L*(DK +
-    DV) operations: below M = 64 it is bound by L2, above by the tensor cores. Entries whose keys
-    all lie before the tile's first token come last, and need no causal mask. Kv heads are
-    outermost, so that one head's K and V stay in L2.
+    A program owns BLOCK_T neighbouring tokens with all GROUP heads: BLOCK_T * GROUP rows, padded to
+    BLOCK_M. Registers hold the scores [BLOCK_M, BLOCK_N], acc [BLOCK_M, V_HEAD_DIM] and m, l
+    [BLOCK_M]; shared memory holds Q [BLOCK_M, HEAD_DIM], and num_stages times K [BLOCK_N, HEAD_DIM]
+    and V [BLOCK_N, V_HEAD_DIM]. An entry takes l' * (HEAD_DIM + V_HEAD_DIM) elements from L2 and
+    2 * BLOCK_M * l' * (HEAD_DIM + V_HEAD_DIM) operations: L2 is the limit below BLOCK_M = 64, the
+    matrix units above. Entries whose keys all lie before the first token of the tile come last and
+    need no causal mask. Kv heads are the outermost index, so that K and V of one head stay in L2.
     """
-    program = tl.program_id(0)
-    group = program // tiles
-    seq, start, length, row = place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
-    if row >= length:
+    pid = tl.program_id(0)
+    kv_head = pid // tiles
+    seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
+    if first_t >= length:
         return
-    rows = tl.arange(0, M)
-    local = rows // H
-    t = row + local
-    inside = (t < length) & (rows < T * H)
-    first = start.to(tl.int64)
-    head = group * H + rows % H
-    at_q = Q + seq * sq_b + (first + row) * sq_t
-    q = load_at(at_q, local * sq_t + head * sq_h, inside, DK, DKP)
-    k = K + seq * sk_b + first * sk_t + group * sk_h
-    v = V + seq * sv_b + first * sv_t + group * sv_h
-    entries = ENTRIES + program.to(tl.int64) * (2 * T * N)
-    count = tl.load(COUNTS + program * 2)
-    cut = tl.load(COUNTS + program * 2 + 1)
-    bit = tl.where(inside, tl.full([M], 1, tl.int32) << local, 0)
-    m = tl.full([M], float("-inf"), ACC)
-    l = tl.zeros([M], ACC)
-    acc = zero_rows(M, DV, DVP, ACC)
-    ever = tl.full([], 0, tl.int32)
-    m, l, acc, ever = _walk(
-        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, 0, cut, t, bit, length,
-        factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, True, NEGATIVE, TMA, ACC,
+    stride_qb, stride_qt, stride_qh = stride_q
+    stride_kb, stride_kt, stride_kh = stride_k
+    stride_vb, stride_vt, stride_vh = stride_v
+    stride_ob, stride_ot, stride_oh = stride_o
+    batch = seq.to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    local_t = offs_m // GROUP
+    offs_t = first_t + local_t
+    mask_m = (offs_t < length) & (offs_m < BLOCK_T * GROUP)
+    seq_start = start.to(tl.int64)
+    head = kv_head * GROUP + offs_m % GROUP
+    q_base = Q + batch * stride_qb + (seq_start + first_t) * stride_qt
+    q = load_at(q_base, local_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+    k_base = K + batch * stride_kb + seq_start * stride_kt + kv_head * stride_kh
+    v_base = V + batch * stride_vb + seq_start * stride_vt + kv_head * stride_vh
+    entries = ENTRIES + pid.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
+    num_entries = tl.load(COUNTS + pid * 2)
+    num_masked = tl.load(COUNTS + pid * 2 + 1)
+    token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    acc = zero_rows(BLOCK_M, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+    seen_tokens = tl.full([], 0, tl.int32)
+    m_i, l_i, acc, seen_tokens = _attend_entries(
+        q, k_base, v_base, K_DESC, V_DESC, seq, kv_head, entries, m_i, l_i, acc, seen_tokens,
+        0, num_masked, offs_t, token_bit, length, qk_scale, stride_kt, stride_vt,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        BLOCK_T * NUM_SELECTED, SELECT_BLOCK, BLOCK_N, True, NEGATIVE_SCALE, USE_TMA, ACC,
     )  # fmt: skip
-    m, l, acc, ever = _walk(
-        q, k, v, K_TMA, V_TMA, seq, group, entries, m, l, acc, ever, cut, count, t, bit, length,
-        factor, sk_t, sv_t,
-        DK, DV, DKP, DVP, T * N, L, KEYS, False, NEGATIVE, TMA, ACC,
+    m_i, l_i, acc, seen_tokens = _attend_entries(
+        q, k_base, v_base, K_DESC, V_DESC, seq, kv_head, entries, m_i, l_i, acc, seen_tokens,
+        num_masked, num_entries, offs_t, token_bit, length, qk_scale, stride_kt, stride_vt,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        BLOCK_T * NUM_SELECTED, SELECT_BLOCK, BLOCK_N, False, NEGATIVE_SCALE, USE_TMA, ACC,
     )  # fmt: skip
-    # A token without blocks got nothing but, from a query that is NaN, NaN.
-    chose = (ever & bit) != 0
-    divisor, lse = finish(m, tl.where(chose, l, 0.0))
-    at_o = O + seq * so_b + (first + row) * so_t
-    out = divide_rows(_keep(acc, chose, DV, DVP), divisor, DV, DVP)
-    store_at(at_o, local * so_t + head * so_h, out, inside, DV, DVP)
-    tl.store(LSE + seq * sl_b + head * sl_h + first + t, lse, mask=inside)
+    # A token that selected no entry has m = -inf, l = 0 and acc = 0, or NaN where its query is NaN.
+    has_keys = (seen_tokens & token_bit) != 0
+    divisor, lse = finish(m_i, tl.where(has_keys, l_i, 0.0))
+    o_base = O + batch * stride_ob + (seq_start + first_t) * stride_ot
+    acc = _zero_rows_unless(acc, has_keys, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    store_at(o_base, local_t * stride_ot + head * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + seq_start + offs_t, lse, mask=mask_m)

@@ -1,5 +1,9 @@
-"""The partial outputs of a token's pairs, added to what its tile computed: o = sum of exp(lse_i -
-lse) o_i.
+"""Add the partial outputs of a token's pairs to the output of its tile.
+
+    o = sum over i of exp(lse_i - lse) o_i,    lse = log of the sum over i of exp(lse_i)
+
+Softmax attention over a union of disjoint key sets i, from the attention over each of them: the
+tile's shared blocks are one set, each pair of the path over buckets is another.
 """
 
 from __future__ import annotations
@@ -7,60 +11,75 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend_triton.shared.rows import finite_shift
 
-@triton.jit(do_not_specialize=["seq_len", "first_row", "count", "sl_b", "sl_h"])
+
+@triton.jit(do_not_specialize=["seq_len", "first_row", "num_rows", "stride_lse_b", "stride_lse_h"])
 def sel_merge_kernel(
-    PARTS, PART_LSE, LEFT, O, LSE, seq_len, first_row, count, groups, sl_b: tl.int64,
-    sl_h: tl.int64,
-    DV: tl.constexpr, DVP: tl.constexpr, H: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, UNROLL: tl.constexpr,
+    PARTIAL_O, PARTIAL_LSE, UNSHARED, O, LSE,
+    seq_len, first_row, num_rows, num_kv_heads,
+    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial outputs of T tokens of one kv head to o, weighted by exp(lse - the largest).
+    """Merge the pairs marked in UNSHARED into O and LSE, for BLOCK_T tokens of one kv head.
 
-    Registers: acc [M, DVP]. Reads o, and of N places a token only those that LEFT marks; writes o
-    and lse. Two passes over lse, which are a DV-th of the bytes. Bound by memory.
+    The program holds acc [BLOCK_M, V_HEAD_DIM_PAD] in registers. It reads O and, of the
+    NUM_SELECTED partial outputs of a token, the marked ones; it writes O and LSE. Two passes read
+    the partial LSE: first for the maximum, then for the weights. They are a V_HEAD_DIM-th of the
+    bytes. Bound by memory.
     """
-    program = tl.program_id(0)
-    group = program % groups
-    rows = tl.arange(0, M)
-    local = program // groups * T + rows // H
-    inside = (rows < T * H) & (local < count)
-    head = rows % H
-    token = local.to(tl.int64) * groups + group  # within the run
-    row = local.to(tl.int64) + first_row
-    at_left = LEFT + (token + first_row * tl.cast(groups, tl.int64)) * N
-    at_part = token * N * H + head
+    pid = tl.program_id(0)
+    kv_head = pid % num_kv_heads
+    offs_m = tl.arange(0, BLOCK_M)
+    local_t = pid // num_kv_heads * BLOCK_T + offs_m // GROUP
+    mask_m = (offs_m < BLOCK_T * GROUP) & (local_t < num_rows)
+    head = offs_m % GROUP
+    token = local_t.to(tl.int64) * num_kv_heads + kv_head  # (token, kv head) among the num_rows
+    row = local_t.to(tl.int64) + first_row
+    unshared_ptrs = UNSHARED + (token + first_row * tl.cast(num_kv_heads, tl.int64)) * NUM_SELECTED
+    partial = token * NUM_SELECTED * GROUP + head
     if VARLEN:
-        at_lse = LSE + (group * H + head) * sl_h + row
+        lse_ptrs = LSE + (kv_head * GROUP + head) * stride_lse_h + row
     else:
-        at_lse = LSE + row // seq_len * sl_b + (group * H + head) * sl_h + row % seq_len
-    columns = tl.arange(0, DVP)
-    at_o = O + ((row * groups + group) * H + head)[:, None] * DV + columns[None, :]
-    valid = inside[:, None] & (columns < DV)[None, :]
-    base = tl.load(at_lse, mask=inside, other=float("-inf"))
-    m = base
-    any_marked = inside & (rows < 0)
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        m = tl.maximum(m, tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf")))
+        lse_ptrs = (
+            LSE
+            + row // seq_len * stride_lse_b
+            + (kv_head * GROUP + head) * stride_lse_h
+            + row % seq_len
+        )
+    offs_d = tl.arange(0, V_HEAD_DIM_PAD)
+    o_ptrs = (
+        O + ((row * num_kv_heads + kv_head) * GROUP + head)[:, None] * V_HEAD_DIM + offs_d[None, :]
+    )
+    mask_o = mask_m[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+    tile_lse = tl.load(lse_ptrs, mask=mask_m, other=float("-inf"))
+    m_i = tile_lse
+    any_marked = mask_m & (offs_m < 0)
+    for i in tl.range(NUM_SELECTED, loop_unroll_factor=UNROLL):
+        marked = mask_m & (tl.load(unshared_ptrs + i, mask=mask_m, other=0) != 0)
+        m_i = tl.maximum(
+            m_i, tl.load(PARTIAL_LSE + partial + i * GROUP, mask=marked, other=float("-inf"))
+        )
         any_marked |= marked
     if tl.max(any_marked.to(tl.int32), 0) == 0:
         return
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.exp(base - m_safe)
-    acc = tl.load(at_o, mask=valid, other=0.0).to(ACC) * l[:, None]
-    for i in tl.range(N, loop_unroll_factor=UNROLL):
-        marked = inside & (tl.load(at_left + i, mask=inside, other=0) != 0)
-        lse = tl.load(PART_LSE + at_part + i * H, mask=marked, other=float("-inf"))
-        weight = tl.exp(lse - m_safe)
-        at = PARTS + (at_part + i * H)[:, None] * DV + columns[None, :]
-        mask = marked[:, None] & (columns < DV)[None, :]
+    shift = finite_shift(m_i)
+    l_i = tl.exp(tile_lse - shift)
+    acc = tl.load(o_ptrs, mask=mask_o, other=0.0).to(ACC) * l_i[:, None]
+    for i in tl.range(NUM_SELECTED, loop_unroll_factor=UNROLL):
+        marked = mask_m & (tl.load(unshared_ptrs + i, mask=mask_m, other=0) != 0)
+        lse = tl.load(PARTIAL_LSE + partial + i * GROUP, mask=marked, other=float("-inf"))
+        weight = tl.exp(lse - shift)
+        partial_ptrs = PARTIAL_O + (partial + i * GROUP)[:, None] * V_HEAD_DIM + offs_d[None, :]
+        mask = marked[:, None] & (offs_d < V_HEAD_DIM)[None, :]
         acc += (
-            tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+            tl.load(partial_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
             * weight[:, None]
         )
-        l += weight
-    l_safe = tl.where(l == 0.0, 1.0, l)
-    tl.store(at_o, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=valid)
-    tl.store(at_lse, tl.where(l == 0.0, float("-inf"), m + tl.log(l_safe)), mask=inside)
+        l_i += weight
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    tl.store(o_ptrs, (acc / l_safe[:, None]).to(O.dtype.element_ty), mask=mask_o)
+    tl.store(lse_ptrs, tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(l_safe)), mask=mask_m)

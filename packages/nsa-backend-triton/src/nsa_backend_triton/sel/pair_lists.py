@@ -1,10 +1,12 @@
-"""The (token, block) pairs of a call sorted by block: what a kernel reads that holds a block and
-walks its tokens.
+"""Sort the (token, block) pairs of a call by block.
 
-A bucket is one selection block of one sequence and kv head. Dense: bucket (b*G + g)*NB + j.
-Packed: head g owns T // l' + n_docs buckets, document i those from cu[i] // l' + i on, as
-shared.rows.place cuts tiles. A pair counts once, and only if its block is a candidate
-(0 <= j <= t // l'); the rest is sorted behind the last bucket and never read.
+Kernels that hold one block and walk the tokens that selected it read these lists.
+
+A bucket is one selection block of one sequence and one kv head. Dense: block j of kv head g in
+batch entry b is bucket (b * G + g) * NB + j, with NB blocks in a sequence. Packed: every kv head
+has T // l' + num_docs buckets, and those of document i begin at cu_seqlens[i] // l' + i, as in
+shared.rows.place. A pair counts once, and only if the token may select the block
+(0 <= j <= t // l'). All other pairs are sorted after the last bucket and never read.
 """
 
 from __future__ import annotations
@@ -18,30 +20,33 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.shared.rows import place as place_tile
+from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
 
 TOKENS_PER_PROGRAM = 32
 
 
 class PairLists(NamedTuple):
-    """Pairs sorted by bucket; inside a bucket tokens ascend.
+    """Pairs sorted by bucket; within a bucket, tokens ascend.
+
+    P is the number of all pairs: B*S*G*n, packed T*G*n.
 
     Attributes:
-        tokens: int32 [P] row of the pair's token, local to its sequence; P = B*S*G*n, packed T*G*n.
-        slots: int32 [P] the pair's place 0..n-1 in blocks[token].
-        offsets: int32 [n_buckets + 1] first pair of each bucket; the last is how many pairs count.
+        tokens: int32 [P] the pair's token, as a row of its sequence.
+        choices: int32 [P] the index 0 .. n-1 of the pair's block in blocks[token].
+        offsets: int32 [num_buckets + 1] the first pair of each bucket; the last element is the
+            number of pairs that count.
     """
 
     tokens: Tensor
-    slots: Tensor
+    choices: Tensor
     offsets: Tensor
 
 
 def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
-    """Buckets of one kv head: dense of one batch entry, packed of all documents."""
-    per_head = seqs.tiles(geometry.select_block_size)
-    return per_head if seqs.packed else per_head // seqs.n
+    """Return the buckets of one kv head: of one batch entry, packed of all documents."""
+    num_blocks = seqs.tiles(geometry.select_block_size)
+    return num_blocks if seqs.packed else num_blocks // seqs.n
 
 
 def build(
@@ -49,41 +54,46 @@ def build(
     seqs: Sequences,
     geometry: BlockGeometry,
     *,
-    kept: Tensor | None = None,
+    mask: Tensor | None = None,
     rows: tuple[int, int] | None = None,
 ) -> PairLists:
-    """Sort the pairs of ``blocks`` int32 or int64 [B, S, G, n] (packed [T, G, n]) by bucket, on the
-    device.
+    """Sort the pairs of ``blocks`` by bucket, on the device.
 
-    ``kept`` int8 [..., G, n], contiguous: 1 for the pairs that count, which are valid; without it
-    every valid one. ``rows``: only those of (first, count) rows of all sequences after each other;
-    P is of these alone. Bound by the sort (two radix passes over int16 keys below 2^15 buckets,
-    else four).
+    Bound by the sort: two radix passes over int16 keys below 2^15 buckets, else four.
+
+    Args:
+        blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
+        seqs: the sequences of the call.
+        geometry: the block sizes.
+        mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them
+            valid. Without it, every valid pair counts.
+        rows: (first, count) of the rows to sort, with the sequences concatenated; the lists then
+            hold the pairs of these rows only.
     """
-    made = _prepare(blocks, seqs, geometry, kept is not None, rows)
-    keys = blocks.new_empty(made.pairs, dtype=torch.int32)
-    local = blocks.new_empty(made.rows, dtype=torch.int32)
-    if seqs.packed:  # boundaries that leave rows out may not leave them to chance
-        keys.fill_(made.buckets)
-        local.zero_()
-    made.write_keys(blocks, blocks if kept is None else kept, keys, local, seqs.cu)
-    pairs = torch.sort(keys.to(made.key_dtype), stable=True).indices
-    tokens, slots = torch.empty_like(keys), torch.empty_like(keys)
-    offsets = keys.new_empty(made.buckets + 1)
-    made.write_pairs(pairs, keys, local, tokens, slots, offsets)
-    return PairLists(tokens, slots, offsets)
+    prepared = _prepare(blocks, seqs, geometry, mask is not None, rows)
+    sort_keys = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
+    local_tokens = blocks.new_empty(prepared.num_rows, dtype=torch.int32)
+    if seqs.packed:  # malformed boundaries may leave rows out: define their keys
+        sort_keys.fill_(prepared.num_buckets)
+        local_tokens.zero_()
+    prepared.write_keys(blocks, blocks if mask is None else mask, sort_keys, local_tokens, seqs.cu)
+    order = torch.sort(sort_keys.to(prepared.sort_dtype), stable=True).indices
+    tokens, choices = torch.empty_like(sort_keys), torch.empty_like(sort_keys)
+    offsets = sort_keys.new_empty(prepared.num_buckets + 1)
+    prepared.write_pairs(order, sort_keys, local_tokens, tokens, choices, offsets)
+    return PairLists(tokens, choices, offsets)
 
 
-class _Call(NamedTuple):
-    """What a call's metadata decide."""
+class _Prepared(NamedTuple):
+    """The launches and sizes that follow from a call's metadata."""
 
     write_keys: Launch
     write_pairs: Launch
-    # int32 for the kernel, which is then one binary; int16 for the sort, where it does
-    key_dtype: torch.dtype
-    rows: int
-    pairs: int
-    buckets: int
+    # The kernel writes int32 keys, so that it is one binary; the sort runs on int16 where they fit.
+    sort_dtype: torch.dtype
+    num_rows: int
+    num_pairs: int
+    num_buckets: int
 
 
 @remembered
@@ -91,148 +101,188 @@ def _prepare(
     blocks: Tensor,
     seqs: Sequences,
     geometry: BlockGeometry,
-    kept: bool,
+    masked: bool,
     rows: tuple[int, int] | None,
-) -> _Call:
-    groups, n = blocks.shape[-2:]
+) -> _Prepared:
+    num_kv_heads, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
-    buckets = per_head * groups * (1 if seqs.packed else seqs.n)
-    first, count = rows or (0, blocks.numel() // (groups * n))
-    pairs = count * groups * n
+    num_buckets = per_head * num_kv_heads * (1 if seqs.packed else seqs.n)
+    first_row, num_rows = rows or (0, blocks.numel() // (num_kv_heads * n))
+    num_pairs = num_rows * num_kv_heads * n
     write_keys = Launch(
-        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * groups,), seqs.n, seqs.seq_len, first,
-        count,
-        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), per_head,
-        buckets, groups,
-        N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, TILE=TOKENS_PER_PROGRAM,
-        VARLEN=seqs.packed, KEPT=kept, num_warps=4,
+        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * num_kv_heads,),
+        seqs.n, seqs.seq_len, first_row, num_rows,
+        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
+        per_head, num_buckets, num_kv_heads,
+        NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
+        SELECT_BLOCK=geometry.select_block_size, BLOCK_T=TOKENS_PER_PROGRAM,
+        VARLEN=seqs.packed, USE_MASK=masked,
+        num_warps=4,
     )  # fmt: skip
-    grid = (triton.cdiv(pairs, 1024) + triton.cdiv(buckets + 1, 1024),)
     write_pairs = Launch(
-        sel_pairs_kernel, grid, pairs, buckets, groups, N=n, SIZE=1024, num_warps=4
-    )
-    dtype = torch.int16 if buckets < 2**15 else torch.int32
-    return _Call(write_keys, write_pairs, dtype, count, pairs, buckets)
+        sel_pairs_kernel, (triton.cdiv(num_pairs, 1024) + triton.cdiv(num_buckets + 1, 1024),),
+        num_pairs, num_buckets, num_kv_heads,
+        NUM_SELECTED=n, BLOCK_SIZE=1024,
+        num_warps=4,
+    )  # fmt: skip
+    sort_dtype = torch.int16 if num_buckets < 2**15 else torch.int32
+    return _Prepared(write_keys, write_pairs, sort_dtype, num_rows, num_pairs, num_buckets)
 
 
 @triton.jit
-def candidates(
-    BLOCKS,
-    row,
-    length,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    L: tl.constexpr,
-    TILE: tl.constexpr,
-    stride_t,
-):
-    """Blocks [TILE, NP] of the rows from ``row`` on, -1 where a place holds none, no candidate, or
-    one seen before.
+def locate_bucket(
+    bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads,
+    SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """(sequence, kv head, the sequence's first packed row, its length, first key) of a bucket."""
+    outer = bucket // buckets_per_head
+    index = bucket % buckets_per_head
+    if not VARLEN:
+        index += outer // num_kv_heads * buckets_per_head
+    seq, start, length, first_key = place(
+        index, CU_SEQLENS, num_seqs, seq_len, SELECT_BLOCK, VARLEN
+    )
+    return seq, outer % num_kv_heads, start, length, first_key
 
-    BLOCKS points at the sequence's and head's first row. A value is compared before it is narrowed
-    to int32.
+
+@triton.jit
+def load_candidates(
+    BLOCKS, first_t, length, stride_t,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Load the valid blocks [BLOCK_T, NUM_SELECTED_PAD] of the tokens from ``first_t`` on.
+
+    An element is -1 if it is padding, if the token may not select the block, or if it repeats an
+    earlier block of the token. BLOCKS points at the first row of the sequence and kv head. Values
+    are compared before they are narrowed to int32.
     """
-    t = row + tl.arange(0, TILE)
-    place = tl.arange(0, NP)
-    at = BLOCKS + t.to(tl.int64)[:, None] * stride_t
-    inside = (t < length)[:, None]
-    block = tl.load(at + place[None, :], mask=inside & (place < N)[None, :], other=-1)
-    seen = (block < 0) | (block > (t // L)[:, None])
-    for i in range(N):
-        earlier = tl.load(at + i, mask=inside, other=-1)
-        seen |= (block == earlier) & (place > i)[None, :]
-    return tl.where(seen, -1, block).to(tl.int32)
+    offs_t = first_t + tl.arange(0, BLOCK_T)
+    choice = tl.arange(0, NUM_SELECTED_PAD)
+    row_ptrs = BLOCKS + offs_t.to(tl.int64)[:, None] * stride_t
+    mask_t = (offs_t < length)[:, None]
+    block = tl.load(
+        row_ptrs + choice[None, :], mask=mask_t & (choice < NUM_SELECTED)[None, :], other=-1
+    )
+    invalid = (block < 0) | (block > (offs_t // SELECT_BLOCK)[:, None])
+    for i in range(NUM_SELECTED):
+        earlier = tl.load(row_ptrs + i, mask=mask_t, other=-1)
+        invalid |= (block == earlier) & (choice > i)[None, :]
+    return tl.where(invalid, -1, block).to(tl.int32)
 
 
 @triton.jit(
-    do_not_specialize=["n_seqs", "seq_len", "first_row", "count", "stride_b", "per_head", "nowhere"]
-)
+    do_not_specialize=[
+        "num_seqs", "seq_len", "first_row", "num_rows", "stride_blocks_b", "buckets_per_head",
+        "num_buckets",
+    ]
+)  # fmt: skip
 def sel_keys_kernel(
-    BLOCKS, LEFT, KEYS, LOCAL, CU,
-    n_seqs, seq_len, first_row, count, stride_b, stride_t, stride_g, per_head, nowhere, groups,
-    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, VARLEN: tl.constexpr,
-    KEPT: tl.constexpr,
+    BLOCKS, MASK, SORT_KEYS, LOCAL_TOKENS, CU_SEQLENS,
+    num_seqs, seq_len, first_row, num_rows,
+    stride_blocks_b, stride_blocks_t, stride_blocks_h,
+    buckets_per_head, num_buckets, num_kv_heads,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+    VARLEN: tl.constexpr, USE_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The bucket of every pair, ``nowhere`` behind all for one that does not count; the local row
-    of every token.
+    """Write the bucket of every pair and the local row of every token.
 
-    A program: TILE tokens of one kv head, [TILE, NP] in registers; N + 1 loads of TILE rows from
-    L1, N compares of the tile. Bytes: blocks read and keys written once. Bound by memory.
+    The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last.
+
+    A program owns BLOCK_T tokens of one kv head, [BLOCK_T, NUM_SELECTED_PAD] in registers. It does
+    NUM_SELECTED + 1 loads of BLOCK_T rows from L1 and NUM_SELECTED comparisons of the tile. Blocks
+    are read and sort keys written once: bound by memory.
     """
-    program = tl.program_id(0)
-    group = program % groups
-    seq, start, length, row = place_tile(program // groups, CU, n_seqs, seq_len, TILE, VARLEN)
-    first = start.to(tl.int64)
-    base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
-    t = row + tl.arange(0, TILE)
-    place = tl.arange(0, NP)
+    pid = tl.program_id(0)
+    kv_head = pid % num_kv_heads
+    seq, start, length, first_t = place(
+        pid // num_kv_heads, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
+    )
+    seq_start = start.to(tl.int64)
+    blocks_base = (
+        BLOCKS
+        + seq.to(tl.int64) * stride_blocks_b
+        + seq_start * stride_blocks_t
+        + kv_head * stride_blocks_h
+    )
+    offs_t = first_t + tl.arange(0, BLOCK_T)
+    choice = tl.arange(0, NUM_SELECTED_PAD)
     if VARLEN:
-        bucket = group * per_head + start // L + seq
-        flat = first + t
+        first_bucket = kv_head * buckets_per_head + start // SELECT_BLOCK + seq
+        row = seq_start + offs_t
     else:
-        bucket = (seq * groups + group) * per_head
-        flat = seq.to(tl.int64) * seq_len + t
-    inside = (t < length) & (flat >= first_row) & (flat < first_row + count)
-    if KEPT:
-        valid = inside[:, None] & (place < N)[None, :]
+        first_bucket = (seq * num_kv_heads + kv_head) * buckets_per_head
+        row = seq.to(tl.int64) * seq_len + offs_t
+    mask_t = (offs_t < length) & (row >= first_row) & (row < first_row + num_rows)
+    if USE_MASK:
+        mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]
         counts = (
             tl.load(
-                LEFT + (flat[:, None] * groups + group) * N + place[None, :], mask=valid, other=0
+                MASK + (row[:, None] * num_kv_heads + kv_head) * NUM_SELECTED + choice[None, :],
+                mask=mask,
+                other=0,
             )
             != 0
         )
-        # Only what counts is a candidate: a block out of range would overflow the sum below.
+        # Load only the pairs that count: a block out of range would overflow the sum below.
         block = tl.load(
-            base + t.to(tl.int64)[:, None] * stride_t + place[None, :], mask=counts, other=0
+            blocks_base + offs_t.to(tl.int64)[:, None] * stride_blocks_t + choice[None, :],
+            mask=counts,
+            other=0,
         ).to(tl.int32)
     else:
-        block = candidates(base, row, length, N, NP, L, TILE, stride_t)
-        counts = inside[:, None] & (block >= 0)
-    into = KEYS + ((flat - first_row)[:, None] * groups + group) * N + place[None, :]
-    tl.store(
-        into, tl.where(counts, bucket + block, nowhere), mask=inside[:, None] & (place < N)[None, :]
+        block = load_candidates(
+            blocks_base, first_t, length, stride_blocks_t,
+            NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T,
+        )  # fmt: skip
+        counts = mask_t[:, None] & (block >= 0)
+    key_ptrs = (
+        SORT_KEYS
+        + ((row - first_row)[:, None] * num_kv_heads + kv_head) * NUM_SELECTED
+        + choice[None, :]
     )
-    tl.store(LOCAL + flat - first_row, t, mask=inside & (group == 0))
+    tl.store(
+        key_ptrs,
+        tl.where(counts, first_bucket + block, num_buckets),
+        mask=mask_t[:, None] & (choice < NUM_SELECTED)[None, :],
+    )
+    tl.store(LOCAL_TOKENS + row - first_row, offs_t, mask=mask_t & (kv_head == 0))
 
 
-@triton.jit(do_not_specialize=["count", "buckets"])
+@triton.jit(do_not_specialize=["num_pairs", "num_buckets"])
 def sel_pairs_kernel(
-    PAIRS,
-    KEYS,
-    LOCAL,
-    TOKENS,
-    SLOTS,
-    OFFSETS,
-    count,
-    buckets,
-    groups,
-    N: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Token and place of each sorted pair, and behind these programs, where each bucket begins.
+    ORDER, SORT_KEYS, LOCAL_TOKENS, TOKENS, CHOICES, OFFSETS,
+    num_pairs, num_buckets, num_kv_heads,
+    NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the token and choice of each sorted pair, and the first pair of each bucket.
 
-    SIZE pairs a program: 8 bytes read, 4 gathered, 8 written a pair. SIZE buckets a program: a
-    binary search each.
+    The first programs own BLOCK_SIZE pairs each: 8 bytes read, 4 gathered and 8 written per pair.
+    The programs after them own BLOCK_SIZE buckets each, with one binary search per bucket.
     """
-    programs = tl.cdiv(count, SIZE)
-    if tl.program_id(0) < programs:
-        at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-        inside = at < count
-        pair = tl.load(PAIRS + at, mask=inside, other=0)
+    pair_programs = tl.cdiv(num_pairs, BLOCK_SIZE)
+    if tl.program_id(0) < pair_programs:
+        offs = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        mask = offs < num_pairs
+        pair = tl.load(ORDER + offs, mask=mask, other=0)
         tl.store(
-            TOKENS + at, tl.load(LOCAL + pair // (groups * N), mask=inside, other=0), mask=inside
+            TOKENS + offs,
+            tl.load(LOCAL_TOKENS + pair // (num_kv_heads * NUM_SELECTED), mask=mask, other=0),
+            mask=mask,
         )
-        tl.store(SLOTS + at, (pair % N).to(tl.int32), mask=inside)
+        tl.store(CHOICES + offs, (pair % NUM_SELECTED).to(tl.int32), mask=mask)
     else:
-        bucket = (tl.program_id(0) - programs) * SIZE + tl.arange(0, SIZE)
-        low = tl.zeros([SIZE], tl.int32)
-        left = tl.zeros([SIZE], tl.int32) + count
-        while (
-            tl.max(left, 0) > 0
-        ):  # the first pair of a bucket >= this one lies in low .. low + left
-            half = left // 2
-            pair = tl.load(PAIRS + low + half, mask=left > 0, other=0)
-            below = (tl.load(KEYS + pair, mask=left > 0, other=0) < bucket) & (left > 0)
+        bucket = (tl.program_id(0) - pair_programs) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        low = tl.zeros([BLOCK_SIZE], tl.int32)
+        remaining = tl.zeros([BLOCK_SIZE], tl.int32) + num_pairs
+        # The first pair whose bucket is >= this one lies in low .. low + remaining.
+        while tl.max(remaining, 0) > 0:
+            half = remaining // 2
+            pair = tl.load(ORDER + low + half, mask=remaining > 0, other=0)
+            below = (tl.load(SORT_KEYS + pair, mask=remaining > 0, other=0) < bucket) & (
+                remaining > 0
+            )
             low = tl.where(below, low + half + 1, low)
-            left = tl.where(below, left - half - 1, half)
-        tl.store(OFFSETS + bucket, low, mask=bucket <= buckets)
+            remaining = tl.where(below, remaining - half - 1, half)
+        tl.store(OFFSETS + bucket, low, mask=bucket <= num_buckets)

@@ -1,4 +1,4 @@
-"""The slot ``sel``: attention of each group of heads over the blocks chosen for it."""
+"""The slot ``sel``: attention of each group of heads over the blocks selected for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from nsa_core.contract import SlotCall
 def forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, call: SlotCall
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]); see
-    :mod:`.sel_forward`.
-    """
+    """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     return sel_forward.forward(q, k, v, blocks, call=call)
 
 
@@ -29,5 +27,5 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes and dtypes of q, k, v; see :mod:`.sel_backward`."""
+    """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
     return sel_backward.backward(do, q, k, v, blocks, o, lse, call=call)

@@ -1,9 +1,9 @@
-"""Which blocks a tile of neighbouring tokens reads together: the sorted union of their choices, and
-who chose what.
+"""Find the blocks that a tile of neighbouring tokens reads together.
 
-Neighbours share blocks: the first and the local ones always, the others where attention is trained.
-A block that many tokens of a tile chose is read once for all of them; a pair left over, when there
-is somewhere else to do it, is told.
+Neighbouring tokens select many of the same blocks: the initial and local ones always, the others
+where attention is trained. The union of a tile lists each block that enough of its tokens selected,
+with a bit mask of these tokens, so that the tile reads the block once. The remaining pairs can be
+marked for the path over buckets.
 """
 
 from __future__ import annotations
@@ -17,125 +17,168 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.sel.pair_lists import candidates
+from nsa_backend_triton.sel.pair_lists import load_candidates
 from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
 
 
 class Unions(NamedTuple):
-    """Per kv head and tile, tiles of one head after each other.
+    """The unions of all tiles, kv head by kv head.
 
     Attributes:
-        entries: int32 [G * tiles, 2, T * n] blocks, descending, and behind them for each its tokens
-            as bits.
-        counts: int32 [G * tiles, 2] how many entries; how many of them, the first ones, hold keys
-            that some token of the tile may not see.
-        left: int8 [rows, G, n] 1 where a pair counts and is in no entry. Any numbers with least =
-            1, where every pair is in one, and when not asked for.
+        entries: int32 [G * tiles, 2, BLOCK_T * n]: first the blocks, descending, then for each of
+            them the bit mask of its tokens.
+        counts: int32 [G * tiles, 2]: the number of entries, and how many of these, the first ones,
+            hold keys that some token of the tile may not attend to.
+        unshared: int8 [rows, G, n]: 1 for each valid pair that is in no entry. Its contents are
+            undefined unless it was requested with at least two sharing tokens: with one, every
+            pair is in an entry.
     """
 
     entries: Tensor
     counts: Tensor
-    left: Tensor
+    unshared: Tensor
 
 
 def build(
     blocks: Tensor,
     seqs: Sequences,
     geometry: BlockGeometry,
-    size: int,
-    least: int,
+    block_t: int,
+    min_sharing: int,
     *,
-    leave: bool = False,
+    write_unshared: bool = False,
 ) -> Unions:
-    """Unions over tiles of ``size`` <= 32 tokens of blocks int32 or int64 [B, S, G, n] (packed [T,
-    G, n]).
+    """Build the unions over tiles of ``block_t`` tokens.
 
-    An entry is a block that at least ``least`` tokens of the tile chose; ``leave``: write ``left``.
+    Args:
+        blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
+        seqs: the sequences of the call.
+        geometry: the block sizes.
+        block_t: tokens of a tile, at most 32.
+        min_sharing: tokens of a tile that must select a block for it to become an entry.
+        write_unshared: whether to write ``Unions.unshared``.
     """
-    launch, tiles = _prepare(blocks, seqs, geometry, size, least, leave)
-    entries = blocks.new_empty((tiles, 2, size * blocks.shape[-1]), dtype=torch.int32)
-    counts = blocks.new_empty((tiles, 2), dtype=torch.int32)
-    left = counts
-    if leave:  # with least = 1 no pair is left
-        left = (blocks.new_zeros if least > 1 else blocks.new_empty)(blocks.shape, dtype=torch.int8)
-    launch(blocks, entries, counts, left, seqs.cu)
-    return Unions(entries, counts, left)
+    launch, num_tiles = _prepare(blocks, seqs, geometry, block_t, min_sharing, write_unshared)
+    entries = blocks.new_empty((num_tiles, 2, block_t * blocks.shape[-1]), dtype=torch.int32)
+    counts = blocks.new_empty((num_tiles, 2), dtype=torch.int32)
+    unshared = counts
+    if write_unshared:  # with min_sharing = 1 every pair is shared
+        new = blocks.new_zeros if min_sharing > 1 else blocks.new_empty
+        unshared = new(blocks.shape, dtype=torch.int8)
+    launch(blocks, entries, counts, unshared, seqs.cu)
+    return Unions(entries, counts, unshared)
 
 
 @remembered
 def _prepare(
-    blocks: Tensor, seqs: Sequences, geometry: BlockGeometry, size: int, least: int, leave: bool
+    blocks: Tensor,
+    seqs: Sequences,
+    geometry: BlockGeometry,
+    block_t: int,
+    min_sharing: int,
+    write_unshared: bool,
 ) -> tuple[Launch, int]:
-    """The launch, and how many tiles all kv heads have."""
-    groups, n = blocks.shape[-2:]
-    tiles = seqs.tiles(size)
-    pairs = triton.next_power_of_2(size) * triton.next_power_of_2(n)
+    """Return the launch and the number of tiles of all kv heads."""
+    num_kv_heads, n = blocks.shape[-2:]
+    tiles = seqs.tiles(block_t)
+    num_pairs = triton.next_power_of_2(block_t) * triton.next_power_of_2(n)
     launch = Launch(
-        sel_union_kernel, (groups * tiles,), seqs.n, seqs.seq_len, tiles, least,
-        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2), groups,
-        N=n, NP=triton.next_power_of_2(n), L=geometry.select_block_size, T=size,
-        TP=triton.next_power_of_2(size),
-        VARLEN=seqs.packed, LEAVE=leave, num_warps=min(8, max(1, pairs // 128)),
+        sel_union_kernel, (num_kv_heads * tiles,),
+        seqs.n, seqs.seq_len, tiles, min_sharing,
+        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
+        num_kv_heads,
+        NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
+        SELECT_BLOCK=geometry.select_block_size,
+        BLOCK_T=block_t, BLOCK_T_PAD=triton.next_power_of_2(block_t),
+        VARLEN=seqs.packed, WRITE_UNSHARED=write_unshared,
+        num_warps=min(8, max(1, num_pairs // 128)),
     )  # fmt: skip
-    return launch, groups * tiles
+    return launch, num_kv_heads * tiles
 
 
 @triton.jit
-def _join(block, bits, next_block, next_bits):
+def _combine_runs(block, bits, next_block, next_bits):
+    """Combine two scan elements: join the bits of equal blocks."""
     return next_block, next_bits | tl.where(block == next_block, bits, 0)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seq_len", "tiles", "least", "stride_b"])
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles", "min_sharing", "stride_blocks_b"])
 def sel_union_kernel(
-    BLOCKS, ENTRIES, COUNTS, LEFT, CU, n_seqs, seq_len, tiles, least, stride_b, stride_t, stride_g,
-    groups,
-    N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, T: tl.constexpr, TP: tl.constexpr,
-    VARLEN: tl.constexpr,
-    LEAVE: tl.constexpr,
+    BLOCKS, ENTRIES, COUNTS, UNSHARED, CU_SEQLENS,
+    num_seqs, seq_len, tiles, min_sharing,
+    stride_blocks_b, stride_blocks_t, stride_blocks_h,
+    num_kv_heads,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_T_PAD: tl.constexpr,
+    VARLEN: tl.constexpr, WRITE_UNSHARED: tl.constexpr,
 ):  # fmt: skip
-    """Sort the TP x NP pairs of a tile by (block, token, place) in registers; join runs of one
-    block by two scans.
+    """Write the union of one tile of BLOCK_T tokens of one kv head.
 
-    A program: one tile of T tokens of one kv head. Bytes: T*n blocks read, at most 8 T*n written.
-    Bound by the sort.
+    The program sorts the BLOCK_T_PAD x NUM_SELECTED_PAD pairs of the tile by (block, token, choice)
+    in registers, and joins runs of one block by two scans. It reads BLOCK_T * n blocks and writes
+    at most 8 * BLOCK_T * n bytes. Bound by the sort.
     """
-    program = tl.program_id(0)
-    group = program // tiles
-    seq, start, length, row = place(program % tiles, CU, n_seqs, seq_len, T, VARLEN)
-    first = start.to(tl.int64)
-    base = BLOCKS + seq.to(tl.int64) * stride_b + first * stride_t + group * stride_g
-    NONE: tl.constexpr = 2**30 // (TP * NP)  # beyond every block
-    block = candidates(base, row, tl.minimum(length, row + T), N, NP, L, TP, stride_t)
-    own = tl.arange(0, TP)[:, None] * NP + tl.arange(0, NP)[None, :]
-    keys = tl.sort(tl.reshape(tl.where(block < 0, NONE, block) * (TP * NP) + own, [TP * NP]))
-    block = keys // (TP * NP)
-    token = keys // NP % TP
-    bits = tl.full([TP * NP], 1, tl.int32) << token
-    # Tokens of a run differ, so its last pair is the only one whose bits so far are those of the
-    # whole run.
-    _, until = tl.associative_scan((block, bits), 0, _join)
-    _, since = tl.associative_scan((block, bits), 0, _join, reverse=True)
-    members = until | since
-    # 32 tokens' bits: pairs of them added overflow an int32
-    chosen_by = members.to(tl.uint32, bitcast=True)
-    chosen_by = (chosen_by & 0x55555555) + ((chosen_by >> 1) & 0x55555555)
-    chosen_by = (chosen_by & 0x33333333) + ((chosen_by >> 2) & 0x33333333)
-    chosen_by = (chosen_by & 0x0F0F0F0F) + ((chosen_by >> 4) & 0x0F0F0F0F)
-    chosen_by = (chosen_by & 0x00FF00FF) + ((chosen_by >> 8) & 0x00FF00FF)
-    chosen_by = (chosen_by & 0x0000FFFF) + ((chosen_by >> 16) & 0x0000FFFF)
-    valid = block < NONE
-    shared = valid & (chosen_by.to(tl.int32) >= least)
-    entry = (shared & (until == members)).to(tl.int32)
-    count = tl.sum(entry, 0)
-    into = ENTRIES + program.to(tl.int64) * (2 * T * N) + count - tl.cumsum(entry, 0)
-    tl.store(into, block, mask=entry != 0)
-    tl.store(into + T * N, members, mask=entry != 0)
-    # (block + 1) * L > row + 1, in int32 for NONE too
-    cut = tl.sum(tl.where(block >= (row + 1) // L, entry, 0), 0)
-    tl.store(COUNTS + program * 2, count)
-    tl.store(COUNTS + program * 2 + 1, cut)
-    if LEAVE:
-        flat = first if VARLEN else seq.to(tl.int64) * seq_len
-        pair = ((flat + row + token) * groups + group) * N + keys % NP
-        tl.store(LEFT + pair, 1, mask=valid & (shared == 0))
+    pid = tl.program_id(0)
+    kv_head = pid // tiles
+    seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
+    seq_start = start.to(tl.int64)
+    blocks_base = (
+        BLOCKS
+        + seq.to(tl.int64) * stride_blocks_b
+        + seq_start * stride_blocks_t
+        + kv_head * stride_blocks_h
+    )
+    NO_BLOCK: tl.constexpr = 2**30 // (BLOCK_T_PAD * NUM_SELECTED_PAD)  # greater than every block
+    block = load_candidates(
+        blocks_base, first_t, tl.minimum(length, first_t + BLOCK_T), stride_blocks_t,
+        NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T_PAD,
+    )  # fmt: skip
+    pair_index = (
+        tl.arange(0, BLOCK_T_PAD)[:, None] * NUM_SELECTED_PAD
+        + tl.arange(0, NUM_SELECTED_PAD)[None, :]
+    )
+    sort_keys = tl.sort(
+        tl.reshape(
+            tl.where(block < 0, NO_BLOCK, block) * (BLOCK_T_PAD * NUM_SELECTED_PAD) + pair_index,
+            [BLOCK_T_PAD * NUM_SELECTED_PAD],
+        )
+    )
+    block = sort_keys // (BLOCK_T_PAD * NUM_SELECTED_PAD)
+    local_t = sort_keys // NUM_SELECTED_PAD % BLOCK_T_PAD
+    bits = tl.full([BLOCK_T_PAD * NUM_SELECTED_PAD], 1, tl.int32) << local_t
+    # The tokens of a run differ, so only at its last pair do the bits up to the pair equal those of
+    # the run.
+    _, bits_up_to = tl.associative_scan((block, bits), 0, _combine_runs)
+    _, bits_from = tl.associative_scan((block, bits), 0, _combine_runs, reverse=True)
+    members = bits_up_to | bits_from
+    # Count the 32 bits pair by pair, unsigned: sums of an int32 would overflow.
+    num_members = members.to(tl.uint32, bitcast=True)
+    num_members = (num_members & 0x55555555) + ((num_members >> 1) & 0x55555555)
+    num_members = (num_members & 0x33333333) + ((num_members >> 2) & 0x33333333)
+    num_members = (num_members & 0x0F0F0F0F) + ((num_members >> 4) & 0x0F0F0F0F)
+    num_members = (num_members & 0x00FF00FF) + ((num_members >> 8) & 0x00FF00FF)
+    num_members = (num_members & 0x0000FFFF) + ((num_members >> 16) & 0x0000FFFF)
+    valid = block < NO_BLOCK
+    shared = valid & (num_members.to(tl.int32) >= min_sharing)
+    is_entry = (shared & (bits_up_to == members)).to(tl.int32)
+    num_entries = tl.sum(is_entry, 0)
+    entry_ptrs = (
+        ENTRIES
+        + pid.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
+        + num_entries
+        - tl.cumsum(is_entry, 0)
+    )
+    tl.store(entry_ptrs, block, mask=is_entry != 0)
+    tl.store(entry_ptrs + BLOCK_T * NUM_SELECTED, members, mask=is_entry != 0)
+    # (block + 1) * SELECT_BLOCK > first_t + 1, in a form that does not overflow for NO_BLOCK
+    num_masked = tl.sum(tl.where(block >= (first_t + 1) // SELECT_BLOCK, is_entry, 0), 0)
+    tl.store(COUNTS + pid * 2, num_entries)
+    tl.store(COUNTS + pid * 2 + 1, num_masked)
+    if WRITE_UNSHARED:
+        seq_row = seq_start if VARLEN else seq.to(tl.int64) * seq_len
+        pair = (
+            (seq_row + first_t + local_t) * num_kv_heads + kv_head
+        ) * NUM_SELECTED + sort_keys % NUM_SELECTED_PAD
+        tl.store(UNSHARED + pair, 1, mask=valid & (shared == 0))
