@@ -43,21 +43,24 @@ Change = dict[str, int]
 # (of decode_span, of decode_sel), over what ships
 CHANGES: list[tuple[Change, Change]] = [
     ({}, {}),
-    ({}, {"PROGRAMS": 2}),
-    ({}, {"PROGRAMS": 4}),
-    ({"BLOCKS": 256}, {}),
-    ({"BLOCKS": 1024}, {}),
+    ({}, {"PROGRAMS_PER_SM": 2}),
+    ({}, {"PROGRAMS_PER_SM": 4}),
+    ({"RANK_BLOCKS": 256}, {}),
+    ({"RANK_BLOCKS": 1024}, {}),
     (
-        {"KEYS": 32, "maxnreg": 128, "PROGRAMS": 4},
-        {"PROGRAMS": 4},
+        {"BLOCK_N": 32, "maxnreg": 128, "PROGRAMS_PER_SM": 4},
+        {"PROGRAMS_PER_SM": 4},
     ),  # four programs a multiprocessor
-    ({"KEYS": 32, "maxnreg": 128, "PROGRAMS": 4, "num_stages": 4}, {"PROGRAMS": 4}),
     (
-        {"num_stages": 4, "maxnreg": 0, "PROGRAMS": 2},
-        {"PROGRAMS": 2},
+        {"BLOCK_N": 32, "maxnreg": 128, "PROGRAMS_PER_SM": 4, "num_stages": 4},
+        {"PROGRAMS_PER_SM": 4},
+    ),
+    (
+        {"num_stages": 4, "maxnreg": 0, "PROGRAMS_PER_SM": 2},
+        {"PROGRAMS_PER_SM": 2},
     ),  # two, and two tiles of each in flight
-    ({"MERGE": 0}, {}),
-    ({"ROWS": 32}, {}),  # of several tokens a step
+    ({"FUSE_STEP": 0}, {}),
+    ({"BLOCK_M": 32}, {}),  # of several tokens a step
 ]
 
 

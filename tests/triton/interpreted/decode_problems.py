@@ -93,7 +93,7 @@ STEPS = {
 def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: int = 1) -> Outputs:
     """The step, all branches and gates; ``merge`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
-    span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
+    span = dict(configs.pick("decode_span", 0)) | {"FUSE_STEP": merge}
     o, blocks = forms.step(
         apart(data.q), data.gates, *stores, call=data.call, settings=(span, None)
     )

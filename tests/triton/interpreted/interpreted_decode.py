@@ -168,7 +168,7 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
     with strict(), many_splits():
         run_step(data)
         splits = launch.Sel(
-            data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16
+            data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, block_n=16
         ).splits
     ((_, (_, flags, ticket)),) = made
     units = data.q.shape[0] * data.stores["k_sel"].shape[2]
@@ -197,7 +197,7 @@ def test_a_step_in_three_launches_is_the_same():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
     with strict():
-        expected, got = run_step(data), run_step(data, settings=(span | {"MERGE": 0}, None))
+        expected, got = run_step(data), run_step(data, settings=(span | {"FUSE_STEP": 0}, None))
     assert same(got[0], expected[0])
     assert same(got[1], expected[1])
 
@@ -235,7 +235,7 @@ def test_runs_of_a_few_tokens_at_a_time(monkeypatch):
     data = step_data(CHUNK, FP64)
     with strict():
         o, blocks = run_step(data)
-        monkeypatch.setattr(forms, "SUM_BYTES", 1)
+        monkeypatch.setattr(forms, "MAX_SUM_BYTES", 1)
         got, chosen = run_step(data)
         lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
         alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
@@ -380,7 +380,7 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
         monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         found = bench.measure(
-            shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32
+            shape, [({}, {}), ({"BLOCK_N": 32}, {}), ({"RANK_BLOCKS": 24}, {})], True, FP32
         )
     said = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
