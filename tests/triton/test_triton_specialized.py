@@ -96,6 +96,29 @@ def test_a_method_call_on_a_constant_is_seen() -> None:
     assert (2,) not in aligned.attributes
 
 
+@triton.jit(do_not_specialize=["pair"])
+def method_on_tuple_element(OUT, pair):
+    first, second = pair
+    tl.store(OUT, first.to(tl.int64) + second)
+
+
+def test_elements_of_a_tuple_are_specialized() -> None:
+    """Triton specializes each element of a tuple and ignores do_not_specialize for the tuple."""
+    with offline.recording(90) as made:
+        method_on_tuple_element[(1,)](torch.empty(1, dtype=torch.int64, device="meta"), (5, 32))
+    (launch,) = made
+    assert offline.specialized_integers(launch) == ("pair[0]", "pair[1]")
+    assert launch.attributes == {(0,): [["tt.divisibility", 16]], (1, 1): [["tt.divisibility", 16]]}
+    for values in ({}, {"pair[0]": 2**40}, {"pair[1]": 1}, {"pair[0]": 16, "pair[1]": 3}):
+        changed = offline.with_values(launch, values)
+        offline.translate(changed)
+        assert set(offline.specialized_integers(changed)) == {"pair[0]", "pair[1]"}
+        assert ((1, 0) in changed.attributes) == (values.get("pair[0]", 5) % 16 == 0)
+        assert ((1, 1) in changed.constexprs) == (values.get("pair[1]") == 1)
+    with pytest.raises(triton.CompilationError, match="has no attribute 'to'"):
+        offline.translate(offline.with_values(launch, {"pair[0]": 1}))
+
+
 def test_every_kernel_takes_ones() -> None:
     """All specialized integer arguments of a kernel are 1 at once; the first stage of the
     compilation, for sm_90.

@@ -1,12 +1,14 @@
-"""Gates: o = g_cmp * o_cmp + g_sel * o_sel + g_win * o_win, each direction in one pass over memory.
+"""combine: the gated sum of the branches (Eq. 5), each direction in one pass over memory.
 
-    forward   reads 3 outputs and the gates, writes o: 4 Dv elements and 3 gates a row
-    backward  dgates[c] = sum over d of do * o_c, do_c = g_c * do: reads do and 3 outputs once,
-              writes 3 gradients
-              and 3 gate gradients: 7 Dv elements and 6 gates a row
+    forward   o = g_cmp o_cmp + g_sel o_sel + g_win o_win
+              a row reads 3 outputs and 3 gates and writes o: 4 Dv elements and 3 gates
+    backward  dg_c = sum over columns of do o_c,  do_c = g_c do  for each branch c
+              a row reads do and the 3 outputs once and writes 3 output gradients and 3 gate
+              gradients: 7 Dv elements and 6 gates
 
-A row is one query head of one token. Sums are fp32 (fp64 for fp64), rounded once. No two programs
-share an element, so the same input gives the same bits.
+A row is one query head of one token. A program owns BLOCK_M rows with all their Dv columns and
+keeps them in registers. Memory bandwidth limits both kernels. Sums are fp32 (fp64 for fp64) and
+rounded once. No two programs write to one element, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -22,155 +24,109 @@ from nsa_core.contract import SlotCall
 
 
 @triton.jit
-def _places(pid, n_rows, seq_len, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """(row, sequence, token, head) of the program's rows, int64 [ROWS], and whether they exist."""
-    row = tl.cast(pid, tl.int64) * ROWS + tl.arange(0, ROWS)
-    token = row // HEADS
-    return row, token // seq_len, token % seq_len, row % HEADS, row < n_rows
+def _row_positions(pid, num_rows, seq_len, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(row, sequence, token, head) of the program's rows, int64 [BLOCK_M], and which rows exist."""
+    row = tl.cast(pid, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // NUM_HEADS
+    return row, token // seq_len, token % seq_len, row % NUM_HEADS, row < num_rows
 
 
 @triton.jit
-def _load(X, seq, token, head, stride_b, stride_t, stride_h, col, mask):
-    """x [ROWS, COLS] by strides, 0 outside ``mask``."""
-    at = seq * stride_b + token * stride_t + head * stride_h
-    return tl.load(X + at[:, None] + col[None, :], mask=mask, other=0.0)
+def _load_rows(X, seq, token, head, stride_x, offs_d, mask):
+    """Rows [BLOCK_M, V_HEAD_DIM_PAD] of X, 0 outside ``mask``; stride_x is (batch, token, head)."""
+    stride_b, stride_t, stride_h = stride_x
+    offs = seq * stride_b + token * stride_t + head * stride_h
+    return tl.load(X + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len"])
+@triton.jit(do_not_specialize=["num_rows", "seq_len"])
 def combine_forward(
     GATES, O_CMP, O_SEL, O_WIN, OUT,
-    g_b, g_t, g_h, c_b, c_t, c_h, s_b, s_t, s_h, w_b, w_t, w_h,
-    n_rows, seq_len,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-    ACC: tl.constexpr,
+    stride_gates, stride_cmp, stride_sel, stride_win,
+    num_rows, seq_len,
+    NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """o [rows, Dv]. A program: ROWS rows, all Dv columns (COLS, the next power of two, masked), in
-    registers.
+    """o [num_rows, Dv], contiguous.
 
-    Bytes a row: 4 * Dv elements and 3 gates; operations: 5 a column. Binding: HBM bandwidth.
+    A row takes 4 Dv elements and 3 gates of memory traffic and 5 operations a column.
     """
-    row, seq, token, head, here = _places(tl.program_id(0), n_rows, seq_len, HEADS, ROWS)
-    col = tl.arange(0, COLS)
-    mask = here[:, None] & (col < WIDTH)[None, :]
-    gate = GATES + seq * g_b + token * g_t + head * g_h
-    total = tl.load(gate, mask=here, other=0.0).to(ACC)[:, None] * _load(
-        O_CMP, seq, token, head, c_b, c_t, c_h, col, mask
+    row, seq, token, head, row_exists = _row_positions(
+        tl.program_id(0), num_rows, seq_len, NUM_HEADS, BLOCK_M
+    )
+    offs_d = tl.arange(0, V_HEAD_DIM_PAD)
+    mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+    stride_b, stride_t, stride_h = stride_gates
+    gate = GATES + seq * stride_b + token * stride_t + head * stride_h
+    total = tl.load(gate, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
+        O_CMP, seq, token, head, stride_cmp, offs_d, mask
     ).to(ACC)
-    total += tl.load(gate + 1, mask=here, other=0.0).to(ACC)[:, None] * _load(
-        O_SEL, seq, token, head, s_b, s_t, s_h, col, mask
+    total += tl.load(gate + 1, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
+        O_SEL, seq, token, head, stride_sel, offs_d, mask
     ).to(ACC)
-    total += tl.load(gate + 2, mask=here, other=0.0).to(ACC)[:, None] * _load(
-        O_WIN, seq, token, head, w_b, w_t, w_h, col, mask
+    total += tl.load(gate + 2, mask=row_exists, other=0.0).to(ACC)[:, None] * _load_rows(
+        O_WIN, seq, token, head, stride_win, offs_d, mask
     ).to(ACC)
-    tl.store(OUT + row[:, None] * WIDTH + col[None, :], total.to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _branch(
-    d_o,
-    gate,
-    D_GATE,
-    O,
-    D_O,
-    seq,
-    token,
-    head,
-    stride_b,
-    stride_t,
-    stride_h,
-    row,
-    col,
-    here,
-    mask,
-    WIDTH: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """One branch of backward: stores do_c = g_c * do and dgates[c] = sum of do * o_c."""
-    o = _load(O, seq, token, head, stride_b, stride_t, stride_h, col, mask).to(ACC)
-    tl.store(D_GATE + row * 3, tl.sum(d_o * o, 1), mask=here)
-    weight = tl.load(gate, mask=here, other=0.0).to(ACC)
     tl.store(
-        D_O + row[:, None] * WIDTH + col[None, :],
-        (d_o * weight[:, None]).to(D_O.dtype.element_ty),
+        OUT + row[:, None] * V_HEAD_DIM + offs_d[None, :],
+        total.to(OUT.dtype.element_ty),
         mask=mask,
     )
 
 
-@triton.jit(do_not_specialize=["n_rows", "seq_len"])
-def combine_backward(
-    DO, GATES, O_CMP, O_SEL, O_WIN, D_GATES, D_CMP, D_SEL, D_WIN,
-    o_b, o_t, o_h, g_b, g_t, g_h, c_b, c_t, c_h, s_b, s_t, s_h, w_b, w_t, w_h,
-    n_rows, seq_len,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-    ACC: tl.constexpr,
+@triton.jit
+def _branch_gradients(
+    do, gate, O, DGATE, DO_BRANCH,
+    seq, token, head, stride_o, row, offs_d, row_exists, mask,
+    V_HEAD_DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """do_cmp, do_sel, do_win [rows, Dv] and dgates [rows, 3]. Tiles as in combine_forward; do stays
-    in registers.
+    """Store do_c = g_c do and dg_c = sum over columns of do o_c of one branch c."""
+    o = _load_rows(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
+    tl.store(DGATE + row * 3, tl.sum(do * o, 1), mask=row_exists)
+    weight = tl.load(gate, mask=row_exists, other=0.0).to(ACC)
+    tl.store(
+        DO_BRANCH + row[:, None] * V_HEAD_DIM + offs_d[None, :],
+        (do * weight[:, None]).to(DO_BRANCH.dtype.element_ty),
+        mask=mask,
+    )
 
-    Bytes a row: 7 * Dv elements and 6 gates; operations: 9 a column. Binding: HBM bandwidth.
+
+@triton.jit(do_not_specialize=["num_rows", "seq_len"])
+def combine_backward(
+    DO, GATES, O_CMP, O_SEL, O_WIN, DGATES, DO_CMP, DO_SEL, DO_WIN,
+    stride_do, stride_gates, stride_cmp, stride_sel, stride_win,
+    num_rows, seq_len,
+    NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """do_cmp, do_sel, do_win [num_rows, Dv] and dgates [num_rows, 3], contiguous.
+
+    A row takes 7 Dv elements and 6 gates of memory traffic and 9 operations a column; do stays in
+    registers.
     """
-    row, seq, token, head, here = _places(tl.program_id(0), n_rows, seq_len, HEADS, ROWS)
-    col = tl.arange(0, COLS)
-    mask = here[:, None] & (col < WIDTH)[None, :]
-    d_o = _load(DO, seq, token, head, o_b, o_t, o_h, col, mask).to(ACC)
-    gate = GATES + seq * g_b + token * g_t + head * g_h
-    _branch(
-        d_o,
-        gate,
-        D_GATES,
-        O_CMP,
-        D_CMP,
-        seq,
-        token,
-        head,
-        c_b,
-        c_t,
-        c_h,
-        row,
-        col,
-        here,
-        mask,
-        WIDTH,
-        ACC,
+    row, seq, token, head, row_exists = _row_positions(
+        tl.program_id(0), num_rows, seq_len, NUM_HEADS, BLOCK_M
     )
-    _branch(
-        d_o,
-        gate + 1,
-        D_GATES + 1,
-        O_SEL,
-        D_SEL,
-        seq,
-        token,
-        head,
-        s_b,
-        s_t,
-        s_h,
-        row,
-        col,
-        here,
-        mask,
-        WIDTH,
-        ACC,
-    )
-    _branch(
-        d_o,
-        gate + 2,
-        D_GATES + 2,
-        O_WIN,
-        D_WIN,
-        seq,
-        token,
-        head,
-        w_b,
-        w_t,
-        w_h,
-        row,
-        col,
-        here,
-        mask,
-        WIDTH,
-        ACC,
-    )
+    offs_d = tl.arange(0, V_HEAD_DIM_PAD)
+    mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+    do = _load_rows(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    stride_b, stride_t, stride_h = stride_gates
+    gate = GATES + seq * stride_b + token * stride_t + head * stride_h
+    _branch_gradients(
+        do, gate, O_CMP, DGATES, DO_CMP,
+        seq, token, head, stride_cmp, row, offs_d, row_exists, mask,
+        V_HEAD_DIM, ACC,
+    )  # fmt: skip
+    _branch_gradients(
+        do, gate + 1, O_SEL, DGATES + 1, DO_SEL,
+        seq, token, head, stride_sel, row, offs_d, row_exists, mask,
+        V_HEAD_DIM, ACC,
+    )  # fmt: skip
+    _branch_gradients(
+        do, gate + 2, O_WIN, DGATES + 2, DO_WIN,
+        seq, token, head, stride_win, row, offs_d, row_exists, mask,
+        V_HEAD_DIM, ACC,
+    )  # fmt: skip
 
 
 def forward(
@@ -181,7 +137,7 @@ def forward(
     *,
     call: SlotCall,
 ) -> Tensor:
-    """The gated sum [..., Hq, Dv]."""
+    """Return the gated sum [..., Hq, Dv] (Eq. 5)."""
     out = o_cmp.new_empty(o_cmp.shape)
     launch = _prepare(o_win, call.cu_seqlens is not None, False, gates, o_cmp, o_sel, o_win)
     launch(gates, o_cmp, o_sel, o_win, out)
@@ -197,7 +153,7 @@ def backward(
     *,
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgates [..., Hq, 3] in the gates' dtype; do_cmp, do_sel, do_win, each rounded once."""
+    """Return dgates [..., Hq, 3] in the gates' dtype, and do_cmp, do_sel, do_win, rounded once."""
     shape = do.shape
     outputs = (
         gates.new_empty(gates.shape),
@@ -211,25 +167,27 @@ def backward(
 
 
 @remembered
-def _prepare(o: Tensor, packed: bool, backwards: bool, *inputs: Tensor) -> Launch:
-    """Over every (token, head) row of contiguous outputs as ``o``; ``inputs`` [..., Hq, *] lie as
-    they like.
+def _prepare(o: Tensor, packed: bool, is_backward: bool, *inputs: Tensor) -> Launch:
+    """Prepare the launch over all (token, head) rows; ``inputs`` [..., Hq, *] may have any strides.
+
+    The outputs are contiguous and have the shape of ``o``.
     """
     name, kernel = (
         ("combine_backward", combine_backward)
-        if backwards
+        if is_backward
         else ("combine_forward", combine_forward)
     )
     *lead, heads, width = o.shape
-    rows = heads
+    num_rows = heads
     for size in lead:
-        rows *= size
+        num_rows *= size
     settings = dict(
         configs.pick(name, architecture(o.device), v_head_dim=width, itemsize=o.element_size())
     )
     return Launch(
-        kernel, (triton.cdiv(rows, settings["ROWS"]),),
-        *(stride for x in inputs for stride in strides(x, packed, far=True)), rows, lead[-1],
-        HEADS=heads, WIDTH=width, COLS=triton.next_power_of_2(width), ACC=accumulator(o.dtype),
-        **settings,
+        kernel, (triton.cdiv(num_rows, settings["BLOCK_M"]),),
+        *(strides(x, packed, far=True) for x in inputs),
+        num_rows, lead[-1],
+        NUM_HEADS=heads, V_HEAD_DIM=width, V_HEAD_DIM_PAD=triton.next_power_of_2(width),
+        ACC=accumulator(o.dtype), **settings,
     )  # fmt: skip

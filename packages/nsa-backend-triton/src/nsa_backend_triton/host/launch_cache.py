@@ -66,7 +66,13 @@ def _attach() -> None:
 class Launch:
     """A kernel, its grid, and what it is told besides tensors; call it with those."""
 
-    def __init__(self, kernel: Any, grid: tuple[int], *numbers: float, **constants: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int],
+        *numbers: float | tuple[int, ...],
+        **constants: Any,
+    ) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._compiled: tuple[Any, tuple[Any, ...], Callable[[int], int], int] | None = None
 

@@ -64,6 +64,33 @@ def num_compressed(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def finite_shift(m):
+    """m [M], 0 where it is -inf: scores of a row without keys stay -inf when it is subtracted."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def online_softmax_update(m, l, s, row_max, rows, MASKED: tl.constexpr):
+    """Add a tile of scores to an online softmax in base 2; returns (m, l, p, alpha).
+
+    m, l [M] are the running maximum and sum, s [M, N] the tile's scores times log2(e) and row_max
+    [M] their maximum. p [M, N] = exp2(s - new m); alpha [M] = exp2(old m - new m) rescales what was
+    accumulated before. ``rows`` [M] selects the rows that see the tile, p is 0 in the others; None:
+    every row. MASKED: a row may have seen no key so far, so that its m is -inf.
+    """
+    m_new = tl.maximum(m, row_max)
+    if rows is not None:
+        m_new = tl.where(rows, m_new, m)
+    shift = finite_shift(m_new) if MASKED else m_new
+    if rows is not None:  # exp2(-inf) = 0 costs no operation per key
+        p = tl.exp2(s - tl.where(rows, shift, float("inf"))[:, None])
+    else:
+        p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    return m_new, l * alpha + tl.sum(p, 1), p, alpha
+
+
+@triton.jit
 def finish(m, l):
     """What divides the output [M] and the natural-log LSE [M] of an online softmax; a row without
     keys: 1 and -inf.

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import triton
@@ -41,6 +41,8 @@ _SERIALIZED = re.compile(
     r"\((C\d+)\) Potential Performance Loss: wgmma\.mma_async instructions are serialized"
 )
 _INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async|mma\.sync|cp\.async\.bulk|cp\.async\.cg)")
+# position of an argument: (parameter,), or (parameter, element) inside a tuple
+Place: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +54,9 @@ class RecordedLaunch:
     kernel: JITFunction
     architecture: int
     grid: tuple[int, ...]
-    signature: dict[str, str]
-    constexprs: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
+    signature: dict[str, Any]  # parameter -> type, or a tuple of the types of a tuple's elements
+    constexprs: dict[Place, Any]
+    attributes: dict[Place, Any]
     options: Any
 
     @property
@@ -115,50 +117,67 @@ def recording(architecture: int) -> Iterator[list[RecordedLaunch]]:
         yield launches
 
 
+def _arguments(made: RecordedLaunch) -> Iterator[tuple[str, Place, Any, str]]:
+    """(label, place, parameter, type) of each argument; "stride_q[1]" is an element of a tuple."""
+    for index, parameter in enumerate(made.kernel.params):
+        kind = made.signature[parameter.name]
+        if isinstance(kind, tuple):
+            for i, element in enumerate(kind):
+                yield f"{parameter.name}[{i}]", (index, i), parameter, element
+        else:
+            yield parameter.name, (index,), parameter, kind
+
+
+def _specializes(place: Place, parameter: Any) -> bool:
+    """Whether Triton specializes this argument; it ignores do_not_specialize inside a tuple."""
+    return len(place) > 1 or not parameter.do_not_specialize
+
+
 def specialized_integers(made: RecordedLaunch) -> tuple[str, ...]:
-    """Names of the integer arguments that Triton specializes: one equal to 1 is compiled as a
-    constant.
+    """Labels of the integer arguments that Triton specializes; one equal to 1 becomes a constant.
+
+    The label of a parameter is its name, that of an element of a tuple is like "stride_q[1]".
     """
-    names = []
-    for place, parameter in enumerate(made.kernel.params):
-        if parameter.is_constexpr or parameter.do_not_specialize:
-            continue
-        equals_one = type(made.constexprs.get((place,))) is int
-        if equals_one or made.signature[parameter.name] in ("i32", "i64"):
-            names.append(parameter.name)
-    return tuple(names)
+    return tuple(
+        label
+        for label, place, parameter, kind in _arguments(made)
+        if not parameter.is_constexpr
+        and _specializes(place, parameter)
+        and (type(made.constexprs.get(place)) is int or kind in ("i32", "i64"))
+    )
 
 
 def with_values(made: RecordedLaunch, values: Mapping[str, int]) -> RecordedLaunch:
-    """``made`` with other values of its integer arguments, specialized by Triton's own rules.
+    """Return ``made`` with other integer arguments, specialized by Triton's own rules.
 
     Args:
-        values: parameter name -> value. Only its specialization enters the binary: 1 becomes a
-            constant, a multiple of 16 is marked as one.
+        values: label (see specialized_integers) -> value. Only its specialization enters the
+            binary: 1 becomes a constant, a multiple of 16 is marked as one.
     """
     backend = make_backend(GPUTarget("cuda", made.architecture, 32))
-    signature, constexprs, attributes = (
-        dict(made.signature),
-        dict(made.constexprs),
-        dict(made.attributes),
-    )
-    for place, parameter in enumerate(made.kernel.params):
-        name = parameter.name
-        if name not in values:
+    signature = dict(made.signature)
+    constexprs, attributes = dict(made.constexprs), dict(made.attributes)
+    for label, place, parameter, _ in _arguments(made):
+        if label not in values:
             continue
-        specialize, align = (
-            not parameter.do_not_specialize,
-            not parameter.do_not_specialize_on_alignment,
+        align = len(place) > 1 or not parameter.do_not_specialize_on_alignment
+        kind, mark = native_specialize_impl(
+            backend, values[label], False, _specializes(place, parameter), align
         )
-        kind, mark = native_specialize_impl(backend, values[name], False, specialize, align)
-        constexprs.pop((place,), None)
-        attributes.pop((place,), None)
+        constexprs.pop(place, None)
+        attributes.pop(place, None)
         # an annotated argument keeps its type, even if it is 1
-        signature[name] = parameter.annotation_type or kind
-        if signature[name] == "constexpr":
-            constexprs[place,] = values[name]
+        kind = parameter.annotation_type or kind
+        if len(place) > 1:
+            kinds = list(signature[parameter.name])
+            kinds[place[1]] = kind
+            signature[parameter.name] = tuple(kinds)
+        else:
+            signature[parameter.name] = kind
+        if kind == "constexpr":
+            constexprs[place] = values[label]
         if isinstance(mark, str):
-            attributes[place,] = backend.parse_attr(mark)
+            attributes[place] = backend.parse_attr(mark)
     return dataclasses.replace(
         made, signature=signature, constexprs=constexprs, attributes=attributes
     )
