@@ -23,7 +23,7 @@ from nsa_core.contract import DecodeCall
 
 @triton.jit
 def _copy_heads(
-    X, OUT, COS, SIN, num_heads, position, valid, x_head, out_head,
+    X, OUT, COS, SIN, stride_xh, stride_outh, num_heads, position, valid,
     BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Copy the heads of one row of X to one row of OUT if ``valid``; ROTATE: rotated."""
@@ -33,8 +33,8 @@ def _copy_heads(
         offs_d = tl.arange(0, BAND // 2)
         mask = valid & (head < num_heads)[:, None] & (offs_d < HALF)[None, :]
         offs_x, offs_out = (
-            head[:, None] * x_head + offs_d[None, :],
-            head[:, None] * out_head + offs_d[None, :],
+            head[:, None] * stride_xh + offs_d[None, :],
+            head[:, None] * stride_outh + offs_d[None, :],
         )
         angle = tl.cast(position, tl.int64) * HALF + offs_d
         cos = tl.load(COS + angle, mask=(offs_d < HALF) & valid, other=0.0)[None, :]
@@ -47,28 +47,30 @@ def _copy_heads(
     else:
         offs_d = tl.arange(0, BAND)
         mask = valid & (head < num_heads)[:, None] & (offs_d < WIDTH)[None, :]
-        x = tl.load(X + head[:, None] * x_head + offs_d[None, :], mask=mask, other=0.0)
-        tl.store(OUT + head[:, None] * out_head + offs_d[None, :], x, mask=mask)
+        x = tl.load(X + head[:, None] * stride_xh + offs_d[None, :], mask=mask, other=0.0)
+        tl.store(OUT + head[:, None] * stride_outh + offs_d[None, :], x, mask=mask)
 
 
 @triton.jit
 def _append_token(
-    K, V, K_STORE, V_STORE, COS, SIN, seq, t, page, page_row, position, valid,
-    k_seq, k_row, k_head, v_seq, v_row, v_head, page_size,
+    K, V, K_STORE, V_STORE, COS, SIN, stride_k, stride_v,
+    seq, t, page, page_row, page_size, position, valid,
     NUM_KV_HEADS: tl.constexpr, NUM_KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Write k and v of one token to one row of contiguous stores [P, page_size, G, D]."""
     first_head = (tl.cast(page, tl.int64) * page_size + page_row) * NUM_KV_HEADS
+    stride_kb, stride_kt, stride_kh = stride_k
     _copy_heads(
-        K + seq * k_seq + t * k_row, K_STORE + first_head * HEAD_DIM, COS, SIN,
-        NUM_KV_HEADS, position, valid, k_head, HEAD_DIM,
+        K + seq * tl.cast(stride_kb, tl.int64) + t * stride_kt, K_STORE + first_head * HEAD_DIM,
+        COS, SIN, stride_kh, HEAD_DIM, NUM_KV_HEADS, position, valid,
         NUM_KV_HEADS_PAD, HEAD_DIM, HEAD_DIM_BAND, ROTATE,
     )  # fmt: skip
+    stride_vb, stride_vt, stride_vh = stride_v
     _copy_heads(
-        V + seq * v_seq + t * v_row, V_STORE + first_head * V_HEAD_DIM, COS, SIN,
-        NUM_KV_HEADS, position, valid, v_head, V_HEAD_DIM,
+        V + seq * tl.cast(stride_vb, tl.int64) + t * stride_vt, V_STORE + first_head * V_HEAD_DIM,
+        COS, SIN, stride_vh, V_HEAD_DIM, NUM_KV_HEADS, position, valid,
         NUM_KV_HEADS_PAD, V_HEAD_DIM, V_HEAD_DIM_BAND, False,
     )  # fmt: skip
 
@@ -76,7 +78,7 @@ def _append_token(
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "raw_ring_size", "page_size", "win_ring_size", "num_pages",
-        "num_positions", "table_row",
+        "num_positions", "stride_table",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
 )  # fmt: skip
@@ -84,10 +86,8 @@ def decode_append(
     Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     K_RAW_STORE, V_RAW_STORE, K_SEL_STORE, V_SEL_STORE, K_WIN_STORE, V_WIN_STORE, Q_OUT, COS, SIN,
     STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq: tl.int64, q_row, q_head, kr_seq: tl.int64, kr_row, kr_head, vr_seq: tl.int64, vr_row,
-    vr_head, ks_seq: tl.int64, ks_row, ks_head, vs_seq: tl.int64, vs_row, vs_head,
-    kw_seq: tl.int64, kw_row, kw_head, vw_seq: tl.int64, vw_row, vw_head,
-    num_tokens, raw_ring_size, page_size, win_ring_size, num_pages, num_positions, table_row,
+    stride_q, stride_k_raw, stride_v_raw, stride_k_sel, stride_v_sel, stride_k_win, stride_v_win,
+    stride_table, num_tokens, raw_ring_size, page_size, win_ring_size, num_pages, num_positions,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_KV_HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROPE: tl.constexpr,
@@ -108,37 +108,37 @@ def decode_append(
     if task == 0:
         # If a step has more tokens than the ring holds, the last ones stay.
         _append_token(
-            K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN,
-            seq, t, seq, position % raw_ring_size, angle,
+            K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN, stride_k_raw, stride_v_raw,
+            seq, t, seq, position % raw_ring_size, raw_ring_size, angle,
             valid & (position >= length - raw_ring_size),
-            kr_seq, kr_row, kr_head, vr_seq, vr_row, vr_head, raw_ring_size,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE and ROTATE_RAW,
         )  # fmt: skip
     elif task == 1:
-        page = tl.load(BLOCK_TABLE + seq * table_row + position // page_size, mask=valid, other=0)
+        page = tl.load(
+            BLOCK_TABLE + seq * stride_table + position // page_size, mask=valid, other=0
+        )
         _append_token(
-            K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN,
-            seq, t, page, position % page_size, angle, valid,
-            ks_seq, ks_row, ks_head, vs_seq, vs_row, vs_head, page_size,
+            K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN, stride_k_sel, stride_v_sel,
+            seq, t, page, position % page_size, page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
         )  # fmt: skip
     elif task == 2:
         _append_token(
-            K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN,
-            seq, t, seq, position % win_ring_size, angle,
+            K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN, stride_k_win, stride_v_win,
+            seq, t, seq, position % win_ring_size, win_ring_size, angle,
             valid & (position >= length - win_ring_size),
-            kw_seq, kw_row, kw_head, vw_seq, vw_row, vw_head, win_ring_size,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
         )  # fmt: skip
     else:
         head = (task - 3) * BLOCK_H
+        stride_qb, stride_qt, stride_qh = stride_q
         _copy_heads(
-            Q + seq * q_seq + t * q_row + head * q_head,
-            Q_OUT + (tl.cast(row, tl.int64) * NUM_HEADS + head) * HEAD_DIM, COS, SIN,
-            NUM_HEADS - head, angle, position >= 0, q_head, HEAD_DIM,
+            Q + seq * tl.cast(stride_qb, tl.int64) + t * stride_qt + head * stride_qh,
+            Q_OUT + (tl.cast(row, tl.int64) * NUM_HEADS + head) * HEAD_DIM,
+            COS, SIN, stride_qh, HEAD_DIM, NUM_HEADS - head, angle, position >= 0,
             BLOCK_H, HEAD_DIM, HEAD_DIM_BAND, True,
         )  # fmt: skip
 
@@ -206,8 +206,8 @@ def _launch(
     programs_per_token = 3 + (cdiv(heads, block_h) if rope else 0)
     return Launch(
         decode_append, (batch * num_tokens * programs_per_token,),
-        *(n for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win) for n in x.stride()[:3]),
-        num_tokens, *page_sizes, block_table.shape[1], cos.shape[0], block_table.stride(0),
+        *(x.stride()[:3] for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win)),
+        block_table.stride(0), num_tokens, *page_sizes, block_table.shape[1], cos.shape[0],
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, BLOCK_H=block_h, NUM_KV_HEADS_PAD=power(kv_heads),
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         HEAD_DIM_BAND=max(2, power(head_dim)), V_HEAD_DIM_BAND=power(v_head_dim),

@@ -27,7 +27,7 @@ from nsa_backend_triton.shared.rows import LOG2E, num_compressed
 
 @triton.jit
 def _group_scores(
-    SUMS, MAXIMA, LSE, first_tile, tiles, carry_in, stride_sums, stride_maxima, lse_head,
+    SUMS, MAXIMA, LSE, stride_sums, stride_maxima, stride_lse_h, first_tile, tiles, carry_in,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
     RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,8 @@ def _group_scores(
         head_valid = head < GROUP
         valid = head_valid[None, :] & (tile < tiles)[:, None]
         lse = (
-            tl.load(LSE + head * lse_head, mask=head_valid, other=0.0, cache_modifier=".cg") * LOG2E
+            tl.load(LSE + head * stride_lse_h, mask=head_valid, other=0.0, cache_modifier=".cg")
+            * LOG2E
         )
         lse_floor = tl.floor(lse)
         reference = tl.load(
@@ -116,7 +117,7 @@ def _insert(
 
 @triton.jit
 def choose(
-    token, SUMS, MAXIMA, LSE, BLOCKS, stride_sums, stride_maxima, lse_head,
+    token, SUMS, MAXIMA, LSE, BLOCKS, stride_sums, stride_maxima, stride_lse_h,
     GROUP: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
     RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
@@ -154,8 +155,8 @@ def choose(
     carry = tl.full([], 0.0, ACC)
     for i in tl.range(tl.where(num_ranked > 0, tl.cdiv(first_local, RANK_BLOCKS), 0), num_stages=1):
         score, carry = _group_scores(
-            SUMS, MAXIMA, LSE, i * (RANK_BLOCKS // BLOCKS_PER_TILE), tiles, carry,
-            stride_sums, stride_maxima, lse_head,
+            SUMS, MAXIMA, LSE, stride_sums, stride_maxima, stride_lse_h,
+            i * (RANK_BLOCKS // BLOCKS_PER_TILE), tiles, carry,
             GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCKS_PER_TILE, ACC,
         )  # fmt: skip
         score = tl.where(score == score, score, float("-inf"))  # a NaN ranks last
@@ -174,14 +175,14 @@ def choose(
 
 @triton.jit(
     do_not_specialize=[
-        "first_token", "num_tokens", "max_len", "stride_sums", "stride_maxima", "lse_head",
+        "first_token", "num_tokens", "max_len", "stride_sums", "stride_maxima", "stride_lse_h",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCKS", "LSE"],
 )  # fmt: skip
 def decode_choose(
     SUMS, MAXIMA, LSE, BLOCKS, STARTS, LENGTHS,
-    lse_seq: tl.int64, lse_head, blocks_seq: tl.int64,
-    first_token, num_tokens, max_len, stride_sums, stride_maxima,
+    stride_sums, stride_maxima, stride_lse_b: tl.int64, stride_lse_h, stride_blocks_b: tl.int64,
+    first_token, num_tokens, max_len,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_HEAD_TILES: tl.constexpr, RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
@@ -207,9 +208,9 @@ def decode_choose(
     choose(
         tl.where(begin < end, begin, -1), SUMS + head_row * (stride_sums // 16 * 16),
         MAXIMA + head_row * (stride_maxima // 16 * 16),
-        LSE + seq * lse_seq + kv_head * GROUP * lse_head + t,
-        BLOCKS + seq * blocks_seq + (t * NUM_KV_HEADS + kv_head) * NUM_SELECTED,
-        stride_sums, stride_maxima, lse_head,
+        LSE + seq * stride_lse_b + kv_head * GROUP * stride_lse_h + t,
+        BLOCKS + seq * stride_blocks_b + (t * NUM_KV_HEADS + kv_head) * NUM_SELECTED,
+        stride_sums, stride_maxima, stride_lse_h,
         GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCKS_PER_TILE,
         COMPRESS_BLOCK, STRIDE, SELECT_BLOCK, NUM_SELECTED, NUM_SELECTED_PAD,
         INIT_BLOCKS, LOCAL_BLOCKS, ACC,

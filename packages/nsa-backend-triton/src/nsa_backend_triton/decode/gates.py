@@ -26,7 +26,7 @@ from nsa_core.contract import DecodeCall
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def decode_gates(
-    X, WEIGHT, BIAS, GATES, x_seq: tl.int64, x_row: tl.int64, w_row, dim, num_rows, num_tokens,
+    X, WEIGHT, BIAS, GATES, stride_x, stride_w, dim, num_rows, num_tokens,
     NUM_GATES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_GATES: tl.constexpr,
     BLOCK_DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -36,10 +36,9 @@ def decode_gates(
     row = program // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
     gate = program % TILES * BLOCK_GATES + tl.arange(0, BLOCK_GATES)
     row_valid, gate_valid = row < num_rows, gate < NUM_GATES
-    x_rows, w_rows = (
-        X + row // num_tokens * x_seq + row % num_tokens * x_row,
-        WEIGHT + gate * w_row,
-    )
+    stride_xb, stride_xt = stride_x
+    seq, t = tl.cast(row // num_tokens, tl.int64), tl.cast(row % num_tokens, tl.int64)
+    x_rows, w_rows = X + seq * stride_xb + t * stride_xt, WEIGHT + gate * stride_w
     products = tl.zeros([BLOCK_T, BLOCK_GATES, BLOCK_DIM], ACC)
     for first_column in range(0, dim, BLOCK_DIM):
         column = first_column + tl.arange(0, BLOCK_DIM)
@@ -84,7 +83,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Launch:
     block_dim = min(settings["TILE_PRODUCTS"] // (block_t * settings["BLOCK_GATES"]), power(dim))
     return Launch(
         decode_gates, (programs,),
-        x.stride(0), x.stride(1), weight.stride(0), dim, batch * num_tokens, num_tokens,
+        x.stride()[:2], weight.stride(0), dim, batch * num_tokens, num_tokens,
         NUM_GATES=num_gates, BLOCK_T=block_t, BLOCK_GATES=settings["BLOCK_GATES"],
         BLOCK_DIM=block_dim, ACC=accumulator(x.dtype), num_warps=settings["num_warps"],
     )  # fmt: skip

@@ -88,9 +88,9 @@ def allocate(
     return torch.split_with_sizes(floats, float_sizes), torch.split_with_sizes(ints, int_sizes)
 
 
-def _store_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, int, int, int]:
+def _with_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a store [P, rows, G, D] and its strides (page, row, head)."""
-    return (placeholder, 0, 0, 0) if x is None else (x, x.stride(0), x.stride(1), x.stride(2))
+    return (placeholder, (0, 0, 0)) if x is None else (x, x.stride()[:3])
 
 
 def _static_page_size(rows: int) -> int:
@@ -208,18 +208,18 @@ class Span:
         """
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
         split_ml, split_acc, sums, maxima = scratch
-        k, *k_strides = _store_strides(self.cmp and self.cmp[0], q)
-        v, *v_strides = _store_strides(self.cmp and self.cmp[1], q)
-        k_win, *k_win_strides = _store_strides(self.win and self.win[0], q)
-        v_win, *v_win_strides = _store_strides(self.win and self.win[1], q)
+        k, stride_k = _with_strides(self.cmp and self.cmp[0], q)
+        v, stride_v = _with_strides(self.cmp and self.cmp[1], q)
+        k_win, stride_k_win = _with_strides(self.win and self.win[0], q)
+        v_win, stride_v_win = _with_strides(self.win and self.win[1], q)
         decode_span[(self.programs,)](
             q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, maxima, split_ml, split_acc,
             *counters, call.starts, call.lengths, call.block_table,
-            *q.stride()[:3], *k_strides, *v_strides, *k_win_strides, *v_win_strides,
-            o.stride(0), o.stride(1), lse.stride(0), lse.stride(1), call.block_table.stride(0),
+            q.stride()[:3], stride_k, stride_v, stride_k_win, stride_v_win, o.stride()[:2],
+            lse.stride(0), lse.stride(1), self.stride_sums, self.stride_maxima,
+            call.block_table.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len,
             k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs,
-            self.stride_sums, self.stride_maxima,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
             PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
             ATTEND=self.attend, STORE_SUMS=self.choose, PDL=self.pdl, **self.constants(q),
@@ -228,8 +228,8 @@ class Span:
         if blocks is not None:
             decode_choose[(self.batch * self.num_tokens * self.kv_heads,)](
                 sums, maxima, lse, blocks, call.starts, call.lengths,
-                lse.stride(0), lse.stride(1), blocks.stride(0),
-                first_token, self.num_tokens, self.max_len, self.stride_sums, self.stride_maxima,
+                self.stride_sums, self.stride_maxima, lse.stride(0), lse.stride(1),
+                blocks.stride(0), first_token, self.num_tokens, self.max_len,
                 NUM_KV_HEADS=self.kv_heads, GROUP=self.heads // self.kv_heads,
                 COMPRESS_BLOCK=geometry.compress_block_size, STRIDE=geometry.compress_stride,
                 SELECT_BLOCK=geometry.select_block_size, ACC=accumulator(q.dtype),
@@ -339,8 +339,8 @@ class Sel:
         decode_sel[(self.programs,)](
             q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
             call.starts, call.lengths, call.block_table,
-            *q.stride()[:3], *gates_or_lse.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *blocks.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), lse.stride(1),
+            q.stride()[:3], gates_or_lse.stride()[:3], k.stride()[:3], v.stride()[:3],
+            blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
             call.block_table.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len, k.shape[1],
             self.splits,
@@ -395,15 +395,14 @@ class Step:
         width = heads * span.v_head_dim
         return Launch(
             decode_step, (self.programs,),
-            *(stride for x in (q, gates, *stores) for stride in x.stride()[:3]),
-            step_tokens * span.kv_heads * n, span.kv_heads * n, n, step_tokens * width, width,
-            span.num_tokens * width, width, heads * span.num_tokens, span.num_tokens,
-            call.block_table.stride(0),
+            *(x.stride()[:3] for x in (q, gates, *stores)),
+            (step_tokens * span.kv_heads * n, span.kv_heads * n, n), (step_tokens * width, width),
+            (span.num_tokens * width, width), heads * span.num_tokens, span.num_tokens,
+            span.stride_sums, span.stride_maxima, call.block_table.stride(0),
             call.scale * LOG2E.value, first_token, span.num_tokens, min(span.max_len, sel.max_len),
             stores[0].shape[1], sel.k.shape[1], stores[4].shape[1],
             span.splits, span.win_splits, sel.splits,
             span.cmp_programs, span.programs - span.cmp_programs,
-            span.stride_sums, span.stride_maxima,
             CMP_PAGE_SIZE=_static_page_size(stores[0].shape[1]),
             PAGE_SIZE=_static_page_size(sel.k.shape[1]), RANK_BLOCKS=span.rank_blocks,
             **span.constants(q), **span.choice(),

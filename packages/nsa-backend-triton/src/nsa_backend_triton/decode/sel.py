@@ -23,8 +23,8 @@ from nsa_backend_triton.shared.rows import finish
 def sel_program(
     index, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
     READY, STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page, v_row, v_head,
-    b_seq, b_row, b_head, o_seq, o_row, lse_seq, lse_head, table_row,
+    stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
+    stride_lse_b, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
     PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -51,7 +51,14 @@ def sel_program(
     head = kv_head * GROUP + offs_m % GROUP
     row_valid = offs_m < GROUP
     offs_d = tl.arange(0, HEAD_DIM_BAND)
-    q_rows = Q + seq * q_seq + t * q_row + (head * q_head)[:, None] + offs_d[None, :]
+    stride_qb, stride_qt, stride_qh = stride_q
+    q_rows = (
+        Q
+        + seq * tl.cast(stride_qb, tl.int64)
+        + t * stride_qt
+        + (head * stride_qh)[:, None]
+        + offs_d[None, :]
+    )
     q = tl.load(
         q_rows, mask=(row_valid & token_valid)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
     )
@@ -68,12 +75,13 @@ def sel_program(
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
+    stride_bb, stride_bt, stride_bh = stride_blocks
+    BLOCKS += seq * tl.cast(stride_bb, tl.int64) + t * stride_bt + kv_head * stride_bh
     m_i, l_i, acc = walk(
-        q, m_i, l_i, acc, K + kv_head * k_head, V + kv_head * v_head, SPLIT_ML, SPLIT_ML,
-        BLOCK_TABLE + seq * table_row, BLOCKS + seq * b_seq + t * b_row + kv_head * b_head,
-        seq, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles), right, right,
-        begin // SELECT_BLOCK, right, right,
-        page_size, qk_scale, k_page, k_row, v_page, v_row,
+        q, m_i, l_i, acc, K, V, SPLIT_ML, SPLIT_ML,
+        BLOCK_TABLE + seq * stride_table, BLOCKS, stride_k, stride_v,
+        seq, kv_head, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles),
+        right, right, begin // SELECT_BLOCK, right, right, page_size, qk_scale,
         SEL, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
         NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT, 1, 1, 1, True, False, ACC,
     )  # fmt: skip
@@ -92,7 +100,8 @@ def sel_program(
             offs_branch = (
                 (tl.cast(seq, tl.int64) * num_tokens + t) * (NUM_KV_HEADS * GROUP) + head
             )[:, None] * V_HEAD_DIM + offs_dv[None, :]
-            gate = GATES + seq * g_seq + t * g_row + head * g_head
+            stride_gb, stride_gt, stride_gh = stride_gates
+            gate = GATES + seq * tl.cast(stride_gb, tl.int64) + t * stride_gt + head * stride_gh
             o *= tl.load(gate + 1, mask=row_valid, other=0.0)[:, None]
             o_cmp = tl.load(O_CMP + offs_branch, mask=mask, other=0.0, cache_modifier=".cg")
             o_win = tl.load(O_WIN + offs_branch, mask=mask, other=0.0, cache_modifier=".cg")
@@ -100,23 +109,30 @@ def sel_program(
             o += tl.load(gate + 2, mask=row_valid, other=0.0)[:, None] * o_win
             o = tl.where(token_valid, o, 0.0)  # the gates of padding may be NaN
         else:
-            tl.store(LSE + seq * lse_seq + head * lse_head + t, lse, mask=row_valid)
-        o_rows = O + seq * o_seq + t * o_row + (head * V_HEAD_DIM)[:, None] + offs_dv[None, :]
+            tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
+        stride_ob, stride_ot = stride_o
+        o_rows = (
+            O
+            + seq * tl.cast(stride_ob, tl.int64)
+            + t * stride_ot
+            + (head * V_HEAD_DIM)[:, None]
+            + offs_dv[None, :]
+        )
         tl.store(o_rows, o.to(O.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=[
-        "first_token", "num_tokens", "max_len", "num_splits", "lse_head", "page_size", "table_row",
+        "first_token", "num_tokens", "max_len", "num_splits", "stride_lse_h", "page_size",
+        "stride_table",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE"],
 )  # fmt: skip
 def decode_sel(
     Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
     STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq: tl.int64, q_row, q_head, g_seq: tl.int64, g_row, g_head, k_page: tl.int64, k_row,
-    k_head, v_page: tl.int64, v_row, v_head, b_seq: tl.int64, b_row, b_head,
-    o_seq: tl.int64, o_row, lse_seq: tl.int64, lse_head, table_row,
+    stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
     PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -135,8 +151,8 @@ def decode_sel(
     sel_program(
         program, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
         COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
-        q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page, v_row, v_head,
-        b_seq, b_row, b_head, o_seq, o_row, lse_seq, lse_head, table_row,
+        stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
+        stride_lse_b, stride_lse_h, stride_table,
         qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
         PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,

@@ -38,9 +38,9 @@ from nsa_backend_triton.shared.rows import finish, num_compressed
 def span_program(
     index, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS,
     STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, o_seq, o_row,
-    lse_seq, lse_head, blocks_seq, table_row,
-    qk_scale, first_token, num_tokens, max_len, page_size, num_splits, stride_sums, stride_maxima,
+    stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h, stride_sums, stride_maxima,
+    stride_blocks_b, stride_table,
+    qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
     BRANCH: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -86,7 +86,13 @@ def span_program(
     else:
         right = num_compressed(seen, COMPRESS_BLOCK, STRIDE)
     offs_d = tl.arange(0, HEAD_DIM_BAND)
-    q_rows = Q + seq * q_seq + (t * q_row + head * q_head)[:, None] + offs_d[None, :]
+    stride_qb, stride_qt, stride_qh = stride_q
+    q_rows = (
+        Q
+        + seq * tl.cast(stride_qb, tl.int64)
+        + (t * stride_qt + head * stride_qh)[:, None]
+        + offs_d[None, :]
+    )
     q = tl.load(q_rows, mask=token_valid[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     # shows the compiler that rows are aligned
     stride_sums, stride_maxima = (
@@ -98,11 +104,11 @@ def span_program(
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
     m_i, l_i, acc = walk(
-        q, m_i, l_i, acc, K + kv_head * k_head, V + kv_head * v_head, SUMS, MAXIMA,
-        BLOCK_TABLE + seq * table_row, BLOCK_TABLE,
-        seq, low, high, first_tile, end_tile, left, right, 0,
+        q, m_i, l_i, acc, K, V, SUMS, MAXIMA,
+        BLOCK_TABLE + seq * stride_table, BLOCK_TABLE, stride_k, stride_v,
+        seq, kv_head, low, high, first_tile, end_tile, left, right, 0,
         head_row * stride_sums, head_row * stride_maxima,
-        page_size, qk_scale, k_page, k_row, v_page, v_row,
+        page_size, qk_scale,
         BRANCH, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
         NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, True, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
         COMPRESS_BLOCK // STRIDE, ATTEND, STORE_SUMS, ACC,
@@ -116,13 +122,19 @@ def span_program(
             divisor, lse = finish(m_i, l_i)
             o = acc / divisor[:, None]
             offs_dv = tl.arange(0, V_HEAD_DIM_BAND)
-            o_rows = O + seq * o_seq + (t * o_row + head * V_HEAD_DIM)[:, None] + offs_dv[None, :]
+            stride_ob, stride_ot = stride_o
+            o_rows = (
+                O
+                + seq * tl.cast(stride_ob, tl.int64)
+                + (t * stride_ot + head * V_HEAD_DIM)[:, None]
+                + offs_dv[None, :]
+            )
             tl.store(
                 o_rows,
                 o.to(O.dtype.element_ty),
                 mask=row_valid[:, None] & (offs_dv < V_HEAD_DIM)[None, :],
             )
-            tl.store(LSE + seq * lse_seq + head * lse_head + t, lse, mask=row_valid)
+            tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
             if CHOOSE:
                 flags = (seq * num_tokens + tile_start) * NUM_KV_HEADS + kv_head
                 if BRANCH == CMP:
@@ -132,10 +144,10 @@ def span_program(
                     choose(
                         tl.where(begin < end, begin, -1), SUMS + first_head_row * stride_sums,
                         MAXIMA + first_head_row * stride_maxima,
-                        LSE + seq * lse_seq + kv_head * GROUP * lse_head + tile_start,
-                        BLOCKS + seq * blocks_seq
+                        LSE + seq * stride_lse_b + kv_head * GROUP * stride_lse_h + tile_start,
+                        BLOCKS + seq * stride_blocks_b
                         + (tile_start * NUM_KV_HEADS + kv_head) * NUM_SELECTED,
-                        stride_sums, stride_maxima, lse_head,
+                        stride_sums, stride_maxima, stride_lse_h,
                         GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCK_N // CMP_PER_BLOCK_PAD,
                         COMPRESS_BLOCK, STRIDE, SELECT_BLOCK, NUM_SELECTED, NUM_SELECTED_PAD,
                         INIT_BLOCKS, LOCAL_BLOCKS, ACC,
@@ -148,18 +160,17 @@ def span_program(
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "max_len", "num_splits", "win_splits", "cmp_programs",
-        "stride_sums", "stride_maxima", "lse_head", "page_size", "ring_size", "table_row",
+        "stride_sums", "stride_maxima", "stride_lse_h", "page_size", "ring_size", "stride_table",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "LSE", "LSE_WIN"],
 )  # fmt: skip
 def decode_span(
     Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
     STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq: tl.int64, q_row, q_head, k_page: tl.int64, k_row, k_head, v_page: tl.int64, v_row,
-    v_head, kw_page: tl.int64, kw_row, kw_head, vw_page: tl.int64, vw_row, vw_head,
-    o_seq: tl.int64, o_row, lse_seq: tl.int64, lse_head, table_row,
+    stride_q, stride_k, stride_v, stride_k_win, stride_v_win, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, ring_size, num_splits, win_splits,
-    cmp_programs, stride_sums, stride_maxima,
+    cmp_programs,
     HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -183,10 +194,9 @@ def decode_span(
             span_program(
                 program, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
                 COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
-                q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, o_seq, o_row,
-                lse_seq, lse_head, 0, table_row,
+                stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h,
+                stride_sums, stride_maxima, 0, stride_table,
                 qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
-                stride_sums, stride_maxima,
                 CMP, PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, ATTEND, STORE_SUMS, False, 1, 1, SELECT_BLOCK, 1,
@@ -197,10 +207,9 @@ def decode_span(
             span_program(
                 program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
                 SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
-                q_seq, q_row, q_head, kw_page, kw_row, kw_head, vw_page, vw_row, vw_head,
-                o_seq, o_row, lse_seq, lse_head, 0, table_row,
+                stride_q, stride_k_win, stride_v_win, stride_o, stride_lse_b, stride_lse_h,
+                stride_sums, stride_maxima, 0, stride_table,
                 qk_scale, first_token, num_tokens, max_len, ring_size, win_splits,
-                stride_sums, stride_maxima,
                 WIN, 0, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, True, False, False, 1, 1, SELECT_BLOCK, 1,

@@ -26,8 +26,8 @@ from nsa_backend_triton.decode.walk import CMP, WIN
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "max_len", "cmp_splits", "win_splits", "sel_splits",
-        "cmp_programs", "win_programs", "stride_sums", "stride_maxima", "lse_head", "page_size",
-        "cmp_page_size", "ring_size", "table_row",
+        "cmp_programs", "win_programs", "stride_sums", "stride_maxima", "stride_lse_h",
+        "page_size", "cmp_page_size", "ring_size", "stride_table",
     ],
     do_not_specialize_on_alignment=[
         "STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE", "LSE_WIN",
@@ -36,13 +36,11 @@ from nsa_backend_triton.decode.walk import CMP, WIN
 def decode_step(
     Q, GATES, K, V, K_SEL, V_SEL, K_WIN, V_WIN, O, O_CMP, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA,
     SPLIT_ML, SPLIT_ACC, COUNTERS, READY, TICKET, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
-    q_seq: tl.int64, q_row, q_head, g_seq: tl.int64, g_row, g_head, k_page: tl.int64, k_row,
-    k_head, v_page: tl.int64, v_row, v_head, ks_page: tl.int64, ks_row, ks_head,
-    vs_page: tl.int64, vs_row, vs_head, kw_page: tl.int64, kw_row, kw_head,
-    vw_page: tl.int64, vw_row, vw_head, b_seq: tl.int64, b_row, b_head, o_seq: tl.int64, o_row,
-    part_seq: tl.int64, part_row, lse_seq: tl.int64, lse_head, table_row,
+    stride_q, stride_gates, stride_k, stride_v, stride_k_sel, stride_v_sel,
+    stride_k_win, stride_v_win, stride_blocks, stride_o, stride_branch,
+    stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
     qk_scale, first_token, num_tokens, max_len, cmp_page_size, page_size, ring_size,
-    cmp_splits, win_splits, sel_splits, cmp_programs, win_programs, stride_sums, stride_maxima,
+    cmp_splits, win_splits, sel_splits, cmp_programs, win_programs,
     CMP_PAGE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -56,18 +54,19 @@ def decode_step(
     """Run a decode step.
 
     The first ``cmp_programs`` programs walk the compressed tokens, the next ``win_programs`` the
-    window, the others the selected blocks. COUNTERS [programs], READY [B * num_tokens *
+    window, the others the selected blocks. o_cmp and o_win of these tokens have strides
+    ``stride_branch`` (batch, token). COUNTERS [programs], READY [B * num_tokens *
     NUM_KV_HEADS, 2] and TICKET [1] must be 0 before the launch.
     """
     program = tl.atomic_add(TICKET, 1, sem="relaxed", scope="gpu")
+    stride_blocks_b = tl.cast(stride_blocks[0], tl.int64)
     if program < cmp_programs:
         span_program(
             program, program, Q, K, V, O_CMP, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
             READY, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
-            q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
-            part_seq, part_row, lse_seq, lse_head, b_seq, table_row,
+            stride_q, stride_k, stride_v, stride_branch, stride_lse_b, stride_lse_h,
+            stride_sums, stride_maxima, stride_blocks_b, stride_table,
             qk_scale, first_token, num_tokens, max_len, cmp_page_size, cmp_splits,
-            stride_sums, stride_maxima,
             CMP, CMP_PAGE_SIZE, NUM_KV_HEADS, GROUP, 1, BLOCK_M, BLOCK_N,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             COMPRESS_BLOCK, STRIDE, WINDOW, True, True, True, BLOCK_H, NUM_HEAD_TILES,
@@ -78,10 +77,9 @@ def decode_step(
         span_program(
             program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
             SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
-            q_seq, q_row, q_head, kw_page, kw_row, kw_head, vw_page, vw_row, vw_head,
-            part_seq, part_row, lse_seq, lse_head, b_seq, table_row,
+            stride_q, stride_k_win, stride_v_win, stride_branch, stride_lse_b, stride_lse_h,
+            stride_sums, stride_maxima, stride_blocks_b, stride_table,
             qk_scale, first_token, num_tokens, max_len, ring_size, win_splits,
-            stride_sums, stride_maxima,
             WIN, 0, NUM_KV_HEADS, GROUP, 1, BLOCK_M, BLOCK_N,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             COMPRESS_BLOCK, STRIDE, WINDOW, True, False, True, BLOCK_H, NUM_HEAD_TILES,
@@ -92,9 +90,8 @@ def decode_step(
         sel_program(
             program - cmp_programs - win_programs, program, Q, GATES, K_SEL, V_SEL, BLOCKS, O_CMP,
             O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, STARTS, LENGTHS, BLOCK_TABLE,
-            q_seq, q_row, q_head, g_seq, g_row, g_head, ks_page, ks_row, ks_head,
-            vs_page, vs_row, vs_head, b_seq, b_row, b_head, o_seq, o_row,
-            lse_seq, lse_head, table_row,
+            stride_q, stride_gates, stride_k_sel, stride_v_sel, stride_blocks, stride_o,
+            stride_lse_b, stride_lse_h, stride_table,
             qk_scale, first_token, num_tokens, max_len, page_size, sel_splits,
             PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,

@@ -136,9 +136,9 @@ def _store_block_sums(
 
 @triton.jit
 def walk(
-    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, BLOCK_TABLE, BLOCKS,
-    seq, low, high, first_tile, end_tile, left, right, current_block, offs_sums, offs_maxima,
-    page_size, qk_scale, k_page, k_row, v_page, v_row,
+    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, BLOCK_TABLE, BLOCKS, stride_k, stride_v,
+    seq, kv_head, low, high, first_tile, end_tile, left, right, current_block,
+    offs_sums, offs_maxima, page_size, qk_scale,
     BRANCH: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -149,7 +149,8 @@ def walk(
     """Online softmax of q [BLOCK_M, HEAD_DIM] over the tiles first_tile .. end_tile; base 2.
 
     Returns m_i, l_i [BLOCK_M] and acc [BLOCK_M, V_HEAD_DIM]. Row r sees the keys left[r] ..
-    right[r]. PAGE_SIZE is page_size if that is a power of two, otherwise 0.
+    right[r]. The strides of the stores K and V are (page, row, head). PAGE_SIZE is page_size if
+    that is a power of two, otherwise 0.
 
     ATTEND: compute l_i and acc; without it only m_i.
     STORE_SUMS: for rows with right[r] > 0, store the sums of the probabilities over selection
@@ -157,6 +158,10 @@ def walk(
     MAXIMA + offs_maxima[r]. Each p is exp2(s - floor(s)) times a power of two. So equal logits have
     equal sums, whatever m_i was when they were computed.
     """
+    stride_kp, stride_kr, stride_kh = stride_k
+    stride_vp, stride_vr, stride_vh = stride_v
+    K += kv_head * stride_kh
+    V += kv_head * stride_vh
     rows_per_page = PAGE_SIZE if PAGE_SIZE > 0 else page_size
     # A tile's pages are loaded one iteration ahead of its keys: an address that depends on a load
     # of the same iteration could not be prefetched.
@@ -174,7 +179,7 @@ def walk(
         )  # fmt: skip
         valid = key < high
         page_row = key % rows_per_page
-        k = _load_rows(K, page, page_row, valid, k_page, k_row, HEAD_DIM, HEAD_DIM_BAND)
+        k = _load_rows(K, page, page_row, valid, stride_kp, stride_kr, HEAD_DIM, HEAD_DIM_BAND)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * qk_scale
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if BRANCH == WIN:
@@ -197,7 +202,9 @@ def walk(
         if ATTEND:
             alpha = tl.exp2(m_i - shift)
             l_i = l_i * alpha + tl.sum(p, 1)
-            v = _load_rows(V, page, page_row, valid, v_page, v_row, V_HEAD_DIM, V_HEAD_DIM_BAND)
+            v = _load_rows(
+                V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM, V_HEAD_DIM_BAND
+            )
             acc = tl.dot(
                 p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC
             )
