@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.decode.walk import SEL, reduce_splits, token_range, wait, walk
-from nsa_backend_triton.shared.rows import finish
+from nsa_backend_triton.shared.rows import finish, load_at, store_at
 
 
 @triton.jit
@@ -50,18 +50,9 @@ def sel_program(
     offs_m = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + offs_m % GROUP
     row_valid = offs_m < GROUP
-    offs_d = tl.arange(0, HEAD_DIM_BAND)
     stride_qb, stride_qt, stride_qh = stride_q
-    q_rows = (
-        Q
-        + seq * tl.cast(stride_qb, tl.int64)
-        + t * stride_qt
-        + (head * stride_qh)[:, None]
-        + offs_d[None, :]
-    )
-    q = tl.load(
-        q_rows, mask=(row_valid & token_valid)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
-    )
+    Q += seq * tl.cast(stride_qb, tl.int64) + t * stride_qt
+    q = load_at(Q, head * stride_qh, row_valid & token_valid, HEAD_DIM, HEAD_DIM_BAND)[0]
     flags = unit * NUM_KV_HEADS + kv_head
     if WAIT:
         wait(READY + flags * 2)
@@ -92,14 +83,13 @@ def sel_program(
     if is_last:
         divisor, lse = finish(m_i, l_i)
         o = acc / divisor[:, None]
-        offs_dv = tl.arange(0, V_HEAD_DIM_BAND)
-        mask = row_valid[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
         if GATED:
             if WAIT:
                 wait(READY + flags * 2 + 1)
-            offs_branch = (
-                (tl.cast(seq, tl.int64) * num_tokens + t) * (NUM_KV_HEADS * GROUP) + head
-            )[:, None] * V_HEAD_DIM + offs_dv[None, :]
+            head_row = (tl.cast(seq, tl.int64) * num_tokens + t) * (NUM_KV_HEADS * GROUP) + head
+            offs_dv = tl.arange(0, V_HEAD_DIM_BAND)
+            offs_branch = head_row[:, None] * V_HEAD_DIM + offs_dv[None, :]
+            mask = row_valid[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
             stride_gb, stride_gt, stride_gh = stride_gates
             gate = GATES + seq * tl.cast(stride_gb, tl.int64) + t * stride_gt + head * stride_gh
             o *= tl.load(gate + 1, mask=row_valid, other=0.0)[:, None]
@@ -111,14 +101,8 @@ def sel_program(
         else:
             tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
         stride_ob, stride_ot = stride_o
-        o_rows = (
-            O
-            + seq * tl.cast(stride_ob, tl.int64)
-            + t * stride_ot
-            + (head * V_HEAD_DIM)[:, None]
-            + offs_dv[None, :]
-        )
-        tl.store(o_rows, o.to(O.dtype.element_ty), mask=mask)
+        o_row = O + seq * tl.cast(stride_ob, tl.int64) + t * stride_ot
+        store_at(o_row, head * V_HEAD_DIM, (o,), row_valid, V_HEAD_DIM, V_HEAD_DIM_BAND)
 
 
 @triton.jit(

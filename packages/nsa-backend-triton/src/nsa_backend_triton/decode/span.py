@@ -31,7 +31,7 @@ from nsa_backend_triton.decode.walk import (
     token_range,
     walk,
 )
-from nsa_backend_triton.shared.rows import finish, num_compressed
+from nsa_backend_triton.shared.rows import finish, load_at, num_compressed, store_at
 
 
 @triton.jit
@@ -85,15 +85,9 @@ def span_program(
         left = seen - WINDOW
     else:
         right = num_compressed(seen, COMPRESS_BLOCK, STRIDE)
-    offs_d = tl.arange(0, HEAD_DIM_BAND)
     stride_qb, stride_qt, stride_qh = stride_q
-    q_rows = (
-        Q
-        + seq * tl.cast(stride_qb, tl.int64)
-        + (t * stride_qt + head * stride_qh)[:, None]
-        + offs_d[None, :]
-    )
-    q = tl.load(q_rows, mask=token_valid[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    Q += seq * tl.cast(stride_qb, tl.int64)
+    q = load_at(Q, t * stride_qt + head * stride_qh, token_valid, HEAD_DIM, HEAD_DIM_BAND)[0]
     # shows the compiler that rows are aligned
     stride_sums, stride_maxima = (
         stride_sums // 16 * 16,
@@ -121,19 +115,11 @@ def span_program(
         if is_last:
             divisor, lse = finish(m_i, l_i)
             o = acc / divisor[:, None]
-            offs_dv = tl.arange(0, V_HEAD_DIM_BAND)
             stride_ob, stride_ot = stride_o
-            o_rows = (
-                O
-                + seq * tl.cast(stride_ob, tl.int64)
-                + (t * stride_ot + head * V_HEAD_DIM)[:, None]
-                + offs_dv[None, :]
-            )
-            tl.store(
-                o_rows,
-                o.to(O.dtype.element_ty),
-                mask=row_valid[:, None] & (offs_dv < V_HEAD_DIM)[None, :],
-            )
+            store_at(
+                O + seq * tl.cast(stride_ob, tl.int64), t * stride_ot + head * V_HEAD_DIM, (o,),
+                row_valid, V_HEAD_DIM, V_HEAD_DIM_BAND,
+            )  # fmt: skip
             tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
             if CHOOSE:
                 flags = (seq * num_tokens + tile_start) * NUM_KV_HEADS + kv_head

@@ -11,7 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import num_compressed
+from nsa_backend_triton.shared.rows import (
+    finite_shift,
+    load_at,
+    num_compressed,
+    online_softmax_update,
+)
 
 CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -95,13 +100,8 @@ def _load_rows(
 
     Rows of invalid keys are 0: memory that no sequence owns may hold NaN.
     """
-    offs_d = tl.arange(0, BAND)
-    x = (
-        X
-        + (page.to(tl.int64) * stride_page + page_row.to(tl.int64) * stride_row)[:, None]
-        + offs_d[None, :]
-    )
-    return tl.load(x, mask=valid[:, None] & (offs_d < WIDTH)[None, :], other=0.0)
+    offs = page.to(tl.int64) * stride_page + page_row.to(tl.int64) * stride_row
+    return load_at(X, offs, valid, WIDTH, BAND)[0]
 
 
 @triton.jit
@@ -184,9 +184,10 @@ def walk(
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if BRANCH == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys so far
+        row_max = tl.max(s, 1)
         if STORE_SUMS:
+            m_new = tl.maximum(m_i, row_max)
+            shift = finite_shift(m_new)
             reference, floor = tl.ceil(shift), tl.floor(s)
             p = tl.exp2(s - floor) * tl.exp2(floor - reference[:, None])
             p = tl.where(s == float("-inf"), 0.0, p)
@@ -197,11 +198,12 @@ def walk(
             # The product with v takes p relative to m_i itself: a row's largest p is then 1, so
             # rounding p to v's dtype does not bias o.
             p *= tl.exp2(reference - shift)[:, None]
+            if ATTEND:
+                alpha = tl.exp2(m_i - shift)
+                l_i = l_i * alpha + tl.sum(p, 1)
         else:
-            p = tl.exp2(s - shift[:, None])
+            m_new, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, None, True)
         if ATTEND:
-            alpha = tl.exp2(m_i - shift)
-            l_i = l_i * alpha + tl.sum(p, 1)
             v = _load_rows(
                 V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM, V_HEAD_DIM_BAND
             )
@@ -258,7 +260,7 @@ def reduce_splits(
                     SPLIT_ACC + at * (BLOCK_M * V_HEAD_DIM_BAND) + offs_acc, cache_modifier=".cg"
                 )
                 m_new = tl.maximum(m_i, m_j)
-                shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+                shift = finite_shift(m_new)
                 alpha, beta = tl.exp2(m_i - shift), tl.exp2(m_j - shift)
                 l_i = l_i * alpha + l_j * beta
                 acc = acc * alpha[:, None] + acc_j * beta[:, None]
