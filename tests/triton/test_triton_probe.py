@@ -118,7 +118,7 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "fits"), [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)]
 )
 def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_found", version)
+    monkeypatch.setattr(probing, "_version", version)
     assert codes() == ([] if fits else ["triton_too_old"])
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nsa_backend_triton.strict.speedups import quickly
+from nsa_backend_triton.strict.speedups import speedups
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def left(kernel, shape, dtype, *rest) -> list[torch.Tensor]:
 
 def check(kernel, shape, dtype, *rest) -> None:
     stock = left(kernel, shape, dtype, *rest)
-    with quickly(interpreter):
+    with speedups(interpreter):
         for _ in range(2):  # what is remembered of the first serves the second
             for found, expected in zip(left(kernel, shape, dtype, *rest), stock):
                 assert torch.equal(found, expected)
@@ -144,7 +144,7 @@ class TestOfKernelsOwn:
 def test_reductions_of_everything(shape, keep) -> None:
     """Stock keeps one dimension instead of all, which is not what a GPU does."""
     stock = left(folds_all, shape, torch.float32, False)
-    with quickly(interpreter):
+    with speedups(interpreter):
         found = left(folds_all, shape, torch.float32, keep)
     assert torch.equal(found[1], stock[1])
 
@@ -164,12 +164,12 @@ def no_number(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
     ("kernel", "said"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")]
 )
 def test_what_stock_refuses_is_refused(kernel, said) -> None:
-    with quickly(interpreter), pytest.raises(Exception, match=said):
+    with speedups(interpreter), pytest.raises(Exception, match=said):
         left(kernel, (4, 8), torch.float32)
 
 
 def test_a_size_is_an_integer_even_where_an_equal_number_is_known() -> None:
-    with quickly(interpreter):
+    with speedups(interpreter):
         tl.block_type(tl.float32, [4])
         with pytest.raises(TypeError, match="must have type"):
             tl.block_type(tl.float32, [4.0])
@@ -180,7 +180,7 @@ def test_types_older_than_the_block_share_its_descriptions() -> None:
     another.
     """
     old = tl.block_type(tl.float32, [4])
-    with quickly(interpreter):
+    with speedups(interpreter):
         handle = interpreter.TensorHandle(torch.zeros(4).numpy(), tl.float32)
         one, other = (tl.tensor(handle, kind) for kind in (old, tl.block_type(tl.float32, [4])))
         assert one.shape is other.shape
