@@ -1,4 +1,4 @@
-"""Time of GPU work without the host's share: replays of a CUDA graph."""
+"""Time GPU work without the host's share, by replaying a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 
 
 def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> float:
-    """Median over rounds of a replay of ``repeats`` runs, per run."""
+    """Return the milliseconds of one ``run``, the median over the replays of a graph.
+
+    Args:
+        run: Launches the work to be timed.
+        repeats: Runs that the graph captures.
+        rounds: Timed replays of the graph.
+    """
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
