@@ -11,12 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import (
-    finite_shift,
-    load_at,
-    num_compressed,
-    online_softmax_update,
-)
+from nsa_backend_triton.shared.rows import finite_shift, load_at, num_compressed
 
 CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -156,7 +151,8 @@ def walk(
     STORE_SUMS: for rows with right[r] > 0, store the sums of the probabilities over selection
     blocks at SUMS + offs_sums[r]. They are relative to m_i rounded up to an integer, which goes to
     MAXIMA + offs_maxima[r]. Each p is exp2(s - floor(s)) times a power of two. So equal logits have
-    equal sums, whatever m_i was when they were computed.
+    equal sums, whatever m_i was when they were computed. For this p the walk cannot use
+    online_softmax_update, but its operations and their order are the same.
     """
     stride_kp, stride_kr, stride_kh = stride_k
     stride_vp, stride_vr, stride_vh = stride_v
@@ -184,10 +180,9 @@ def walk(
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if BRANCH == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
-        row_max = tl.max(s, 1)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        shift = finite_shift(m_new)
         if STORE_SUMS:
-            m_new = tl.maximum(m_i, row_max)
-            shift = finite_shift(m_new)
             reference, floor = tl.ceil(shift), tl.floor(s)
             p = tl.exp2(s - floor) * tl.exp2(floor - reference[:, None])
             p = tl.where(s == float("-inf"), 0.0, p)
@@ -198,12 +193,11 @@ def walk(
             # The product with v takes p relative to m_i itself: a row's largest p is then 1, so
             # rounding p to v's dtype does not bias o.
             p *= tl.exp2(reference - shift)[:, None]
-            if ATTEND:
-                alpha = tl.exp2(m_i - shift)
-                l_i = l_i * alpha + tl.sum(p, 1)
         else:
-            m_new, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, None, True)
+            p = tl.exp2(s - shift[:, None])
         if ATTEND:
+            alpha = tl.exp2(m_i - shift)
+            l_i = l_i * alpha + tl.sum(p, 1)
             v = _load_rows(
                 V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM, V_HEAD_DIM_BAND
             )
