@@ -77,11 +77,16 @@ def _append_token(
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "raw_ring_size", "page_size", "win_ring_size", "num_pages",
-        "num_positions", "stride_table",
+        "num_tokens",
+        "raw_ring_size",
+        "page_size",
+        "win_ring_size",
+        "num_pages",
+        "num_positions",
+        "stride_table",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
-)  # fmt: skip
+)
 def decode_append(
     Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     K_RAW_STORE, V_RAW_STORE, K_SEL_STORE, V_SEL_STORE, K_WIN_STORE, V_WIN_STORE, Q_OUT, COS, SIN,

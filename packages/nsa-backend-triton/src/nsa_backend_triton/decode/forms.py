@@ -206,9 +206,18 @@ def step(
             )
         else:
             _three_launches(
-                chunk.tokens, first_token, q_chunk, gates_chunk, stores, o_chunk, blocks_chunk,
-                scratch, counters, call, settings,
-            )  # fmt: skip
+                chunk.tokens,
+                first_token,
+                q_chunk,
+                gates_chunk,
+                stores,
+                o_chunk,
+                blocks_chunk,
+                scratch,
+                counters,
+                call,
+                settings,
+            )
     return o, blocks
 
 

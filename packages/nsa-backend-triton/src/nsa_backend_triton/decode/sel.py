@@ -107,11 +107,16 @@ def sel_program(
 
 @triton.jit(
     do_not_specialize=[
-        "first_token", "num_tokens", "max_len", "num_splits", "stride_lse_h", "page_size",
+        "first_token",
+        "num_tokens",
+        "max_len",
+        "num_splits",
+        "stride_lse_h",
+        "page_size",
         "stride_table",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE"],
-)  # fmt: skip
+)
 def decode_sel(
     Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
     STARTS, LENGTHS, BLOCK_TABLE,
