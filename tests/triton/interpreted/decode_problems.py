@@ -114,7 +114,7 @@ def branches(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> O
     return {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_win": o_win, "lse_win": lse_win}
 
 
-def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+def selection(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Run select with a given lse."""
     q, k = apart(data.q), apart(data.stores["k_cmp"])
     numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
@@ -122,16 +122,18 @@ def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
     return {"blocks": forms.select(q, k, lse, call=data.call)}
 
 
-def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+def selection_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Run select with a compressed key of NaN in every other page."""
     data.stores["k_cmp"][::2, 3] = torch.nan
-    return choice(data, apart)
+    return selection(data, apart)
 
 
-def choice_with_own_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+def selection_with_own_nan(
+    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]
+) -> Outputs:
     """Run select with a NaN in a compressed key that does not reach beyond its block."""
     data.stores["k_cmp"][::2, 1] = torch.nan
-    return choice(data, apart)
+    return selection(data, apart)
 
 
 def invalid_blocks(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -248,8 +250,8 @@ def _allocate_dirty(*args: object) -> tuple[list[torch.Tensor], list[torch.Tenso
 
 
 CASES = {
-    "choice, fp32": TinyStep(choice, "nine initial", 3, torch.float32),
-    "choice with nan, fp32": TinyStep(choice_with_nan, "six initial", 3, torch.float32),
+    "selection, fp32": TinyStep(selection, "nine initial", 3, torch.float32),
+    "selection with nan, fp32": TinyStep(selection_with_nan, "six initial", 3, torch.float32),
 } | {
     f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
     for form, step, count in (
@@ -260,14 +262,14 @@ CASES = {
         (plain_append, "odd heads", 3),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
-        (choice, "ragged", 3),
-        (choice, "many blocks", 1000),
-        (choice_with_nan, "many blocks", 3),
-        (choice_with_own_nan, "many blocks", 3),
-        (choice, "six initial", 3),
-        (choice, "two of many", 3),
-        (choice, "odd", 1000),
-        (choice, "one key", 3),
+        (selection, "ragged", 3),
+        (selection, "many blocks", 1000),
+        (selection_with_nan, "many blocks", 3),
+        (selection_with_own_nan, "many blocks", 3),
+        (selection, "six initial", 3),
+        (selection, "two of many", 3),
+        (selection, "odd", 1000),
+        (selection, "one key", 3),
         (fused, "two tokens", 1000),
         (invalid_blocks, "three tokens", 1000),
         (branches, "ragged", 3),

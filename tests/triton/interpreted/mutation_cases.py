@@ -104,11 +104,11 @@ class Tiny:
             blocks = self._blocks(total)
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # queries of tokens without a key
-            bytes_of_a_row = (
+            bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
             with mock.patch.object(
-                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row
+                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_per_row
             ):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUNDED", 64):

@@ -30,7 +30,7 @@ _SHORT_LIMITS = {
     "RANK_PAIRS": 4 * _SHORT_BLOCKS,
 }
 # With more warps, several would hold parts of one sum over heads; no such binary has run on a GPU.
-_CHOICE_WARPS = 4
+_SELECTION_WARPS = 4
 _MAX_STATIC_PAGE = 4096  # rows; a power of two up to this is a constexpr of the kernel
 
 Pair = tuple[Tensor, Tensor]
@@ -222,7 +222,7 @@ class Span:
             k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
             PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
-            ATTEND=self.attend, STORE_SUMS=self.choose, PDL=self.pdl, **self.constants(q),
+            ATTEND=self.attend, STORE_SUMS=self.choose, PDL=self.pdl, **self.walk_constants(q),
             **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
         if blocks is not None:
@@ -235,8 +235,8 @@ class Span:
                 SELECT_BLOCK=geometry.select_block_size, ACC=accumulator(q.dtype),
                 RANK_BLOCKS=self.rank_blocks,
                 BLOCKS_PER_TILE=self.block_n // self.cmp_per_block_pad,
-                PDL=self.pdl, **self.choice(),
-                num_warps=_CHOICE_WARPS, **({"launch_pdl": True} if self.pdl else {}),
+                PDL=self.pdl, **self.selection_constants(),
+                num_warps=_SELECTION_WARPS, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
 
     @property
@@ -253,7 +253,7 @@ class Span:
         )
         return {name: options[name] for name in names if options.get(name)}
 
-    def constants(self, q: Tensor) -> dict[str, object]:
+    def walk_constants(self, q: Tensor) -> dict[str, object]:
         """Return the constexprs that a walk over either branch takes."""
         geometry = self.call.geometry
         return {
@@ -267,7 +267,7 @@ class Span:
             "ACC": accumulator(q.dtype),
         }  # fmt: skip
 
-    def choice(self) -> dict[str, int]:
+    def selection_constants(self) -> dict[str, int]:
         """Return the constexprs that the selection takes."""
         geometry = self.call.geometry
         return {
@@ -405,6 +405,6 @@ class Step:
             span.cmp_programs, span.programs - span.cmp_programs,
             CMP_PAGE_SIZE=_static_page_size(stores[0].shape[1]),
             PAGE_SIZE=_static_page_size(sel.k.shape[1]), RANK_BLOCKS=span.rank_blocks,
-            **span.constants(q), **span.choice(),
+            **span.walk_constants(q), **span.selection_constants(),
             **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip
