@@ -339,7 +339,8 @@ class Sel:
         decode_sel[(self.programs,)](
             q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
             call.starts, call.lengths, call.block_table,
-            q.stride()[:3], gates_or_lse.stride()[:3], k.stride()[:3], v.stride()[:3],
+            q.stride()[:3], gates_or_lse.stride()[:3],
+            k.stride(0), k.stride()[1:3], v.stride(0), v.stride()[1:3],
             blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
             call.block_table.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len, k.shape[1],

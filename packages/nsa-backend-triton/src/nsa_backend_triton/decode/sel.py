@@ -120,8 +120,8 @@ def sel_program(
 def decode_sel(
     Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
     STARTS, LENGTHS, BLOCK_TABLE,
-    stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
-    stride_lse_b: tl.int64, stride_lse_h, stride_table,
+    stride_q, stride_gates, stride_kp: tl.int64, stride_k, stride_vp: tl.int64, stride_v,
+    stride_blocks, stride_o, stride_lse_b: tl.int64, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
     PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -132,16 +132,21 @@ def decode_sel(
 ):  # fmt: skip
     """Attend over the selected blocks; GATED: write the gated sum of all branches to O.
 
-    PDL: this kernel may start before the previous one has ended, and waits for its results.
+    PDL: this kernel may start before the previous one has ended, and waits for its results. The
+    page strides are int64 arguments instead of elements of ``stride_k`` and ``stride_v``
+    (row, head): ptxas then takes 115 registers instead of 164 (sm_90, bf16, Dk = Dv = 128).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
+    stride_kr, stride_kh = stride_k
+    stride_vr, stride_vh = stride_v
     sel_program(
         program, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
         COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
-        stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
-        stride_lse_b, stride_lse_h, stride_table,
+        stride_q, stride_gates,
+        (stride_kp, stride_kr, stride_kh), (stride_vp, stride_vr, stride_vh), stride_blocks,
+        stride_o, stride_lse_b, stride_lse_h, stride_table,
         qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
         PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,
