@@ -40,7 +40,15 @@ except (ImportError, OSError, RuntimeError) as error:
 
 
 def probe(request: Request) -> list[Reason]:
-    """Return all reasons why the backend cannot run ``request``; none: it can."""
+    """Return all reasons why the backend cannot run ``request``.
+
+    Args:
+        request: The slot, shapes, dtype and device of a call. No tensor is read.
+
+    Returns:
+        One reason per obstacle, each with a code, a sentence and a hint. Empty if the backend runs
+        the request.
+    """
     missing = _import_reason or _version_reason(_version or "")
     reasons = [missing] if missing else []
     interpreted = not missing and _interpreted()

@@ -4,8 +4,8 @@
     score[j] = sum over h and i of overlap(i, j) p[h, i]            (Eqs. 9 and 10)
     blocks = the initial and local blocks, then those of the best scores, n in all  (Eqs. 11, 12)
 
-A walk's sums are relative to the maximum that its softmax had seen by then. The factor 2^(m - lse),
-one number per head and tile of keys, makes them absolute.
+A walk's sums are relative to the running maximum m of its softmax at that tile. The factor
+2^(m - lse), one number per head and tile of keys, makes them absolute.
 
 A pass takes RANK_BLOCKS blocks: 8 bytes per head and block from L2, where the walk has just written
 them (128 KiB for 16 heads and 64k tokens), in NUM_HEAD_TILES tiles of BLOCK_H heads, as many as
@@ -13,7 +13,7 @@ registers hold. The scores of a pass stay in registers. The best are found one a
 maximum of the bit patterns (scores are >= 0, so bit patterns order like scores) and the lowest
 index that has it. Each selected block takes two reductions over a few numbers per thread; in later
 passes only blocks that are better than the worst of the best so far take them. Latency is the
-limit: few numbers, one after the other.
+limit: there are few numbers, processed one after the other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _group_scores(
 ):  # fmt: skip
     """Return the scores [RANK_BLOCKS] of the blocks from tile ``first_tile`` on, and a carry.
 
-    ``carry_in`` is the share of the block in front of them in the first block's score; the returned
-    carry is the last block's share in the score of the block behind them. Compressed tokens are
-    added within a head first, then heads.
+    Compressed tokens of a block may also overlap the next block. ``carry_in`` is what the preceding
+    block adds to the first score; the returned carry is what the last block adds to the next score.
+    Compressed tokens are added within a head first, then heads.
     """
     tile = tl.arange(0, RANK_BLOCKS // BLOCKS_PER_TILE) + first_tile
-    number = tl.arange(0, BLOCKS_PER_TILE * 2)
+    offs_pair = tl.arange(0, BLOCKS_PER_TILE * 2)
     pairs = tl.zeros([RANK_BLOCKS // BLOCKS_PER_TILE, BLOCKS_PER_TILE * 2], ACC)
     for head_tile in tl.static_range(NUM_HEAD_TILES):
         head = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -64,7 +64,7 @@ def _group_scores(
         # only. Triton 3.6 reduces a vector wrongly if several lanes hold copies of it and those
         # lanes are not the highest.
         offs = (head * stride_sums)[None, :, None] + (
-            tile[:, None] * (BLOCKS_PER_TILE * 2) + number[None, :]
+            tile[:, None] * (BLOCKS_PER_TILE * 2) + offs_pair[None, :]
         )[:, None, :]
         sums = tl.load(SUMS + offs, mask=valid[:, :, None], other=0.0, cache_modifier=".cg")
         pairs += tl.sum(sums * scale[:, :, None], 1)
