@@ -1,4 +1,4 @@
-"""The shapes of decode steps that triton_decode.py times, and the tensors of a step."""
+"""The shapes of the decode steps that triton_decode.py times, and their tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nsa_core.layout import BlockGeometry
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A decode step of ``batch`` sequences of ``length`` tokens in pages of ``page`` tokens.
+    """A step over ``batch`` sequences of ``length`` tokens, ``new_tokens`` of them new.
 
-    The last ``rows`` tokens of each sequence are new.
+    The cache has pages of ``page`` tokens.
     """
 
     batch: int
@@ -27,23 +27,21 @@ class Shape:
     dk: int
     dv: int
     page: int = 128
-    rows: int = 1
+    new_tokens: int = 1
     geometry: BlockGeometry = dataclasses.field(default_factory=BlockGeometry)
 
     def __str__(self) -> str:
-        more = f" m={self.rows}" if self.rows > 1 else ""
-        return (
-            f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{more}"
-        )
+        new = f" m={self.new_tokens}" if self.new_tokens > 1 else ""
+        return f"B={self.batch} S={self.length} {self.heads}/{self.groups}/{self.dk}/{self.dv}{new}"
 
     def bytes_read(self, itemsize: int) -> dict[str, int]:
-        """Return the bytes of K and V that each branch must read for the last token."""
+        """Return the bytes of K and V that each branch must read once for the last token."""
         g = self.geometry
         blocks = min(g.num_selected_blocks, g.num_select_blocks(self.length))
-        chosen = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
+        selected = (blocks - 1) * g.select_block_size + (self.length - 1) % g.select_block_size + 1
         rows = {
             "cmp": g.num_compressed(self.length),
-            "sel": chosen,
+            "sel": selected,
             "win": min(g.window_size, self.length),
         }
         bytes_per_row = self.batch * self.groups * (self.dk + self.dv) * itemsize
@@ -56,19 +54,19 @@ ANCHORS = [
     Shape(16, 131072, 64, 4, 128, 128),
     Shape(1, 2048, 8, 2, 32, 32, page=2048),
     Shape(1, 65536, 64, 4, 128, 128),
-    Shape(32, 65536, 64, 4, 128, 128, rows=4),
+    Shape(32, 65536, 64, 4, 128, 128, new_tokens=4),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The tensors of a step, and the rows that an append writes."""
+    """The tensors of a step, and the rows that its append writes."""
 
     shape: Shape
     q: torch.Tensor
     gates: torch.Tensor
     stores: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    rows: tuple[torch.Tensor, torch.Tensor]
+    new_rows: tuple[torch.Tensor, torch.Tensor]
     rope: tuple[torch.Tensor, torch.Tensor]
     call: DecodeCall
 
@@ -80,8 +78,8 @@ class Data:
         )
 
     def append(self) -> torch.Tensor:
-        """Append the rows; a repeated call writes the same bytes to the same place."""
-        k, v = self.rows
+        """Run the append; it writes the same bytes to the same rows every time."""
+        k, v = self.new_rows
         s = self.stores
         return decode_append.append(
             self.q,
@@ -97,9 +95,9 @@ class Data:
 
 
 def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
-    """Create random tensors, with pages in random order."""
+    """Return a step over random numbers, with pages in random order."""
     generator = torch.Generator(device).manual_seed(shape.length)
-    g, groups, m = shape.geometry, shape.groups, shape.rows
+    g, groups, m = shape.geometry, shape.groups, shape.new_tokens
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
@@ -116,9 +114,11 @@ def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
         n: (random(*size, groups, shape.dk), random(*size, groups, shape.dv))
         for n, size in sizes.items()
     }
-    table = torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
+    block_table = (
+        torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
+    )
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
-    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, table, shape.length)
+    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, block_table, shape.length)
     angles = torch.rand((shape.length + m, shape.dk // 2), generator=generator, device=device)
     return Data(
         shape,

@@ -1,4 +1,4 @@
-"""Time GPU work without host overhead, by replaying a CUDA graph."""
+"""Time GPU work without the host's share, by replaying a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 
 
 def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> float:
-    """Return the ms of one run: the median over rounds of a graph with ``repeats`` runs."""
+    """Return the milliseconds of one ``run``, the median over the replays of a graph.
+
+    Args:
+        run: Launches the work to be timed.
+        repeats: Runs that the graph captures.
+        rounds: Timed replays of the graph.
+    """
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,11 +1,11 @@
-"""Every kernel of the triton backend once, small, for compute-sanitizer:
+"""Run every kernel of the Triton backend once on small shapes, for compute-sanitizer.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python benchmarks/kernels/triton_sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/kernels/triton_sanitize.py
 
-Prints a line per case; the sanitizer's own summary is the result. racecheck takes minutes:
-``--shape`` and ``--part`` divide the cases among processes that run side by side.
+Prints one line per case; the result is the sanitizer's own summary. racecheck takes minutes;
+``--shape`` and ``--part`` select cases, so that several processes can share them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ SHAPES = {
 
 
 PARTS = ("dense", "packed", "buckets", "decode")
-# long enough to share pairs by bucket
 LENGTHS = {
     "dense": (150,),
     "packed": (0, 33, 100, 1, 0),
-    "buckets": (4200,),
+    "buckets": (4200,),  # long enough for the bucket path of sel
 }
 
 
 def main() -> None:
-    """Forward and backward of every slot in both modes; decode steps of one and several tokens,
-    with their append.
-    """
+    """Run forward and backward of every slot, and decode steps with their append and gates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,10 +46,10 @@ def main() -> None:
         "--shape", action="append", choices=list(SHAPES), help="repeatable; default all"
     )
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default all")
-    asked = parser.parse_args()
-    for name in asked.shape or SHAPES:
+    options = parser.parse_args()
+    for name in options.shape or SHAPES:
         config = NSAConfig(dim=64, rope=False, **SHAPES[name])
-        for part in asked.part or PARTS:
+        for part in options.part or PARTS:
             if part == "decode":
                 decode(name, config)
             else:
@@ -60,7 +57,7 @@ def main() -> None:
 
 
 def layer(name: str, config: NSAConfig, part: str) -> None:
-    """One call of every slot, in no fixed order and in a fixed one."""
+    """Call every slot, forward and backward, with and without deterministic gradients."""
     packed = part == "packed"
     for deterministic in (False, True):
         case = Case(name, config, LENGTHS[part], packed=packed)
@@ -79,7 +76,7 @@ def layer(name: str, config: NSAConfig, part: str) -> None:
 
 
 def decode(name: str, config: NSAConfig) -> None:
-    """A step, its append and its gates, of one token a sequence and of several."""
+    """Run a step, its append and its gates, for one token per sequence and for several."""
     subject = Combination(dict.fromkeys(SLOTS, "triton"), "cuda")
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
@@ -90,8 +87,8 @@ def decode(name: str, config: NSAConfig) -> None:
         findings += append_parity(
             subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40
         )
-        wrong = [f.quantity for f in findings if not f.ok]
-        print(f"{name}, decode of {new}: {wrong or 'ran'}", flush=True)
+        failures = [f.quantity for f in findings if not f.ok]
+        print(f"{name}, decode of {new}: {failures or 'ran'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -278,8 +278,8 @@ def test_decode_steps_with_other_settings_are_launched_separately(no_gpu: list[A
     span = configs.pick("decode_span", 90, head_dim=64, v_head_dim=64, itemsize=2, heads=2, taps=4)
     for settings in (
         (None, None),
-        ({**span, "PROGRAMS": 1}, None),
-        ({**span, "PROGRAMS": 1}, None),
+        ({**span, "PROGRAMS_PER_SM": 1}, None),
+        ({**span, "PROGRAMS_PER_SM": 1}, None),
     ):
         decode.step(
             *(given[name] for name in meta_inputs.STEP_INPUTS["step"]), call=call, settings=settings

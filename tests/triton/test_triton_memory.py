@@ -1,8 +1,7 @@
-"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs on tensors without
-data.
+"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs without data.
 
-tests/triton/interpreted holds the dry run against what a run allocates; tests/gpu measures both on
-a GPU.
+tests/triton/interpreted compares a dry run with what a run allocates; tests/gpu measures both on a
+GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SLOTS = ("cmp", "select", "sel", "win", "combine")
 
 
 def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
-    given = {
+    defaults = {
         "n_heads": 12,
         "n_kv_heads": 2,
         "head_dim": 64,
@@ -37,17 +36,17 @@ def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
         "dtype": "bfloat16",
         "batch": 1,
     }
-    given |= {
+    defaults |= {
         "geometry": BlockGeometry(),
         "needs_grad": True,
         "device": "cuda",
         "capability": (9, 0),
     }
-    return Request(slot=slot, seq_len=seq_len, **{**given, **fields})
+    return Request(slot=slot, seq_len=seq_len, **{**defaults, **fields})
 
 
-def test_row_47_combine_by_hand() -> None:
-    """o, then three gradients and dgates on top of it: nothing else."""
+def test_row_47_peak_of_combine_equals_its_outputs() -> None:
+    """The forward allocates o; the backward adds three gradients and dgates."""
     rows, width = 1000 * 12, 64 * 2
     request = make_request("combine", 1000)
     assert workspace.peak(request) == pytest.approx(rows * (4 * width + 3 * 4), rel=0.001)
@@ -57,7 +56,7 @@ def test_row_47_combine_by_hand() -> None:
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_47_memory_grows_as_s(slot: str) -> None:
+def test_row_47_memory_grows_linearly_with_the_length(slot: str) -> None:
     for fields in (
         {},
         {"n_heads": 64, "n_kv_heads": 4, "deterministic": True},
@@ -72,20 +71,20 @@ def test_row_47_memory_grows_as_s(slot: str) -> None:
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_47_nothing_for_no_tokens(slot: str) -> None:
+def test_row_47_peak_of_no_tokens_is_zero(slot: str) -> None:
     assert workspace.peak(make_request(slot, 0)) == 0
 
 
-def test_a_dry_run_leaves_other_threads_alone() -> None:
+def test_dry_run_does_not_affect_other_threads() -> None:
     from triton.runtime.jit import JITFunction
 
-    stock, seen = JITFunction.run, []
+    stock, in_thread = JITFunction.run, []
     with workspace._no_launches():
-        thread = threading.Thread(target=lambda: seen.append(workspace._dry.get()))
+        thread = threading.Thread(target=lambda: in_thread.append(workspace._dry.get()))
         thread.start()
         thread.join()
         assert workspace._dry.get()
-    assert seen == [False]
+    assert in_thread == [False]
     assert JITFunction.run is stock
 
 
@@ -94,19 +93,19 @@ def described_multiprocessors(architecture: int) -> int:
         return launch.multiprocessors(torch.device("meta"))
 
 
-def test_a_gpu_that_is_not_there_has_the_multiprocessors_of_its_architecture(
+def test_absent_gpu_has_the_multiprocessors_of_its_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = {
+    counts = {
         architecture: described_multiprocessors(architecture) for architecture in configs.TABLES
     }
-    assert told.pop(0) == 3, "the interpreter"
-    assert {told[a] for a in (80, 86, 89, 90, 120)} == {108, 84, 142, 132, 188}
-    assert min(told.values()) >= 16, "every architecture that has configurations"
+    assert counts.pop(0) == 3, "the interpreter"
+    assert {counts[a] for a in (80, 86, 89, 90, 120)} == {108, 84, 142, 132, 188}
+    assert min(counts.values()) >= 16, "every architecture that has configurations"
 
 
-def test_a_gpu_that_is_there_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_present_gpu_reports_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_capability", lambda device: 89)
@@ -121,11 +120,11 @@ def test_a_gpu_that_is_there_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 LENGTHS = (1, 31, 32, 127, 1000, 1024, 4097, 8192, 65536, 1 << 20)
 
 
-def differences(these: set[tuple[Any, ...]], those: set[tuple[Any, ...]]) -> list[Any]:
-    """What tells binaries of one kernel apart."""
-    pairs = [(a, b) for a in these - those for b in those - these if a[0] == b[0]]
+def differences(left: set[tuple[Any, ...]], right: set[tuple[Any, ...]]) -> list[Any]:
+    """Return the differences between binaries of the same kernels."""
+    pairs = [(a, b) for a in left - right for b in right - left if a[0] == b[0]]
     return [(a[0], sorted(set(a) ^ set(b), key=str)) for a, b in pairs] or sorted(
-        x[0] for x in these ^ those
+        x[0] for x in left ^ right
     )
 
 
@@ -137,18 +136,18 @@ def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) 
         for length in LENGTHS:
             request = make_request(slot, length, varlen=packed, **shape)
             if not requests.inputs(request)[1][1].numel():
-                continue  # no compressed token: the core makes no call
+                continue  # no compressed token: the core does not call the slot
             launches = compile_table.launches(request, 90)
-            per_length[length] = {made.binary for made in launches}
+            per_length[length] = {launch.binary for launch in launches}
         assert all(per_length.values())
         assert len(per_length) >= 5
         *shorter, longest = LENGTHS
-        known = per_length[shorter[-1]]
-        for length in shorter:  # a short sequence may need fewer kernels, but no other ones
+        common = per_length[shorter[-1]]
+        for length in shorter:  # a short sequence may need fewer kernels, but no others
             binaries = per_length.get(length, set())
-            assert binaries <= known, f"{length} tokens: {differences(binaries, known)}"
-        # Where offsets no longer fit into 32 bits, one kernel has a second binary, which is slower.
-        others = per_length[longest] - known
+            assert binaries <= common, f"{length} tokens: {differences(binaries, common)}"
+        # If offsets do not fit into 32 bits, one kernel has a second, slower binary.
+        others = per_length[longest] - common
         assert {binary[0] for binary in others} <= {"sel_block_backward"}, differences(
-            others, known
+            others, common
         )

@@ -1,6 +1,4 @@
-"""The triton backend's probe: every reason with its code, on GPUs that are described rather than
-present.
-"""
+"""The Triton backend's probe: every reason and its code, for requests that describe a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def codes(**fields: Any) -> list[str]:
 @pytest.mark.parametrize(
     "capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
 )
-def test_row_49_known_gpus_are_served(capability: tuple[int, int]) -> None:
+def test_row_49_supported_gpus_are_accepted(capability: tuple[int, int]) -> None:
     assert codes(capability=capability) == []
 
 
@@ -58,7 +56,7 @@ def test_row_49_known_gpus_are_served(capability: tuple[int, int]) -> None:
         ((11, 0), "sm_unknown", ("sm_110", "sm_90")),
     ],
 )
-def test_row_49_other_gpus_are_refused_with_both_numbers(
+def test_row_49_refusal_of_other_gpus_names_both_numbers(
     capability: Any, code: str, numbers: tuple[str, ...]
 ) -> None:
     (reason,) = probing.probe(dataclasses.replace(BASE, capability=capability))
@@ -80,16 +78,16 @@ def test_row_49_other_gpus_are_refused_with_both_numbers(
         ({"slot": "sel", "geometry": BlockGeometry(num_selected_blocks=65)}, "num_selected_blocks"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], code: str) -> None:
+def test_unsupported_request_is_refused(fields: dict[str, Any], code: str) -> None:
     assert code in codes(**fields)
 
 
 @pytest.mark.parametrize(("stride", "refused"), [(16, []), (1, ["no_configuration"])])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_row_46_tiles_of_whole_blocks_that_do_not_fit_are_refused(
+def test_row_46_tiles_of_whole_blocks_beyond_shared_memory_are_refused(
     phase: str, stride: int, refused: list[str]
 ) -> None:
-    """Scores come in tiles of whole selection blocks: of 8 or of 128 compressed tokens here."""
+    """A tile of scores holds whole selection blocks, here of 8 or 128 compressed tokens."""
     wide = {
         "slot": "select",
         "head_dim": 256,
@@ -104,9 +102,9 @@ def test_row_46_tiles_of_whole_blocks_that_do_not_fit_are_refused(
     )
 
 
-def test_reasons_of_one_request_are_all_told() -> None:
-    asked = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300}
-    assert {"sm_too_old", "dtype", "head_dim"} <= set(codes(**asked))
+def test_probe_returns_all_reasons() -> None:
+    fields = {"slot": "sel", "capability": (7, 0), "dtype": "float64", "head_dim": 300}
+    assert {"sm_too_old", "dtype", "head_dim"} <= set(codes(**fields))
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,17 +113,20 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"), [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)]
+    ("version", "accepted"),
+    [("3.3.1", False), ("2.0", False), ("3.4.0", True), ("3.10.0+git", True)],
 )
-def test_the_oldest_triton(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_found", version)
-    assert codes() == ([] if fits else ["triton_too_old"])
+def test_oldest_triton_version(
+    version: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_version", version)
+    assert codes() == ([] if accepted else ["triton_too_old"])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 @pytest.mark.parametrize("slot", SLOTS)
-def test_decode_is_served_where_prefill_is(slot: str, capability: tuple[int, int]) -> None:
-    asked = {
+def test_decode_is_accepted_on_every_supported_gpu(slot: str, capability: tuple[int, int]) -> None:
+    fields = {
         "slot": slot,
         "phase": "decode",
         "needs_grad": False,
@@ -133,12 +134,14 @@ def test_decode_is_served_where_prefill_is(slot: str, capability: tuple[int, int
         "capability": capability,
     }
     for dtype, width in itertools.product(("bfloat16", "float32"), (32, 96, 256)):
-        assert codes(**asked, dtype=dtype, head_dim=width, v_head_dim=width) == []
-    assert "head_dim" in codes(**asked, v_head_dim=257)
+        assert codes(**fields, dtype=dtype, head_dim=width, v_head_dim=width) == []
+    assert "head_dim" in codes(**fields, v_head_dim=257)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_decode_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_without_a_configuration_is_refused(
+    slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         configs, "table", lambda _: {configs.DECODE[slot][0]: [({"v_head_dim": 32}, {})]}
     )
@@ -146,7 +149,7 @@ def test_decode_without_a_row_is_refused(slot: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("slot", SLOTS)
-def test_row_46_a_request_without_a_row_is_refused(
+def test_row_46_request_without_a_configuration_is_refused(
     slot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert codes(slot=slot) == []
@@ -162,13 +165,13 @@ def test_every_table_has_every_kernel() -> None:
         assert set(configs.table(architecture)) == kernels, architecture
 
 
-def test_row_28_cpu_tensors_name_the_device() -> None:
+def test_row_28_refusal_of_cpu_tensors_names_the_device() -> None:
     config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, head_dim=16)
     with pytest.raises(Unsupported, match=r"triton [\d.]+: refused: needs cuda, got cpu"):
         resolve(config, device="cpu", backends="triton")
 
 
-def test_without_triton_the_plugin_is_listed_and_says_so() -> None:
+def test_probe_reports_missing_triton_without_importing_torch() -> None:
     code = """
 import sys
 sys.modules["triton"] = None
@@ -176,20 +179,22 @@ import nsa_backend_triton.plugin
 from nsa_backend_triton.probe import detail, probe
 from nsa_core import BlockGeometry, Request
 sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
-asked = Request(slot="win", geometry=BlockGeometry(), **sizes)
-print([reason.code for reason in probe(asked)], detail())
+request = Request(slot="win", geometry=BlockGeometry(), **sizes)
+print([reason.code for reason in probe(request)], detail())
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("['triton_missing', 'device']")
-    assert "pip install triton" in done.stdout
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("['triton_missing', 'device']")
+    assert "pip install triton" in result.stdout
 
 
-def test_detail_tells_the_version() -> None:
+def test_detail_begins_with_the_version() -> None:
     assert probing.detail()[0].startswith("triton ")
 
 
-def test_importing_the_kernels_makes_no_cuda_context() -> None:
+def test_importing_the_kernels_creates_no_cuda_context() -> None:
     code = (
         "import torch, nsa_backend_triton.combine.kernels, nsa_backend_triton.probe as p;"
         " p.detail\n"
@@ -198,7 +203,7 @@ def test_importing_the_kernels_makes_no_cuda_context() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_warming_up_reaches_the_kernels_of_long_sequences() -> None:
+def test_warmup_length_reaches_the_bucket_path_of_sel() -> None:
     from nsa_backend_triton.plugin import nsa_register_backends
 
     tokens = nsa_register_backends().slots["sel"].warmup_tokens

@@ -1,4 +1,4 @@
-"""Our packages in an environment without numpy, which none of them installs."""
+"""The packages of this repository work without numpy, which none of them installs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-# The strict interpreter wraps triton's own interpreter, which needs numpy.
+# The strict interpreter wraps Triton's interpreter, which needs numpy.
 NEED_NUMPY = {"nsa_backend_triton.strict.memory_model", "nsa_backend_triton.strict.speedups"}
 
 EVERY_MODULE = """
@@ -40,46 +40,44 @@ prefill = Request(
     device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
 )
 decode = dataclasses.replace(prefill, needs_grad=False, phase="decode")
-for asked in (dataclasses.replace(of, slot=slot) for of in (prefill, decode) for slot in SLOTS):
-    answer = ask(entry, asked)
-    assert answer.accepted, f"{asked.phase} {asked.slot}: {answer}"
-    assert import_named(entry.spec.slots[asked.slot].workspace)(asked) >= 0
+for request in (dataclasses.replace(r, slot=slot) for r in (prefill, decode) for slot in SLOTS):
+    answer = ask(entry, request)
+    assert answer.accepted, f"{request.phase} {request.slot}: {answer}"
+    assert import_named(entry.spec.slots[request.slot].workspace)(request) >= 0
 assert sys.modules["numpy"] is None
 """
 
 
 def run(code: str, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment | variables
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
-def said() -> str:
-    """The modules that need numpy, then the word of the probe: one process, as torch is slow to
-    import.
-    """
+def output() -> str:
+    """The modules that need numpy, then the result of the probe, both from one process."""
     return run(f"{EVERY_MODULE}\nprint('imported')\n{SIMULATED_GPU}\nprint('accepted')")
 
 
-def test_every_module_imports_without_numpy(said: str) -> None:
-    assert set(said.partition("imported")[0].split()) == NEED_NUMPY
+def test_every_module_imports_without_numpy(output: str) -> None:
+    assert set(output.partition("imported")[0].split()) == NEED_NUMPY
 
 
-def test_the_probe_accepts_a_gpu_without_numpy(said: str) -> None:
-    assert said.endswith("accepted\n")
+def test_probe_accepts_a_gpu_without_numpy(output: str) -> None:
+    assert output.endswith("accepted\n")
 
 
-def test_the_interpreter_without_numpy_is_refused_with_the_package_to_install() -> None:
+def test_probe_names_numpy_if_the_interpreter_lacks_it() -> None:
     code = """
 import sys
 sys.modules["numpy"] = None
 from nsa_backend_triton.probe import detail
 print(detail())
 """
-    said = run(code, TRITON_INTERPRET="1")
-    assert "triton cannot be imported" in said
-    assert "pip install numpy" in said
+    detail = run(code, TRITON_INTERPRET="1")
+    assert "triton cannot be imported" in detail
+    assert "pip install numpy" in detail

@@ -1,9 +1,8 @@
-"""Files named interpreted_*.py run with TRITON_INTERPRET=1, which must be set before anything
-imports triton.
+"""Collect the files named interpreted_*.py, which need TRITON_INTERPRET=1.
 
-Without the variable each such file is one test, which runs the file in a pytest process of its own.
-With it (TRITON_INTERPRET=1 pytest tests/triton/interpreted), as nox sets it, the tests are
-collected as usual.
+The variable must be set before anything imports triton. Without it, each file is one test, which
+runs the file in a pytest process of its own. With it, as nox sets it, the tests are collected as
+usual: TRITON_INTERPRET=1 pytest tests/triton/interpreted.
 """
 
 from __future__ import annotations
@@ -30,23 +29,21 @@ def pytest_pycollect_makemodule(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first: begun last, a minute of it would keep one worker when the other has
-    nothing left.
-    """
+    """Put the slowest tests first, so that workers finish at about the same time."""
     items.sort(
         key=lambda item: not (isinstance(item, InterpretedRun) or "mutants" in item.path.name)
     )
 
 
 class InterpretedFile(pytest.File):
-    """A file that runs elsewhere, as one item."""
+    """A file that runs as one item, in another process."""
 
     def collect(self) -> list[pytest.Item]:
         return [InterpretedRun.from_parent(self, name="in the interpreter")]
 
 
 class InterpretedRun(pytest.Item):
-    """pytest on the file in a child process whose triton interprets."""
+    """A run of pytest on the file, in a child process with TRITON_INTERPRET=1."""
 
     def runtest(self) -> None:
         pytest.importorskip("triton")
@@ -64,23 +61,21 @@ class InterpretedRun(pytest.Item):
         ]
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTEST_XDIST_WORKER", None)
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True
         )
-        if done.returncode == NOTHING_SELECTED:
-            pytest.skip("nothing in it is selected")
-        if done.returncode:
-            pytest.fail(done.stdout + done.stderr, pytrace=False)
+        if result.returncode == NOTHING_SELECTED:
+            pytest.skip("no test of the file is selected")
+        if result.returncode:
+            pytest.fail(result.stdout + result.stderr, pytrace=False)
         self.user_properties.append(
-            ("interpreted", f"{self.path.name}: {done.stdout.strip().splitlines()[-1]}")
+            ("interpreted", f"{self.path.name}: {result.stdout.strip().splitlines()[-1]}")
         )
 
 
 @pytest.fixture(autouse=True)
 def strictly() -> Iterator[None]:
-    """Every kernel of an interpreted test runs in the strict interpreter, which is also the quicker
-    one.
-    """
+    """Run every kernel of an interpreted test in the strict interpreter, the faster one, too."""
     from nsa_backend_triton.strict.interpreter import strict
 
     with strict() if INTERPRETED else contextlib.nullcontext():

@@ -1,5 +1,6 @@
-"""Decode steps whose launches tell mutants from kernels: tiny, between NaNs, with splits and
-without, every form.
+"""Tiny decode steps whose launches detect mutants: every form, with and without splits.
+
+Tensors lie between NaNs, so that reads outside their rows show.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 SMALL, ODD, MANY = (4, 2, 16, 3, 18), (16, 8, 24, 3, 5), (6, 2, 8, 7, 9)  # l, d, l', n, w
-WIDE = (6, 2, 8, 11, 9)  # more blocks than a choice ranks at once
-TOUCHING = (8, 8, 24, 3, 30)  # as many compressed tokens as strides
+MANY_SELECTED = (6, 2, 8, 11, 9)  # more blocks than the selection ranks in one pass
+NO_OVERLAP = (8, 8, 24, 3, 30)  # l = d: compressed tokens do not overlap
 
 
 def _step(
@@ -36,9 +37,9 @@ def _step(
     groups: int = 1,
     page: int | None = 16,
     dk: int = 4,
-    **forced: int,
+    **block_counts: int,
 ) -> Step:
-    config = dataclasses.replace(config_of(heads, groups, dk, 3, geometry), **forced)
+    config = dataclasses.replace(config_of(heads, groups, dk, 3, geometry), **block_counts)
     return Step(Case(name, config, ()), lengths, new, max(new), page)
 
 
@@ -58,10 +59,10 @@ STEPS = {
         "many blocks", MANY, (150, 134, 133), (1, 1, 1), heads=6, groups=2, page=8, local_blocks=0
     ),
     "six initial": _step(
-        "six initial", WIDE, (150, 101), (1, 1), page=8, init_blocks=6, local_blocks=1
+        "six initial", MANY_SELECTED, (150, 101), (1, 1), page=8, init_blocks=6, local_blocks=1
     ),
     "nine initial": _step(
-        "nine initial", WIDE, (150, 133), (1, 1), page=8, init_blocks=9, local_blocks=0
+        "nine initial", MANY_SELECTED, (150, 133), (1, 1), page=8, init_blocks=9, local_blocks=0
     ),
     "two of many": _step(
         "two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0
@@ -80,7 +81,7 @@ STEPS = {
         init_blocks=0,
         local_blocks=0,
     ),
-    "full": _step("full", TOUCHING, (24, 48), (1, 1), page=48),
+    "full": _step("full", NO_OVERLAP, (24, 48), (1, 1), page=48),
     "odd heads": _step(
         "odd heads", SMALL, (40, 3), (2, 3), heads=3, groups=3, page=None, dk=6, window_size=1
     ),
@@ -90,53 +91,53 @@ STEPS = {
 }
 
 
-def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], merge: int = 1) -> Outputs:
-    """The step, all branches and gates; ``merge`` 0: in three launches."""
+def fused(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], fuse: int = 1) -> Outputs:
+    """Run the step; ``fuse`` 0: in three launches."""
     stores = (apart(data.stores[name]) for name in STORES)
-    span = dict(configs.pick("decode_span", 0)) | {"MERGE": merge}
+    span = dict(configs.pick("decode_span", 0)) | {"FUSE_STEP": fuse}
     o, blocks = forms.step(
         apart(data.q), data.gates, *stores, call=data.call, settings=(span, None)
     )
     return {"o": o, "blocks": blocks}
 
 
-def parted(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The step of one token as one of several is done."""
+def three_launches(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run the step in three launches, as steps of several tokens are."""
     return fused(data, apart, 0)
 
 
-def alone(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Each branch and the choice."""
+def branches(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run cmp and win alone."""
     s, q = {name: apart(store) for name, store in data.stores.items()}, apart(data.q)
     o_cmp, lse_cmp = forms.cmp(q, s["k_cmp"], s["v_cmp"], call=data.call)
     o_win, lse_win = forms.win(q, s["k_win"], s["v_win"], call=data.call)
     return {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_win": o_win, "lse_win": lse_win}
 
 
-def choice(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice given an lse."""
+def selection(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run select with a given lse."""
     q, k = apart(data.q), apart(data.stores["k_cmp"])
     numbers = torch.linspace(0, 60, q.shape[0] * q.shape[1] * q.shape[2], dtype=q.dtype).sin() * 2
     lse = numbers.view(q.shape[0], q.shape[2], -1)
     return {"blocks": forms.select(q, k, lse, call=data.call)}
 
 
-def choice_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice where every other page holds a compressed key of NaN."""
+def selection_with_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run select with a compressed key of NaN in every other page."""
     data.stores["k_cmp"][::2, 3] = torch.nan
-    return choice(data, apart)
+    return selection(data, apart)
 
 
-def choice_with_own_nan(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """The choice where NaN belongs to one block: a compressed key that reaches just to the end of
-    its block.
-    """
+def selection_with_own_nan(
+    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]
+) -> Outputs:
+    """Run select with a NaN in a compressed key that does not reach beyond its block."""
     data.stores["k_cmp"][::2, 1] = torch.nan
-    return choice(data, apart)
+    return selection(data, apart)
 
 
-def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Blocks in any order, twice, of the future and out of range."""
+def invalid_blocks(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run sel with blocks that are unsorted, repeated, in the future or out of range."""
     batch, rows, groups = data.q.shape[0], data.q.shape[1], data.stores["k_sel"].shape[2]
     blocks = torch.tensor([[2, 0, 2], [-1, 0, 1], [1, 99, -7]], dtype=torch.int64)
     blocks = blocks[(torch.arange(batch * rows * groups) % 3)].view(batch, rows, groups, 3)
@@ -153,9 +154,7 @@ def strays(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Out
 def append(
     data: StepData, _: Callable[[torch.Tensor], torch.Tensor], rotate_raw: bool = True
 ) -> Outputs:
-    """Rows out of one buffer into stores of NaN; ``rotate_raw`` False: nothing is rotated at
-    all.
-    """
+    """Append rows of one buffer to stores of -9; ``rotate_raw`` False: without rotary embedding."""
     (batch, m, heads, dk), groups, dv = data.q.shape, *data.stores["v_sel"].shape[2:]
     buffer = torch.linspace(
         -1, 1, batch * m * (heads * dk + 3 * groups * (dk + dv)), dtype=data.q.dtype
@@ -163,7 +162,9 @@ def append(
     parts = buffer.view(batch, m, -1).split(
         [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3], -1
     )
-    q, *rest = (part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts))
+    q, *keys_values = (
+        part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts)
+    )
     sizes = {
         "raw": (batch, 2),
         "sel": data.stores["k_sel"].shape[:2],
@@ -177,8 +178,8 @@ def append(
     rope = (table.cos[:, 0], table.sin[:, 0]) if rotate_raw else None
     q = decode_append.append(
         q,
-        tuple(rest[:3]),
-        tuple(rest[3:]),
+        tuple(keys_values[:3]),
+        tuple(keys_values[3:]),
         stores["raw"],
         stores["sel"],
         stores["win"],
@@ -187,26 +188,26 @@ def append(
         call=data.call,
     )
     for b, new in enumerate(data.call.lengths - data.call.starts):
-        q[b, int(new) :] = 0  # of padding: anything
+        q[b, int(new) :] = 0  # padding may hold anything
     return {"q": q} | {
         f"{kind}_{n}": x for n, pair in stores.items() for kind, x in zip("kv", pair)
     }
 
 
 def append_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """As a replayed graph may: the longest sequence has no room left."""
+    """Append to a full sequence, as a replayed graph may."""
     data.call.starts.add_(1)
     data.call.lengths.add_(1)
     return append(data, apart)
 
 
 def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Without rotary."""
+    """Append without rotary embedding."""
     return append(data, apart, False)
 
 
 def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Of rows with gaps between them, of a width that no tile divides."""
+    """Run gates on rows with gaps between them, of a width that is no multiple of a tile."""
     (batch, m), heads, dim = data.q.shape[:2], data.q.shape[2], 21
     x = (
         torch.linspace(-2, 3, batch * m * (dim + 3), dtype=data.q.dtype)
@@ -222,9 +223,7 @@ def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outp
 
 @dataclasses.dataclass(frozen=True)
 class TinyStep:
-    """One form on one step, between NaNs; 1000 ``multiprocessors`` make every tile a split of its
-    own.
-    """
+    """One form on one step; with 1000 ``multiprocessors`` every tile is a split."""
 
     form: Form
     step: str
@@ -233,26 +232,26 @@ class TinyStep:
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
 
     def calls(self) -> None:
-        """Run it."""
+        """Run the form."""
         data = step_data(STEPS[self.step], self.dtype)
         with (
             mock.patch.object(launch, "multiprocessors", return_value=self.multiprocessors),
-            mock.patch.object(forms, "allocate", _used),
+            mock.patch.object(forms, "allocate", _allocate_dirty),
         ):
             self.form(data, apart)
 
 
-def _used(*asked: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Scratch with numbers of someone else in it, where zeros were not asked for."""
-    floats, ints = launch.allocate(*asked)  # type: ignore[arg-type]
+def _allocate_dirty(*args: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Allocate scratch whose floats hold old values, as memory that is not zeroed does."""
+    floats, ints = launch.allocate(*args)  # type: ignore[arg-type]
     for x in floats:
         x.fill_(7.0)
     return floats, ints
 
 
 CASES = {
-    "choice, fp32": TinyStep(choice, "nine initial", 3, torch.float32),
-    "choice with nan, fp32": TinyStep(choice_with_nan, "six initial", 3, torch.float32),
+    "selection, fp32": TinyStep(selection, "nine initial", 3, torch.float32),
+    "selection with nan, fp32": TinyStep(selection_with_nan, "six initial", 3, torch.float32),
 } | {
     f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
     for form, step, count in (
@@ -263,25 +262,25 @@ CASES = {
         (plain_append, "odd heads", 3),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
-        (choice, "ragged", 3),
-        (choice, "many blocks", 1000),
-        (choice_with_nan, "many blocks", 3),
-        (choice_with_own_nan, "many blocks", 3),
-        (choice, "six initial", 3),
-        (choice, "two of many", 3),
-        (choice, "odd", 1000),
-        (choice, "one key", 3),
+        (selection, "ragged", 3),
+        (selection, "many blocks", 1000),
+        (selection_with_nan, "many blocks", 3),
+        (selection_with_own_nan, "many blocks", 3),
+        (selection, "six initial", 3),
+        (selection, "two of many", 3),
+        (selection, "odd", 1000),
+        (selection, "one key", 3),
         (fused, "two tokens", 1000),
-        (strays, "three tokens", 1000),
-        (alone, "ragged", 3),
-        (alone, "odd", 1000),
-        (alone, "six tokens", 3),
-        (alone, "three tokens", 3),
+        (invalid_blocks, "three tokens", 1000),
+        (branches, "ragged", 3),
+        (branches, "odd", 1000),
+        (branches, "six tokens", 3),
+        (branches, "three tokens", 3),
         (fused, "full", 3),
         (fused, "ragged", 1000),
         (fused, "three tokens", 3),
         (fused, "odd", 3),
         (fused, "many blocks", 1000),
-        (parted, "ragged", 1000),
+        (three_launches, "ragged", 1000),
     )
 }

@@ -1,6 +1,4 @@
-"""Steps of a layer over its cache on the triton backend, whose fused forms also fill it, in the
-strict interpreter.
-"""
+"""Decode steps of a layer on the Triton backend, whose fused forms also fill the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from nsa_core.dispatch.registry import default_registry
 
 SPEC = default_registry().get("triton").spec
 LENGTH = 30
-CHOSEN = (
+OPTIONS_AND_PAGES = (
     ("mlp", None),
     ("rotary before phi", 32),
     ("no rotary, odd widths", 32),
@@ -22,23 +20,25 @@ CHOSEN = (
 )
 
 
-@pytest.mark.skipif(
-    SPEC is None or not SPEC.fused, reason="the triton backend has no fused decode forms yet"
-)
+@pytest.mark.skipif(SPEC is None or not SPEC.fused, reason="the triton backend is unavailable here")
 @pytest.mark.parametrize(
     ("option", "page_size"),
-    [pytest.param(*c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(CHOSEN)],
+    [
+        pytest.param(*c, marks=[pytest.mark.slow] if i > 1 else [])
+        for i, c in enumerate(OPTIONS_AND_PAGES)
+    ],
 )
-def test_steps_equal_whole_sequences(option, page_size):
-    """One token, several, and fewer than x has rows, over an edge of a block and of a page; stores
-    full of NaN.
+def test_decode_steps_equal_the_forward_of_the_whole_sequence(option, page_size):
+    """Steps of one token, of several, and of fewer than x has rows.
+
+    They cross the edge of a block and of a page. The stores hold NaN before they are written.
     """
     attn = layer_of(**OPTIONS.get(option, {}))
     attn.backends = "sdpa"
     x = tokens(attn, 2, LENGTH + 8)
-    golden = whole(attn, x)
+    expected = whole(attn, x)
     attn.backends = "triton"
-    # 2: long steps
+    # with max_step 2, a step of three tokens runs in chunks
     cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4 if page_size else 2)
     assert set(cache.plan.fused) == {"append", "gates", "step"}
     attn.backends = "sdpa"
@@ -47,7 +47,7 @@ def test_steps_equal_whole_sequences(option, page_size):
         parts = [attn(x[:, t : t + 1], cache=cache) for t in (LENGTH, LENGTH + 1)]
         parts.append(attn(x[:, LENGTH + 2 : LENGTH + 5], cache=cache))
         last = attn(x[:, LENGTH + 5 :], cache=cache, new=[3, 1])
-    assert_equal(torch.cat(parts, 1), golden[:, LENGTH : LENGTH + 5])
-    assert_equal(last[:1], golden[:1, LENGTH + 5 :])
-    assert_equal(last[1:, :1], golden[1:, LENGTH + 5 : LENGTH + 6])
+    assert_equal(torch.cat(parts, 1), expected[:, LENGTH : LENGTH + 5])
+    assert_equal(last[:1], expected[:1, LENGTH + 5 :])
+    assert_equal(last[1:, :1], expected[1:, LENGTH + 5 : LENGTH + 6])
     assert (last[1, 1:] == 0).all()

@@ -1,5 +1,7 @@
-"""The decode kernels in the strict interpreter: slots and fused forms against the oracle, splits,
-strays, replays.
+"""The decode kernels in the strict interpreter, judged by the oracle.
+
+Covers the decode forms and the fused step, append and gates, splits, invalid block indices and
+replays.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ from nsa_verify.combination import Combination
 from nsa_verify.findings import bits
 
 SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"))
-TINY_STEP, RAGGED = config_of(4, 2, 16, 16, TINY), (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
+TINY_STEP, RAGGED_LENGTHS = config_of(4, 2, 16, 16, TINY), (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
 STEPS = {
     step.case.name: step
     for step in (
-        Step(Case("one token", TINY_STEP, ()), RAGGED, (1,) * len(RAGGED)),
-        Step(Case("one token, pages", TINY_STEP, ()), RAGGED, (1,) * len(RAGGED), page_size=16),
+        Step(Case("one token", TINY_STEP, ()), RAGGED_LENGTHS, (1,) * len(RAGGED_LENGTHS)),
+        Step(
+            Case("one token, pages", TINY_STEP, ()),
+            RAGGED_LENGTHS,
+            (1,) * len(RAGGED_LENGTHS),
+            page_size=16,
+        ),
         Step(
             Case("five tokens, some absent", TINY_STEP, ()),
             (5, 8, 31, 0, 66),
@@ -58,27 +65,30 @@ STEPS = {
     )
 }
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-PAGES = dataclasses.replace(STEPS["one token, pages"], lengths=(1, 8, 17, 24, 77), new=(1,) * 5)
-STEPS |= {PAGES.case.name: PAGES}
+PAGED = dataclasses.replace(STEPS["one token, pages"], lengths=(1, 8, 17, 24, 77), new=(1,) * 5)
+STEPS |= {PAGED.case.name: PAGED}
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-QUICK = [(name, FP64) for name in STEPS if name not in ("one token", "a chunk")] + [
+QUICK_PROBLEMS = [(name, FP64) for name in STEPS if name not in ("one token", "a chunk")] + [
     ("h=1", FP32),
     ("h=20", BF16),
 ]
-REST = [
-    (name, dtype) for name in STEPS for dtype in (FP64, FP32, BF16) if (name, dtype) not in QUICK
+SLOW_PROBLEMS = [
+    (name, dtype)
+    for name in STEPS
+    for dtype in (FP64, FP32, BF16)
+    if (name, dtype) not in QUICK_PROBLEMS
 ]
-PROBLEMS = [pytest.param(*problem, id=f"{problem[0]}-{problem[1]}") for problem in QUICK]
+PROBLEMS = [pytest.param(*problem, id=f"{problem[0]}-{problem[1]}") for problem in QUICK_PROBLEMS]
 PROBLEMS += [
     pytest.param(*problem, id=f"{problem[0]}-{problem[1]}", marks=pytest.mark.slow)
-    for problem in REST
+    for problem in SLOW_PROBLEMS
 ]
-ONE, SOME, CHUNK = STEPS["h=1"], STEPS["five tokens, some absent"], STEPS["a chunk"]
+ONE, FIVE_TOKENS, CHUNK = STEPS["h=1"], STEPS["five tokens, some absent"], STEPS["a chunk"]
 SHORT = dataclasses.replace(ONE, lengths=(75, 0, 21), new=(1, 0, 1), page_size=16)
 
 
 def many_splits() -> mock._patch:
-    """As on a GPU with room for every tile in a program of its own."""
+    """Patch the host to have so many multiprocessors that every tile becomes a split."""
     return mock.patch.object(launch, "multiprocessors", return_value=1000)
 
 
@@ -89,12 +99,12 @@ def run_step(
     return forms.step(data.q, data.gates, *stores, call=call or data.call, **settings)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize(("name", "dtype"), PROBLEMS)
-def test_slots_and_the_fused_step_equal_the_oracle(name, dtype):
+def test_decode_forms_and_fused_step_match_oracle(name, dtype):
     with strict():
         findings = [
             *decode_parity(SUBJECT, STEPS[name], dtype),
@@ -104,8 +114,8 @@ def test_slots_and_the_fused_step_equal_the_oracle(name, dtype):
     assert not [f for f in findings if not f.ok]
 
 
-def test_a_row_of_few_keys_leans_to_no_side():
-    """A factor that errs in all columns of a row stands out where heads are many and wide."""
+def test_rounding_does_not_bias_rows_of_few_keys():
+    """A factor that is wrong in all columns of a row shows up with many wide heads."""
     step = Step(Case("32/1 256/256", config_of(32, 1, 256, 256, PAPER), ()), (65, 40), (1, 1))
     with strict():
         findings = [*step_parity(SUBJECT, step, BF16)]
@@ -116,7 +126,7 @@ def test_a_row_of_few_keys_leans_to_no_side():
 @pytest.mark.parametrize(
     "name", ["h=20", pytest.param("five tokens, some absent", marks=pytest.mark.slow)]
 )
-def test_every_tile_a_split_of_its_own(name):
+def test_forms_match_oracle_if_every_tile_is_a_split(name):
     with strict(), many_splits():
         findings = [
             *decode_parity(SUBJECT, STEPS[name], FP64),
@@ -126,7 +136,7 @@ def test_every_tile_a_split_of_its_own(name):
 
 
 @pytest.mark.parametrize("scale", [-0.5, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_any_finite_scale(scale):
+def test_negative_and_zero_scales_match_oracle(scale):
     config = dataclasses.replace(ONE.case.config, scale=scale)
     step = dataclasses.replace(ONE, case=dataclasses.replace(ONE.case, config=config))
     with strict():
@@ -134,50 +144,48 @@ def test_any_finite_scale(scale):
     assert not [f for f in findings if not f.ok]
 
 
-def test_the_order_of_programs_changes_no_bit():
-    """Whoever comes last merges; splits are added in their own order."""
+def test_program_order_does_not_change_bits():
+    """The last program merges the splits, but in the order of the splits."""
     data, runs = step_data(SHORT, FP32), []
     for seed in (1, 2, 3):
         with strict(seed), many_splits():
             runs.append(run_step(data))
     for o, blocks in runs[1:]:
-        assert same(o, runs[0][0])
-        assert same(blocks, runs[0][1])
+        assert equal_bits(o, runs[0][0])
+        assert equal_bits(blocks, runs[0][1])
 
 
 @triton.jit
-def _count(FLAG):
+def _count_up(FLAG):
     tl.atomic_add(FLAG, 1)
 
 
 @pytest.mark.parametrize("name", ["one token, pages", "h=1"])
 def test_every_program_waits_for_its_own_token(name, monkeypatch):
-    """Where programs run one after the other every flag is set: so flags count who told them and
-    who asked.
-    """
-    made = []
+    """Programs that run one after another find every flag set, so flags count signals and waits."""
+    allocated = []
 
-    def kept(*asked):
-        made.append(launch.allocate(*asked))
-        return made[-1]
+    def allocate(*args):
+        allocated.append(launch.allocate(*args))
+        return allocated[-1]
 
     data = step_data(STEPS[name], FP32)
-    monkeypatch.setattr(decode_span, "signal", _count)
-    monkeypatch.setattr(decode_sel, "wait", _count)
-    monkeypatch.setattr(forms, "allocate", kept)
+    monkeypatch.setattr(decode_span, "signal", _count_up)
+    monkeypatch.setattr(decode_sel, "wait", _count_up)
+    monkeypatch.setattr(forms, "allocate", allocate)
     with strict(), many_splits():
         run_step(data)
         splits = launch.Sel(
-            data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, keys=16
+            data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, block_n=16
         ).splits
-    ((_, (_, flags, ticket)),) = made
+    ((_, (_, flags, ticket)),) = allocated
     units = data.q.shape[0] * data.stores["k_sel"].shape[2]
     assert splits > 1
     assert flags[: units * 2].view(units, 2).tolist() == [[1 + splits, 2]] * units
     assert ticket[0] > units * (splits + 2)
 
 
-def test_splits_are_used_where_they_are_counted_on():
+def test_many_multiprocessors_split_every_branch():
     data = step_data(SHORT, FP32)
     with many_splits():
         span = launch.Span(
@@ -193,27 +201,25 @@ def test_splits_are_used_where_they_are_counted_on():
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 
-def test_a_step_in_three_launches_is_the_same():
+def test_step_in_three_launches_equals_fused_step():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
     with strict():
-        expected, got = run_step(data), run_step(data, settings=(span | {"MERGE": 0}, None))
-    assert same(got[0], expected[0])
-    assert same(got[1], expected[1])
+        fused, separate = run_step(data), run_step(data, settings=(span | {"FUSE_STEP": 0}, None))
+    assert equal_bits(separate[0], fused[0])
+    assert equal_bits(separate[1], fused[1])
 
 
-def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
-    """Blocks of equal keys in front of and behind one with larger logits: the same score, bit for
-    bit.
-    """
+def test_equal_scores_select_the_lower_block():
+    """Equal keys before and after a block with larger logits give the same score, bit for bit."""
     config = dataclasses.replace(
         config_of(4, 1, 16, 16, (6, 2, 8, 8, 9)), init_blocks=0, local_blocks=0
     )
     data = step_data(Step(Case("ties", config, ()), (400,), (1,), page_size=8), FP32)
-    equal, generator = [*range(8, 25, 2), *range(32, 49, 2)], torch.Generator().manual_seed(6)
+    equal_keys, generator = [*range(8, 25, 2), *range(32, 49, 2)], torch.Generator().manual_seed(6)
     for _ in range(3):
         page = torch.zeros(50, 4, 1, 16)
-        page[equal] = torch.randn(4, 1, 16, generator=generator)
+        page[equal_keys] = torch.randn(4, 1, 16, generator=generator)
         page[27] = data.q[0, 0].sum(0) * 0.5
         data.stores["k_cmp"][data.call.block_table[0].long()] = page
         with strict():
@@ -221,30 +227,30 @@ def test_equal_scores_go_to_the_lower_block_whatever_was_seen_before_them():
             blocks = (
                 forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
             )
-            together = run_step(data)[1].flatten().tolist()
-        same_kind = [b for b in blocks if b not in (27, 28)]
-        # of the equal ones, or of those behind them, which have a part of their weight
+            of_step = run_step(data)[1].flatten().tolist()
+        equal_blocks = [b for b in blocks if b not in (27, 28)]
+        # either the blocks of the equal keys or the next blocks, which get a part of their weight
         first = 8 + blocks[0] % 2
-        assert blocks == together
-        assert same_kind == [*range(first, 26, 2)][: len(same_kind)]
-        assert len(same_kind) >= 6
+        assert blocks == of_step
+        assert equal_blocks == [*range(first, 26, 2)][: len(equal_blocks)]
+        assert len(equal_blocks) >= 6
 
 
 @pytest.mark.slow
-def test_runs_of_a_few_tokens_at_a_time(monkeypatch):
+def test_chunks_of_one_token_equal_the_whole_step(monkeypatch):
     data = step_data(CHUNK, FP64)
     with strict():
         o, blocks = run_step(data)
-        monkeypatch.setattr(forms, "SUM_BYTES", 1)
-        got, chosen = run_step(data)
+        monkeypatch.setattr(forms, "MAX_SUM_BYTES", 1)
+        o_chunks, blocks_chunks = run_step(data)
         lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-        alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
-    assert torch.allclose(got, o, rtol=1e-12, atol=1e-12)
-    assert same(chosen, blocks)
-    assert same(alone, blocks)
+        blocks_alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
+    assert torch.allclose(o_chunks, o, rtol=1e-12, atol=1e-12)
+    assert equal_bits(blocks_chunks, blocks)
+    assert equal_bits(blocks_alone, blocks)
 
 
-def test_blocks_in_any_order_with_duplicates_and_strays():
+def test_sel_accepts_unsorted_repeated_and_invalid_blocks():
     step = STEPS["one token"]
     data = step_data(dataclasses.replace(step, lengths=(75, 40), new=(1, 1)), FP64)
     k, v = data.stores["k_sel"], data.stores["v_sel"]
@@ -252,37 +258,35 @@ def test_blocks_in_any_order_with_duplicates_and_strays():
         2, 1, 2, 4
     )
     wild = torch.tensor([[4, 2, 2, 0], [2, -7, 0, 1]])[:, None, None].expand(2, 1, 2, 4).clone()
-    # and one of the future: block 3 of 40 tokens does not begin
+    # and one that no token has reached: with 40 tokens block 3 is empty
     wild[1, 0, 1] = torch.tensor([1, 2**40, 0, 2])
     with strict():
         o, lse = forms.sel(data.q, k, v, clean, call=data.call)
-        got, got_lse = forms.sel(data.q, k, v, wild, call=data.call)
+        o_wild, lse_wild = forms.sel(data.q, k, v, wild, call=data.call)
         wild[1, 0, 0, 1] = 3
-        again, _ = forms.sel(data.q, k, v, wild, call=data.call)
-    assert torch.allclose(got, o, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(got_lse, lse, rtol=1e-12, atol=1e-12)
-    assert same(again, got)
+        o_future, _ = forms.sel(data.q, k, v, wild, call=data.call)
+    assert torch.allclose(o_wild, o, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(lse_wild, lse, rtol=1e-12, atol=1e-12)
+    assert equal_bits(o_future, o_wild)
 
 
-def test_nan_in_a_query_stays_in_its_row_and_group():
+def test_nan_in_a_query_affects_only_its_token_and_group():
     data = step_data(dataclasses.replace(ONE, lengths=(40, 30), new=(2, 2), rows=2), FP32)
     with strict():
         o, blocks = run_step(data)
         data.q[0, 1, 1, 3] = torch.nan  # token 1 of sequence 0, group 1
-        got, chosen = run_step(data)
-    assert torch.isnan(got[0, 1, 1]).all()
-    kept = torch.ones(o.shape[:3], dtype=torch.bool)
-    kept[0, 1, 1] = False
-    assert same(got[kept], o[kept])
-    # as few as there are
-    assert same(chosen[0, 1, 1], torch.tensor([0, 1, 2, -1], dtype=torch.int32))
-    assert same(chosen[0, 0], blocks[0, 0])
+        o_nan, blocks_nan = run_step(data)
+    assert torch.isnan(o_nan[0, 1, 1]).all()
+    others = torch.ones(o.shape[:3], dtype=torch.bool)
+    others[0, 1, 1] = False
+    assert equal_bits(o_nan[others], o[others])
+    # three blocks exist
+    assert equal_bits(blocks_nan[0, 1, 1], torch.tensor([0, 1, 2, -1], dtype=torch.int32))
+    assert equal_bits(blocks_nan[0, 0], blocks[0, 0])
 
 
-def test_lengths_past_what_the_host_allows_are_padding():
-    """Of a replayed graph: nothing past max_len or the block table is read, and the last rows come
-    back empty.
-    """
+def test_tokens_beyond_max_len_or_the_block_table_are_padding():
+    """A replayed graph may have such lengths: nothing is read there and the outputs are 0."""
     step = dataclasses.replace(SHORT, lengths=(40, 30), new=(1, 1))
     data = step_data(step, FP32)
     with strict():
@@ -295,34 +299,34 @@ def test_lengths_past_what_the_host_allows_are_padding():
             o, blocks = run_step(data, call)
             assert (o[0] == 0).all()
             assert (blocks[0] == -1).all()
-            assert same(o[1], expected[1])
+            assert equal_bits(o[1], expected[1])
 
 
-def test_a_step_that_replays_with_other_numbers_in_its_tensors():
-    whole = step_data(SHORT, FP64)
+def test_step_replays_with_other_lengths_in_its_tensors():
+    data = step_data(SHORT, FP64)
     fewer = dataclasses.replace(SHORT, lengths=(74, 0, 20), new=(1, 0, 1))
-    whole.call.starts[:2], whole.call.lengths[:2] = torch.tensor([73, 0]), torch.tensor([74, 0])
+    data.call.starts[:2], data.call.lengths[:2] = torch.tensor([73, 0]), torch.tensor([74, 0])
     with strict():
-        o, blocks = run_step(whole)
-        lone, lone_blocks = forms.sel(
-            whole.q, whole.stores["k_sel"], whole.stores["v_sel"], blocks, call=whole.call
+        o, blocks = run_step(data)
+        o_sel, lse_sel = forms.sel(
+            data.q, data.stores["k_sel"], data.stores["v_sel"], blocks, call=data.call
         )
-    assert fewer.lengths[0] == int(whole.call.lengths[0])
+    assert fewer.lengths[0] == int(data.call.lengths[0])
     assert torch.isfinite(o).all()
     assert (o[1] == 0).all()
-    assert torch.isfinite(lone[[0, 2]]).all()
-    assert (lone_blocks[1] == -torch.inf).all()
+    assert torch.isfinite(o_sel[[0, 2]]).all()
+    assert (lse_sel[1] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win"])
-def test_the_dry_run_counts_what_a_run_makes(slot):
+def test_workspace_bytes_equal_the_peak_of_a_run(slot):
     step = dataclasses.replace(ONE, lengths=(77,), page_size=16)
     data = step_data(step, FP32)
     plan = SUBJECT.plan(step.case.config, FP32, needs_grad=False, phase="decode", page_size=16)
     request = dataclasses.replace(plan.requests[slot], batch=1, seq_len=77)
     q, s = data.q, data.stores
     lse, blocks = q.new_zeros(1, 2, 1), torch.zeros((1, 1, 2, 4), dtype=torch.int32)
-    given = {
+    inputs = {
         "cmp": (q, s["k_cmp"], s["v_cmp"]),
         "select": (q, s["k_cmp"], lse),
         "sel": (q, s["k_sel"], s["v_sel"], blocks),
@@ -330,16 +334,16 @@ def test_the_dry_run_counts_what_a_run_makes(slot):
     }[slot]
     with (
         strict(),
-        PeakBytes(*given, data.call.starts, data.call.lengths, data.call.block_table) as counted,
+        PeakBytes(*inputs, data.call.starts, data.call.lengths, data.call.block_table) as counter,
     ):
-        out = getattr(forms, slot)(*given, call=data.call)
+        out = getattr(forms, slot)(*inputs, call=data.call)
         del out
-    assert 0.9 * counted.peak <= plan.workspace_bytes(request) <= counted.peak
+    assert 0.9 * counter.peak <= plan.workspace_bytes(request) <= counter.peak
 
 
 APPENDS = {
     "one token": (STEPS["one token, pages"], True, False, 8),
-    "several, raw too": (SOME, True, True, 14),
+    "several, raw too": (FIVE_TOKENS, True, True, 14),
     "more than a ring holds": (CHUNK, True, False, 8),
     "no rotary": (STEPS["h=3, Dk != Dv"], False, False, 9),
 }
@@ -347,7 +351,7 @@ APPENDS = {
 
 @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
 @pytest.mark.parametrize("name", APPENDS)
-def test_append_writes_what_plain_code_does(name, dtype):
+def test_append_matches_plain_pytorch(name, dtype):
     step, rope, rotate_raw, ring = APPENDS[name]
     with strict():
         findings = [
@@ -359,14 +363,14 @@ def test_append_writes_what_plain_code_does(name, dtype):
 
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["one token, pages", "h=3, Dk != Dv"])
-def test_gates_are_what_their_formula_gives(name, dtype):
+def test_gates_match_oracle(name, dtype):
     with strict():
-        (found,) = fused_gates(SUBJECT, STEPS[name], dtype)
-    assert found.ok, found.detail
+        (finding,) = fused_gates(SUBJECT, STEPS[name], dtype)
+    assert finding.ok, finding.detail
 
 
 @pytest.mark.slow
-def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch):
+def test_benchmark_checks_results_and_prints_its_lines(capsys, monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels")
     bench = importlib.import_module("triton_decode")
     with strict():
@@ -379,23 +383,21 @@ def test_the_benchmark_runs_its_checks_and_prints_its_lines(capsys, monkeypatch)
             monkeypatch.setattr(bench, name, value)
         monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        found = bench.measure(
-            shape, [({}, {}), ({"KEYS": 32}, {}), ({"BLOCKS": 24}, {})], True, FP32
+        results = bench.measure(
+            shape, [({}, {}), ({"BLOCK_N": 32}, {}), ({"RANK_BLOCKS": 24}, {})], True, FP32
         )
-    said = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
     assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}
-    assert len(found) == 2
-    assert sum("off by" in text for text in said) == 2
-    assert sum("2.0 us decode_step" in text for text in said) == 2
-    assert sum("Error" in text for text in said) == 1
-    assert said[-1].endswith("append and step: 0.0020 ms")
+    assert len(results) == 2
+    assert sum("off by" in line for line in lines) == 2
+    assert sum("2.0 us decode_step" in line for line in lines) == 2
+    assert sum("Error" in line for line in lines) == 1
+    assert lines[-1].endswith("append and step: 0.0020 ms")
 
 
-def test_a_layer_decodes_as_on_plain_pytorch():
-    """Through a paged cache: a prompt, steps of one token, a step of several, each by the fused
-    forms.
-    """
+def test_layer_decodes_as_with_the_sdpa_backend():
+    """A prompt, a step of one token and a step of several, over a paged cache."""
     torch.manual_seed(0)
     config = dataclasses.replace(ONE.case.config, dim=16, rope=True)
     layer, x = NSAttention(config).double(), torch.randn(2, 22, 16, dtype=FP64)
@@ -405,11 +407,11 @@ def test_a_layer_decodes_as_on_plain_pytorch():
         with (
             torch.no_grad(),
             strict() if name == "triton" else contextlib.nullcontext(),
-            record_dispatch() as seen,
+            record_dispatch() as calls,
         ):
             cache = layer.new_cache(2, 32, page_size=16)
-            pieces = x.split([17, 1, 4], 1)
-            outputs[name] = torch.cat([layer(piece, cache=cache) for piece in pieces], 1)
-    ran = {(call.backend, call.slot, call.direction) for call in seen}
+            parts = x.split([17, 1, 4], 1)
+            outputs[name] = torch.cat([layer(part, cache=cache) for part in parts], 1)
+    ran = {(call.backend, call.slot, call.direction) for call in calls}
     assert {("triton", "append", "decode"), ("triton", "step", "decode")} <= ran
     assert torch.allclose(outputs["triton"], outputs["sdpa"], rtol=1e-9, atol=1e-9)

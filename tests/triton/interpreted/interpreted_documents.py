@@ -1,4 +1,4 @@
-"""Where compressed tokens of packed documents begin, against the core's own sums."""
+"""The first compressed token of each packed document, compared with nsa_core."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MANY = (
 @pytest.mark.parametrize(
     "geometry", [BlockGeometry(), BlockGeometry(8, 8, 16), BlockGeometry(12, 4, 12)], ids=str
 )
-def test_starts_are_the_cores(bounds: list[int], geometry: BlockGeometry) -> None:
+def test_compressed_starts_match_nsa_core(bounds: list[int], geometry: BlockGeometry) -> None:
     cu = torch.tensor(bounds, dtype=torch.int32)
     with strict():
-        found = document_starts.compressed_starts(cu, geometry)
-    assert torch.equal(found, compressed_cu_seqlens(cu, geometry))
+        starts = document_starts.compressed_starts(cu, geometry)
+    assert torch.equal(starts, compressed_cu_seqlens(cu, geometry))

@@ -1,6 +1,4 @@
-"""What plan.workspace_bytes tells (fault row 47), held against what a run in the interpreter
-makes.
-"""
+"""plan.workspace_bytes (fault row 47), compared with the peak of a run in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,23 +17,23 @@ from nsa_verify.cases import Case
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("slot", SLOTS)
-def test_the_dry_run_counts_what_a_run_makes(slot: str, case: Case) -> None:
-    subject, asked = under_test(slot), point(case, "float32")
-    data, inputs = subject.data(asked)
-    request = asked.request(slot, "cpu", None, subject.differentiable)
+def test_workspace_peak_equals_the_peak_of_a_run(slot: str, case: Case) -> None:
+    subject, case_point = under_test(slot), point(case, "float32")
+    data, inputs = subject.data(case_point)
+    request = case_point.request(slot, "cpu", None, subject.differentiable)
     if case.packed:
         request = dataclasses.replace(request, batch=len(case.lengths))
     module = meta_inputs.slot_module(slot)
-    kernel = subject.kernel(asked)
+    kernel = subject.kernel(case_point)
     call = SlotCall(case.config.geometry, kernel.scale, data.cu_seqlens, data.max_seqlen)
-    given = [data.do, *inputs.values(), *([] if data.cu_seqlens is None else [data.cu_seqlens])]
-    with strict(), PeakBytes(*given) as counted:
+    tensors = [data.do, *inputs.values(), *([] if data.cu_seqlens is None else [data.cu_seqlens])]
+    with strict(), PeakBytes(*tensors) as counter:
         out = module.forward(*inputs.values(), call=call)
         if subject.differentiable:
-            kept = module.backward(
+            gradients = module.backward(
                 data.do, *inputs.values(), *(out if slot != "combine" else ()), call=call
             )
-            assert all(isinstance(x, torch.Tensor) for x in kept)
-            del kept
-    # The interpreter lets go of a launch's arguments a little later than a GPU's launcher does.
-    assert 0.9 * counted.peak <= workspace.peak(request) <= counted.peak
+            assert all(isinstance(x, torch.Tensor) for x in gradients)
+            del gradients
+    # The interpreter frees a launch's arguments a little later than a GPU's launcher does.
+    assert 0.9 * counter.peak <= workspace.peak(request) <= counter.peak

@@ -1,5 +1,6 @@
-"""Mutants of the decode kernels: in the ordinary run of what walks keys in a cache and merges
-splits.
+"""Mutants of the decode kernels.
+
+The ordinary suite takes those of decode/walk.py only: the walk over keys and the merge of splits.
 """
 
 from __future__ import annotations

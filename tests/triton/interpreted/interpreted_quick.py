@@ -1,6 +1,4 @@
-"""The quicker interpreter leaves the bits that triton's own leaves: kernels of what it does in
-another way.
-"""
+"""The faster interpreter gives the bits of Triton's own, in kernels that use what it replaces."""
 
 from __future__ import annotations
 
@@ -10,18 +8,19 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nsa_backend_triton.strict.speedups import quickly
+from nsa_backend_triton.strict.speedups import speedups
 
 
 @pytest.fixture(autouse=True)
 def strictly() -> None:
-    """No other interpreter around."""
+    """Override the fixture of conftest.py: these tests run outside the strict interpreter."""
 
 
 @triton.jit
 def pair(a, n, b, m):
-    """Neither commutative nor associative, and wider than its arguments: each step is rounded to
-    theirs.
+    """Combine two pairs; neither commutative nor associative.
+
+    The result is wider than the arguments, so each step rounds it to their dtype.
     """
     return a * 0.3 - b.to(tl.float64), n * 2 + m % 3
 
@@ -102,8 +101,8 @@ def numbers(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, shift, fac
 SHAPES = [(4, 8), (1, 8), (4, 1), (1, 1)]
 
 
-def left(kernel, shape, dtype, *rest) -> list[torch.Tensor]:
-    """What the kernel leaves, as bits."""
+def outputs(kernel, shape, dtype, *rest) -> list[torch.Tensor]:
+    """Run the kernel and return its outputs as bits."""
     torch.manual_seed(0)
     rows, size = shape
     x, n = torch.randn(rows, size).to(dtype), torch.randint(-9, 9, (rows, size), dtype=torch.int32)
@@ -113,40 +112,42 @@ def left(kernel, shape, dtype, *rest) -> list[torch.Tensor]:
 
 
 def check(kernel, shape, dtype, *rest) -> None:
-    stock = left(kernel, shape, dtype, *rest)
-    with quickly(interpreter):
-        for _ in range(2):  # what is remembered of the first serves the second
-            for found, expected in zip(left(kernel, shape, dtype, *rest), stock):
-                assert torch.equal(found, expected)
-    for found, expected in zip(left(kernel, shape, dtype, *rest), stock):
-        assert torch.equal(found, expected), "something of it is still in place"
+    stock = outputs(kernel, shape, dtype, *rest)
+    with speedups(interpreter):
+        for _ in range(2):  # the second run uses descriptions cached by the first
+            for result, expected in zip(outputs(kernel, shape, dtype, *rest), stock):
+                assert torch.equal(result, expected)
+    for result, expected in zip(outputs(kernel, shape, dtype, *rest), stock):
+        assert torch.equal(result, expected), "a replacement is still installed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-class TestOfKernelsOwn:
+class TestKernelFunctions:
     @pytest.mark.parametrize("keep", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_reductions(self, shape, dtype, axis, keep) -> None:
+    def test_reductions_are_equal(self, shape, dtype, axis, keep) -> None:
         check(folds, shape, dtype, axis, keep)
 
     @pytest.mark.parametrize("reverse", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_scans(self, shape, dtype, axis, reverse) -> None:
+    def test_scans_are_equal(self, shape, dtype, axis, reverse) -> None:
         check(scans, shape, dtype, axis, reverse)
 
-    def test_arithmetic_of_numbers_scalars_and_other_shapes(self, shape, dtype) -> None:
+    def test_arithmetic_of_numbers_scalars_and_broadcast_shapes_is_equal(
+        self, shape, dtype
+    ) -> None:
         check(numbers, shape, dtype, 3, 0.75)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reductions_of_everything(shape, keep) -> None:
-    """Stock keeps one dimension instead of all, which is not what a GPU does."""
-    stock = left(folds_all, shape, torch.float32, False)
-    with quickly(interpreter):
-        found = left(folds_all, shape, torch.float32, keep)
-    assert torch.equal(found[1], stock[1])
+def test_reduction_over_all_axes_keeps_all_dimensions(shape, keep) -> None:
+    """As on a GPU; Triton's own interpreter keeps only one."""
+    stock = outputs(folds_all, shape, torch.float32, False)
+    with speedups(interpreter):
+        result = outputs(folds_all, shape, torch.float32, keep)
+    assert torch.equal(result[1], stock[1])
 
 
 @triton.jit
@@ -161,26 +162,24 @@ def no_number(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")]
+    ("kernel", "message"), [(misfit, "incompatible dimensions"), (no_number, "IncompatibleType")]
 )
-def test_what_stock_refuses_is_refused(kernel, said) -> None:
-    with quickly(interpreter), pytest.raises(Exception, match=said):
-        left(kernel, (4, 8), torch.float32)
+def test_errors_of_triton_are_raised(kernel, message) -> None:
+    with speedups(interpreter), pytest.raises(Exception, match=message):
+        outputs(kernel, (4, 8), torch.float32)
 
 
-def test_a_size_is_an_integer_even_where_an_equal_number_is_known() -> None:
-    with quickly(interpreter):
+def test_float_size_is_refused_after_an_equal_integer_size() -> None:
+    with speedups(interpreter):
         tl.block_type(tl.float32, [4])
         with pytest.raises(TypeError, match="must have type"):
             tl.block_type(tl.float32, [4.0])
 
 
-def test_types_older_than_the_block_share_its_descriptions() -> None:
-    """Constants are remembered by the identity of a shape: one that dies would leave its place to
-    another.
-    """
+def test_types_created_before_the_block_share_its_descriptions() -> None:
+    """Constants are cached by a shape's id, which a deleted shape would leave to another one."""
     old = tl.block_type(tl.float32, [4])
-    with quickly(interpreter):
+    with speedups(interpreter):
         handle = interpreter.TensorHandle(torch.zeros(4).numpy(), tl.float32)
         one, other = (tl.tensor(handle, kind) for kind in (old, tl.block_type(tl.float32, [4])))
         assert one.shape is other.shape

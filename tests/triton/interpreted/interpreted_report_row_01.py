@@ -1,5 +1,6 @@
-"""Report row 1 on our kernels: the cases of tests/verify/report_rows/row_01.py, blocks of 16
-tokens, select and sel.
+"""Report row 1 on the Triton kernels select and sel, with blocks of 16 tokens.
+
+The cases are those of tests/verify/report_rows/row_01.py.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import pytest
 from nsa_backend_triton.strict.interpreter import strict
 from row_01 import CASES, Row01, case_id, check
 
-pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
+pytestmark = pytest.mark.slow  # the ordinary suite runs these rows on the other backends
 
-# the others take seconds each
+# each of the others takes seconds
 QUICK = {
     "random-cpu",
     "duplicates-cpu",
@@ -26,7 +27,7 @@ def parameters(case: Row01) -> object:
     return pytest.param(case, id=case_id(case), marks=marks)
 
 
-# The five that the reports ran on a GPU run there: tests/verify/report_rows/test_report_row_01.py.
+# Five cases need a GPU: tests/verify/report_rows/test_report_row_01.py.
 @pytest.mark.parametrize("case", [parameters(case) for case in CASES if case.device == "cpu"])
 def test_report_row_01_selection(case: Row01) -> None:
     with strict():

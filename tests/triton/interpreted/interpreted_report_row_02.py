@@ -1,4 +1,4 @@
-"""Report row 2 on our kernels: the windows of tests/verify/report_rows/row_02.py."""
+"""Report row 2 on the Triton kernels: the windows of tests/verify/report_rows/row_02.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from nsa_backend_triton.strict.interpreter import strict
 from row_02 import CASES, judge_window
 
-pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
+pytestmark = pytest.mark.slow  # the ordinary suite runs these rows on the other backends
 
 
 @pytest.mark.parametrize(("dtype", "batch", "length", "window"), CASES)

@@ -1,4 +1,4 @@
-"""Report row 14 on our kernels: tests/verify/report_rows/row_14.py."""
+"""Report row 14 on the Triton kernels: tests/verify/report_rows/row_14.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from nsa_backend_triton.strict.interpreter import strict
 from row_14 import group_sets_agree
 
-pytestmark = pytest.mark.slow  # the same rows run on the other backends in the ordinary tests
+pytestmark = pytest.mark.slow  # the ordinary suite runs these rows on the other backends
 
 
 def test_report_row_14_group_sets_are_bit_identical() -> None:

@@ -1,5 +1,6 @@
-"""Every slot in the strict interpreter: fp64 for the logic, fp32, and bf16 for the precision;
-forward and backward.
+"""Every slot in the strict interpreter, forward and backward, judged by the oracle.
+
+fp64 tests the logic, fp32 and bf16 also the precision.
 """
 
 from __future__ import annotations
@@ -27,63 +28,63 @@ PROBLEMS += [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=pytest.mark.slow)
     for case, dtype in _REST
 ]
-# Rows of three blocks, chosen of up to five: a sum of two has the same bits in any order.
-THREE_SUMMANDS = [
+# Three blocks per row, of up to five: sums of three terms differ by order, sums of two do not.
+THREE_TERM_CASES = [
     dataclasses.replace(
         case, config=dataclasses.replace(case.config, select_block_size=8, num_selected_blocks=3)
     )
     for case in CASES[:2]
 ]
-IN_ORDER = [
+DETERMINISTIC_CASES = [
     pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.packed else [])
-    for case in THREE_SUMMANDS
+    for case in THREE_TERM_CASES
 ]
 
 
 @pytest.mark.parametrize(("case", "dtype"), PROBLEMS)
 @EACH_SLOT
-def test_slot_is_right(slot: str, case: Case, dtype: str) -> None:
-    subject, asked = under_test(slot), point(case, dtype)
-    answer = subject.ask(asked, subject.differentiable)
+def test_slot_matches_oracle(slot: str, case: Case, dtype: str) -> None:
+    subject, case_point = under_test(slot), point(case, dtype)
+    answer = subject.ask(case_point, subject.differentiable)
     assert answer.accepted, answer
-    data, inputs = subject.data(asked)
-    with strict() as seen:
-        run = subject.run(asked, inputs, data.do if subject.differentiable else None, data)
-    assert seen.programs or not inputs.get("k_cmp", data.q).numel()
+    data, inputs = subject.data(case_point)
+    with strict() as counts:
+        run = subject.run(case_point, inputs, data.do if subject.differentiable else None, data)
+    assert counts.programs or not inputs.get("k_cmp", data.q).numel()
     assert not faults(slot, case, run, data)
 
 
-@pytest.mark.parametrize("case", IN_ORDER)
+@pytest.mark.parametrize("case", DETERMINISTIC_CASES)
 @pytest.mark.parametrize(
     "slot", [s if s == "sel" else pytest.param(s, marks=pytest.mark.slow) for s in SLOTS]
 )
-def test_same_bits_in_any_order_of_programs_when_demanded(slot: str, case: Case) -> None:
-    subject, asked = under_test(slot), point(case, "float32", deterministic=True)
-    data, inputs = subject.data(asked)
+def test_deterministic_bits_do_not_depend_on_program_order(slot: str, case: Case) -> None:
+    subject, case_point = under_test(slot), point(case, "float32", deterministic=True)
+    data, inputs = subject.data(case_point)
     runs = []
     for seed in (1, 2):
         with strict(seed):
             runs.append(
                 subject.run(
-                    asked, inputs, data.do if subject.differentiable else None, data
+                    case_point, inputs, data.do if subject.differentiable else None, data
                 ).outputs
             )
-    for name, one in runs[0].items():
-        assert torch.equal(bits(one), bits(runs[1][name])), name
+    for name, x in runs[0].items():
+        assert torch.equal(bits(x), bits(runs[1][name])), name
 
 
 @pytest.mark.parametrize("case", SMALLEST, ids=lambda case: case.name)
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "select"])
-def test_gradients_are_those_of_the_forward(slot: str, case: Case) -> None:
-    subject, asked = under_test(slot), point(case, "float64")
-    data, inputs = subject.data(asked)
-    kernel = subject.kernel(asked)
+def test_gradients_pass_gradcheck(slot: str, case: Case) -> None:
+    subject, case_point = under_test(slot), point(case, "float64")
+    data, inputs = subject.data(case_point)
+    kernel = subject.kernel(case_point)
     leaves = {name: inputs[name].clone().requires_grad_() for name in DIFFERENTIABLE[slot]}
     assert sum(leaf.numel() for leaf in leaves.values()) <= 200
 
-    def output(*given: torch.Tensor) -> torch.Tensor:
+    def output(*values: torch.Tensor) -> torch.Tensor:
         results = kernel(
-            *{**inputs, **dict(zip(leaves, given))}.values(),
+            *{**inputs, **dict(zip(leaves, values))}.values(),
             cu_seqlens=data.cu_seqlens,
             max_seqlen=data.max_seqlen,
         )

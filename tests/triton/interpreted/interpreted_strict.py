@@ -1,6 +1,4 @@
-"""The strict interpreter punishes what a GPU would: each rule has a kernel that breaks it, and one
-that does not.
-"""
+"""The rules of the strict interpreter; each has a kernel that breaks it and one that does not."""
 
 from __future__ import annotations
 
@@ -14,20 +12,20 @@ from nsa_backend_triton.strict.interpreter import interpreted, strict
 
 @triton.jit
 def copy_rows(X, Y, n, STEP: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.program_id(0) * STEP + tl.arange(0, SIZE)
-    tl.store(Y + at, tl.load(X + at, mask=at < n, other=0.0), mask=at < n)
+    offs = tl.program_id(0) * STEP + tl.arange(0, SIZE)
+    tl.store(Y + offs, tl.load(X + offs, mask=offs < n, other=0.0), mask=offs < n)
 
 
 @triton.jit
 def read_past(X, Y, n, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(Y + at, tl.load(X + at), mask=at < n)
+    offs = tl.arange(0, SIZE)
+    tl.store(Y + offs, tl.load(X + offs), mask=offs < n)
 
 
 @triton.jit
 def no_other(X, Y, n, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(Y, tl.sum(tl.load(X + at, mask=at < n)))
+    offs = tl.arange(0, SIZE)
+    tl.store(Y, tl.sum(tl.load(X + offs, mask=offs < n)))
 
 
 @triton.jit
@@ -38,9 +36,9 @@ def overflow(X, big):
 @triton.jit
 def dot(A, B, C, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    at = i[:, None] * SIZE + i[None, :]
-    c = tl.dot(tl.load(A + at), tl.load(B + at))
-    tl.store(C + at, c.to(C.dtype.element_ty))
+    offs = i[:, None] * SIZE + i[None, :]
+    c = tl.dot(tl.load(A + offs), tl.load(B + offs))
+    tl.store(C + offs, c.to(C.dtype.element_ty))
 
 
 @triton.jit
@@ -60,16 +58,16 @@ def assert_positive(X):
 
 @triton.jit
 def arithmetic(A, B, C, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    a, b = tl.load(A + at), tl.load(B + at)
-    tl.store(C + at, tl.abs(a) * b + a)
-    tl.store(C + SIZE + at, (a.to(tl.float32) / 3).to(C.dtype.element_ty))
+    offs = tl.arange(0, SIZE)
+    a, b = tl.load(A + offs), tl.load(B + offs)
+    tl.store(C + offs, tl.abs(a) * b + a)
+    tl.store(C + SIZE + offs, (a.to(tl.float32) / 3).to(C.dtype.element_ty))
 
 
 @triton.jit
 def masked_integer(X, Y, n, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(Y, tl.max(tl.load(X + at, mask=at < n)))
+    offs = tl.arange(0, SIZE)
+    tl.store(Y, tl.max(tl.load(X + offs, mask=offs < n)))
 
 
 @triton.jit
@@ -78,12 +76,12 @@ def count_positive(X, Y, SIZE: tl.constexpr):
     tl.store(Y + tl.arange(0, SIZE), positive + positive)
 
 
-def test_a_test_of_this_folder_runs_strictly_without_a_word() -> None:
+def test_conftest_makes_every_test_strict() -> None:
     with pytest.raises(Exception, match="outside every argument"):
         read_past[(1,)](torch.ones(3), torch.empty(4), 3, SIZE=4)
 
 
-def test_a_block_inside_another_one_counts_for_itself() -> None:
+def test_nested_block_has_its_own_counts() -> None:
     x, y = torch.ones(8), torch.empty(8)
     with strict() as outer:
         with strict() as inner:
@@ -93,23 +91,23 @@ def test_a_block_inside_another_one_counts_for_itself() -> None:
     assert (inner.programs, outer.programs) == (2, 1)
 
 
-def test_comparisons_of_integers_are_numbers_once_cast() -> None:
+def test_cast_comparison_is_an_integer() -> None:
     x, y = torch.tensor([3, -1, 0, 7], dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     with strict():
         count_positive[(1,)](x, y, SIZE=4)
     assert y.tolist() == [2, 0, 0, 2]
 
 
-def test_triton_interprets_here() -> None:
+def test_interpreted_is_true_in_the_interpreter() -> None:
     assert interpreted()
 
 
-def test_what_is_counted() -> None:
+def test_programs_and_bytes_are_counted() -> None:
     x, y = torch.arange(10.0), torch.zeros(10)
-    with strict() as seen:
+    with strict() as counts:
         copy_rows[(3,)](x, y, 10, STEP=4, SIZE=4)
     assert torch.equal(x, y)
-    assert (seen.programs, seen.bytes_loaded, seen.bytes_stored) == (3, 40, 40)
+    assert (counts.programs, counts.bytes_loaded, counts.bytes_stored) == (3, 40, 40)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +126,21 @@ def test_what_is_counted() -> None:
     ],
     ids=["load", "store", "race", "overflow", "grid", "atomic", "assert"],
 )
-def test_what_a_gpu_punishes(launch, message: str) -> None:
+def test_violation_raises(launch, message: str) -> None:
     x = torch.arange(16.0)[:10]
     guarded = torch.empty(10).copy_(x)
     with strict(), pytest.raises(Exception, match=message):
         launch(guarded)
 
 
-def test_a_masked_lane_without_other_is_nan() -> None:
+def test_masked_float_lane_without_other_is_nan() -> None:
     y = torch.zeros(1)
     with strict():
         no_other[(1,)](torch.ones(8), y, 5, SIZE=8)
     assert y.isnan()
 
 
-def test_a_masked_lane_of_integers_without_other_is_the_largest() -> None:
+def test_masked_integer_lane_without_other_is_the_largest_integer() -> None:
     y = torch.zeros(1, dtype=torch.int32)
     with strict():
         masked_integer[(1,)](torch.ones(8, dtype=torch.int32), y, 5, SIZE=8)
@@ -159,7 +157,7 @@ def test_bf16_arithmetic_rounds_each_result_to_nearest() -> None:
     assert torch.equal(c[1], (a.float() / 3).bfloat16())
 
 
-def test_bf16_is_bf16() -> None:
+def test_bf16_dot_accumulates_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
     c = torch.empty(16, 16, dtype=torch.bfloat16)
@@ -168,7 +166,7 @@ def test_bf16_is_bf16() -> None:
     assert torch.equal(c, (a.float() @ b.float()).bfloat16())
 
 
-def test_programs_run_in_an_order_of_the_seed() -> None:
+def test_seed_fixes_the_order_of_programs() -> None:
     x = torch.tensor([1e8, 1.0, -1e8, 1.0])  # a sum that depends on the order
     sums = set()
     for seed in range(8):
@@ -179,7 +177,7 @@ def test_programs_run_in_an_order_of_the_seed() -> None:
     assert len(sums) > 1
 
 
-def test_a_launch_is_an_event_of_the_profiler() -> None:
+def test_launch_is_a_profiler_event() -> None:
     with torch.profiler.profile() as profile, strict():
         copy_rows[(1,)](torch.zeros(4), torch.zeros(4), 4, STEP=4, SIZE=4)
     assert "copy_rows" in {event.key for event in profile.key_averages()}

@@ -1,4 +1,4 @@
-"""`nsa verify` where triton interprets: tiny cases, fp32 and bf16, every slot, nothing left out."""
+"""`nsa verify` in the interpreter: every check and slot on tiny cases, in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nsa_cli.app import app
 from nsa_core.contract import SLOTS
 from nsa_verify.run import suite
 
-CHECKS = {name.name for name in suite._CHECKS} - {"packed"}  # whose case is judged by parity there
-STEP_CHECKS = {worth.name for worth in suite._STEP_CHECKS if worth.interpreter}
+CHECKS = {check.name for check in suite._CHECKS} - {"packed"}  # parity judges a packed case
+STEP_CHECKS = {check.name for check in suite._STEP_CHECKS if check.interpreter}
 
 
-def test_the_jobs_are_small_and_leave_no_check_out() -> None:
+def test_interpreter_jobs_are_small_and_cover_every_check() -> None:
     jobs = suite.jobs("interpreter", [torch.float32, torch.bfloat16], text=None)
     assert {job.name for job in jobs} == CHECKS | STEP_CHECKS
-    # bits run to run, and reads of every token, take too long
+    # run-to-run bits and reads of every token take too long
     assert len(STEP_CHECKS) == len(suite._STEP_CHECKS) - 2
     assert {job.dtype for job in jobs if job.name == "parity"} == {torch.float32, torch.bfloat16}
     for job in jobs:
@@ -31,29 +31,29 @@ def test_the_jobs_are_small_and_leave_no_check_out() -> None:
 
 
 def verify(folder: Path, slots: tuple[str, ...], *more: str) -> dict:
-    named = [f"--{slot}={'triton' if slot in slots else 'sdpa'}" for slot in SLOTS]
-    done = CliRunner().invoke(
-        app, ["verify", "--device", "cpu", *named, *more, "--json", str(folder / "report.json")]
+    backends = [f"--{slot}={'triton' if slot in slots else 'sdpa'}" for slot in SLOTS]
+    result = CliRunner().invoke(
+        app, ["verify", "--device", "cpu", *backends, *more, "--json", str(folder / "report.json")]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     return json.loads((folder / "report.json").read_text())
 
 
-def test_the_command_runs_kernels_strictly(tmp_path: Path) -> None:
+def test_verify_runs_kernels_in_the_strict_interpreter(tmp_path: Path) -> None:
     report = verify(tmp_path, ("combine",), "--jobs=1")
     assert report["interpreted"]
     assert report["preset"] == "interpreter"
-    profiled = [
+    profile_findings = [
         f for f in report["findings"] if f["quantity"] == "profile" and f["slot"] == "combine"
     ]
-    assert [f["detail"] for f in profiled] == ["profile shows combine_forward"]
+    assert [f["detail"] for f in profile_findings] == ["profile shows combine_forward"]
 
 
 @pytest.mark.slow
-def test_every_slot_within_45_seconds_of_two_cores(tmp_path: Path) -> None:
-    """In processor time, of the processes that judge too: others use the machine."""
-    started = sum(os.times()[:4])
+def test_verify_of_every_slot_takes_at_most_45_seconds_of_two_cores(tmp_path: Path) -> None:
+    """Measured as processor time, child processes included, because others use the machine."""
+    start = sum(os.times()[:4])
     report = verify(tmp_path, SLOTS, "--jobs=2")
     assert {f["slot"] for f in report["findings"]} >= set(SLOTS)
-    spent = sum(os.times()[:4]) - started
-    assert 5 < spent < 2 * 45
+    seconds = sum(os.times()[:4]) - start
+    assert 5 < seconds < 2 * 45

@@ -1,4 +1,4 @@
-"""Problems small enough for an interpreter, one factor at a time: S <= 80, D 16."""
+"""Cases small enough for the interpreter: S <= 80 and D = 16, one property varied in each."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SLOW = (
     _case("one buffer", 50, fused=True, num_selected_blocks=4),
     _case("MQA h=16", 40, n_heads=16, n_kv_heads=1, head_dim=32, v_head_dim=16),
 )
-# For gradcheck: a few hundred numbers in all.
+# For gradcheck: at most a few hundred input elements.
 _SMALLEST: dict[str, Any] = {
     "n_heads": 2,
     "n_kv_heads": 1,
@@ -91,10 +91,10 @@ SMALLEST = (
 
 
 def point(case: Case, dtype: str, deterministic: bool = False) -> Point:
-    """``case`` as the conformance kit asks for it."""
+    """Return ``case`` as a point of the conformance kit's grid."""
     return Point(case.name, case, dtype, deterministic)
 
 
 def under_test(slot: str) -> SlotUnderTest:
-    """The triton backend's ``slot``, on the CPU."""
+    """Return the Triton backend's ``slot``, on the CPU."""
     return SlotUnderTest(default_registry().get("triton"), slot)

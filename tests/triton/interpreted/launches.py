@@ -1,8 +1,7 @@
-"""Kernel launches as they happened, to be run again one by one: with the memory each found, and the
-memory it left.
+"""Recorded kernel launches that run again one by one, with their memory before and after.
 
-One launch is a far smaller problem than the slot that made it, and its results are compared where
-they arise. Only its scratch is not compared: what a program keeps for itself until it ends.
+A launch is a far smaller problem than the slot call that made it, and a difference shows where it
+arises. Scratch that belongs to one program is not compared.
 """
 
 from __future__ import annotations
@@ -24,13 +23,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_backend_triton.strict.interpreter import strict
 
 PREFIX = "nsa_backend_triton."
-SCRATCH = {"SCORES"}  # of select_forward: its rows belong to one program
+SCRATCH = {"SCORES"}  # parameters that are not compared: select_forward's rows of one program
 
 
 @dataclasses.dataclass(eq=False)
 class InterpretedLaunch:
-    """One launch of the jit function ``name`` ("folder.module.function") in the case ``label``;
-    ``args`` are never written.
+    """One launch of the jit function ``name`` ("folder.module.function") in the case ``label``.
+
+    Attributes:
+        args: The arguments before the launch; no replay writes to them.
+        ran: Names of the jit functions that the launch called.
+        seconds: Processor time of the launch.
+        expected: Parameter -> memory after the launch.
+        operations: Tensor operations of the launch.
     """
 
     label: str
@@ -43,47 +48,49 @@ class InterpretedLaunch:
     operations: int = 0
 
     def identity(self) -> tuple[object, ...]:
-        """Equal for launches of one function on the same."""
+        """Return a key that is equal for launches of one function on equal arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
         return self.name, *(
             x.numpy().tobytes() if isinstance(x, Tensor) else repr(x) for x in leaves
         )
 
     def differs(self) -> str:
-        """Run the functions that are now there on the memory of then: "result", "work", or "" where
-        all is the same.
+        """Run the current functions on the recorded arguments.
+
+        Returns "result" if the memory differs, "work" if only the number of operations does,
+        otherwise "".
         """
         module, _, name = self.name.rpartition(".")
         kernel = vars(sys.modules[f"{PREFIX}{module}"])[name]
-        args, kwargs = _copied((self.args, self.kwargs))
-        with strict() as seen:
+        args, kwargs = _copy((self.args, self.kwargs))
+        with strict() as counts:
             kernel.run(*args, warmup=False, **kwargs)
-        found = _memory(kernel.arg_names, args)
-        if not all(_close(expected, found[name]) for name, expected in self.expected.items()):
+        after = _memory(kernel.arg_names, args)
+        if not all(_is_close(expected, after[name]) for name, expected in self.expected.items()):
             return "result"
-        return "work" if seen.operations != self.operations else ""
+        return "work" if counts.operations != self.operations else ""
 
 
-def _copied(given: Any) -> Any:
-    """``given`` with tensors of their own memory, laid out and shared as it was."""
+def _copy(arguments: Any) -> Any:
+    """Copy arguments; tensors keep their layout, and those that share memory still do."""
     memory: dict[int, torch.UntypedStorage] = {}
 
     def copy(x: Any) -> Any:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
-            held = memory.setdefault(storage._cdata, storage.clone())
-            return x.new_empty(0).set_(held, x.storage_offset(), x.size(), x.stride())
+            clone = memory.setdefault(storage._cdata, storage.clone())
+            return x.new_empty(0).set_(clone, x.storage_offset(), x.size(), x.stride())
         if isinstance(x, TensorDescriptor):
             return dataclasses.replace(x, base=copy(x.base))
         if isinstance(x, (tuple, list)):
             return type(x)(copy(y) for y in x)
         return {name: copy(y) for name, y in x.items()} if isinstance(x, dict) else x
 
-    return copy(given)
+    return copy(arguments)
 
 
 def _memory(names: list[str], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Name -> all of its storage, what lies between rows included."""
+    """Return parameter -> its whole storage, gaps between rows included."""
     return {
         name: x.new_empty(0).set_(
             x.untyped_storage(), 0, (x.untyped_storage().nbytes() // x.itemsize,), (1,)
@@ -93,41 +100,41 @@ def _memory(names: list[str], args: tuple[Any, ...]) -> dict[str, Tensor]:
     }
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     return torch.allclose(a, b, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
 @contextlib.contextmanager
-def recorded(label: str, found: list[InterpretedLaunch]) -> Iterator[None]:
-    """Every launch inside the block runs strictly and is added to ``found``."""
+def recorded(label: str, launches: list[InterpretedLaunch]) -> Iterator[None]:
+    """Run the launches inside the block strictly and append them to ``launches``."""
     stock_run, stock_call = InterpretedFunction.run, InterpretedFunction.__call__
 
-    def named(function: Any) -> str:
+    def name_of(function: Any) -> str:
         return f"{function.fn.__module__.removeprefix(PREFIX)}.{function.fn.__name__}"
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(
+        launches.append(
             InterpretedLaunch(
                 label,
-                named(self),
-                *_copied((args, {k: v for k, v in kwargs.items() if k != "warmup"})),
+                name_of(self),
+                *_copy((args, {k: v for k, v in kwargs.items() if k != "warmup"})),
             )
         )
-        found[-1].ran.add(named(self))
-        before, started = seen.operations, time.process_time()
+        launches[-1].ran.add(name_of(self))
+        before, started = counts.operations, time.process_time()
         stock_run(self, *args, **kwargs)
-        found[-1].seconds = time.process_time() - started
-        found[-1].operations = seen.operations - before
-        found[-1].expected = _copied(_memory(self.arg_names, args))
+        launches[-1].seconds = time.process_time() - started
+        launches[-1].operations = counts.operations - before
+        launches[-1].expected = _copy(_memory(self.arg_names, args))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found[-1].ran.add(named(self))
+        launches[-1].ran.add(name_of(self))
         return stock_call(self, *args, **kwargs)
 
     with (
-        strict() as seen,
+        strict() as counts,
         mock.patch.multiple(InterpretedFunction, run=run, __call__=call),
         filled(),
     ):
@@ -136,28 +143,28 @@ def recorded(label: str, found: list[InterpretedLaunch]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled() -> Iterator[None]:
-    """New tensors hold NaN, or the largest integer, until somebody writes: what nobody writes is
-    the same twice.
-    """
+    """Fill new tensors with NaN or the largest integer, so that runs are reproducible."""
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
-            stack.enter_context(mock.patch.object(owner, name, _filling(getattr(owner, name))))
+            stack.enter_context(
+                mock.patch.object(owner, name, _filled_factory(getattr(owner, name)))
+            )
         yield
 
 
-def _filling(stock: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> Tensor:
+def _filled_factory(stock: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Tensor:
         x: Tensor = stock(*args, **kwargs)
         if x.device.type == "cpu":
             x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
         return x
 
-    return made
+    return create
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same values with rows and heads apart; between them NaN, of integers the largest."""
-    junk = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    """Copy ``tensor`` with gaps between rows and heads that hold NaN, or the largest integer."""
+    filler = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
     shape = (*tensor.shape[:-2], tensor.shape[-2] + 1, tensor.shape[-1] + 2)
-    storage = torch.full(shape, junk, dtype=tensor.dtype)
+    storage = torch.full(shape, filler, dtype=tensor.dtype)
     return storage[..., : tensor.shape[-2], : tensor.shape[-1]].copy_(tensor)

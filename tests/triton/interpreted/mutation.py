@@ -1,9 +1,8 @@
-"""Mutants of the package's jit functions, shared helpers included, and whether tiny launches tell
-them apart.
+"""Mutants of the package's jit functions, and whether recorded tiny launches detect them.
 
-A mutant is one change of a function's syntax tree. It is killed when a launch that runs the
-function leaves another result in memory, breaks a rule of the strict interpreter, does not end, or
-takes more or fewer operations: clamps that only save work are guarded too.
+A mutant is one change of a function's syntax tree. A launch that runs the function kills the mutant
+if it leaves another result in memory, breaks a rule of the strict interpreter, does not end, or
+takes another number of operations. The last condition guards clamps that only save work.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from triton.runtime.interpreter import InterpretedFunction
 import nsa_backend_triton
 from launches import PREFIX, InterpretedLaunch
 
-# of processor time: more than this many times a launch's own is a loop without end
-PATIENCE_S, PATIENCE = (
+# Processor time after which a launch counts as endless: seconds, plus a multiple of its own time.
+TIMEOUT_S, TIMEOUT_FACTOR = (
     0.5,
     5,
 )
-OF_ITS_OWN = 8  # times more is a launch worth that has killed mutants of the same function
-LISTED_ON = 3  # launches, the smallest, on which equivalent mutants are seen to live
+SAME_FUNCTION_WEIGHT = 8  # weight of a launch's kills of mutants of the same function
+EQUIVALENT_LAUNCHES = 3  # smallest launches on which equivalent mutants must survive
 EQUIVALENT: dict[str, str] = json.loads(
     Path(__file__).with_name("equivalent_mutants.json").read_text()
 )
@@ -69,18 +68,20 @@ _NO_LOGIC = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """``key`` names it across edits elsewhere: module, function, the text before and after, and
-    which of equal ones.
+    """One mutant.
+
+    ``key`` identifies it across edits elsewhere: module, function, the text before and after, and a
+    number if several are equal.
     """
 
     key: str
     module: str
     function: str
     _tree: ast.FunctionDef
-    _change: tuple[Any, str, Any]  # which field of which node becomes what
+    _change: tuple[Any, str, Any]  # node, its field, the field's new value
 
     def source(self) -> str:
-        """Its text."""
+        """Return the mutant's source."""
         node, field, value = self._change
         healthy = getattr(node, field)
         setattr(node, field, value)
@@ -91,12 +92,12 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """ "folder.module.function"."""
+        """The mutated function, as "folder.module.function"."""
         return self.key.partition(":")[0]
 
 
 def modules() -> list[ModuleType]:
-    """The package's modules, without the tools, which need the compiler, and the interpreter."""
+    """Return the package's modules except the plugin, the strict interpreter and the tools."""
     skipped = ("tools", "strict", "plugin")
     names = [
         info.name
@@ -108,42 +109,40 @@ def modules() -> list[ModuleType]:
 
 @functools.cache
 def functions() -> dict[str, tuple[ModuleType, ast.FunctionDef]]:
-    """ "folder.module.function" -> where it is and its syntax tree, for every jit function of the
-    package.
-    """
-    found = {}
+    """Return "folder.module.function" -> (module, syntax tree) for every jit function."""
+    by_name = {}
     for module in modules():
         for node in ast.parse(Path(module.__file__ or "").read_text()).body:
             if isinstance(node, ast.FunctionDef) and isinstance(
                 vars(module).get(node.name), InterpretedFunction
             ):
-                found[f"{module.__name__.removeprefix(PREFIX)}.{node.name}"] = (module, node)
-    return found
+                by_name[f"{module.__name__.removeprefix(PREFIX)}.{node.name}"] = (module, node)
+    return by_name
 
 
 def mutants(name: str) -> list[Mutant]:
-    """Every mutant of the function called ``name``."""
+    """Return every mutant of the function called ``name``."""
     module, function = functions()[name]
-    made: list[Mutant] = []
-    seen: dict[str, int] = {}
+    mutants: list[Mutant] = []
+    repeats: dict[str, int] = {}
     for node, target, field, value in list(_sites(function)):
         before, healthy = ast.unparse(node), getattr(target, field)
         setattr(target, field, value)
         text = f"{name}: {before} -> {ast.unparse(node)}"
-        seen[text] = seen.get(text, 0) + 1
-        key = text + (f" #{seen[text]}" if seen[text] > 1 else "")
+        repeats[text] = repeats.get(text, 0) + 1
+        key = text + (f" #{repeats[text]}" if repeats[text] > 1 else "")
         setattr(target, field, healthy)
         change = (target, field, value)
-        made.append(Mutant(key, module.__name__, function.name, function, change))
-    return made
+        mutants.append(Mutant(key, module.__name__, function.name, function, change))
+    return mutants
 
 
-# what is mutated, and by setting which field of which node to what
+# a mutation: the node that it is named after, the node that changes, its field, the new value
 Site = tuple[ast.AST, Any, str, Any]
 
 
 def _sites(function: ast.FunctionDef) -> Iterator[Site]:
-    """Every mutation of ``function``, in the order of its text."""
+    """Yield every mutation of ``function``, statement by statement."""
     body = [
         n
         for n in function.body
@@ -163,7 +162,7 @@ def _sites(function: ast.FunctionDef) -> Iterator[Site]:
 
 
 def _without_logic(node: ast.AST) -> list[ast.AST]:
-    """Parts of ``node`` that say how to compile, not what to compute."""
+    """Return the parts of ``node`` that affect compilation but not the result."""
     if isinstance(node, ast.keyword) and node.arg in _NO_LOGIC:
         return [node]
     if isinstance(node, ast.AnnAssign):
@@ -202,42 +201,41 @@ def _changes(node: ast.AST) -> Iterator[Site]:
 
 
 def reached(ran: set[str]) -> set[str]:
-    """``ran`` and the functions that one of them hands on, as to a scan, which calls them without
-    its telling.
+    """Add the functions that a function in ``ran`` passes on, for example to a scan.
+
+    Such calls are not recorded.
     """
-    found = set(ran)
+    names = set(ran)
     for name, (module, node) in functions().items():
         if name in ran:
             used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             values = [vars(module).get(n) for n in used]
             kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
-            found |= {f"{fn.__module__.removeprefix(PREFIX)}.{fn.__name__}" for fn in kernels}
-    return {name for name in found if name in functions()}
+            names |= {f"{fn.__module__.removeprefix(PREFIX)}.{fn.__name__}" for fn in kernels}
+    return {name for name in names if name in functions()}
 
 
-class _TooLong(BaseException):
+class _Timeout(BaseException):
     """The mutant does not end."""
 
 
 def _alarm(*_: object) -> None:
-    raise _TooLong
+    raise _Timeout
 
 
 def killer(
-    mutant: Mutant, asked: Sequence[InterpretedLaunch], folder: Path, by: Collection[str] = ANY
+    mutant: Mutant, launches: Sequence[InterpretedLaunch], folder: Path, by: Collection[str] = ANY
 ) -> InterpretedLaunch | None:
-    """The first of ``asked`` that tells ``mutant`` from the healthy function, by its result or by
-    its work.
-    """
+    """Return the first launch that kills ``mutant``, by its result or by its work."""
     with _in_place(mutant, folder):
         signal.signal(signal.SIGPROF, _alarm)
         try:
-            for launch in asked:
-                signal.setitimer(signal.ITIMER_PROF, PATIENCE_S + PATIENCE * launch.seconds)
+            for launch in launches:
+                signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S + TIMEOUT_FACTOR * launch.seconds)
                 try:
                     if launch.differs() in by:
                         return launch
-                except (_TooLong, Exception):  # noqa: BLE001  a mutant may do anything
+                except (_Timeout, Exception):  # noqa: BLE001  a mutant may raise anything
                     return launch
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -250,40 +248,45 @@ def survivors(
     folder: Path,
     by: Collection[str] = ANY,
 ) -> list[str]:
-    """Keys of the mutants that no launch kills; asked first are launches that are quick, and have
-    killed others.
+    """Return the keys of the mutants that no launch kills.
+
+    Quick launches and those that have killed other mutants run first.
     """
-    # of a function, and of all
+    # (function, launch) -> kills; function "": of all functions
     kills: collections.Counter[tuple[str, InterpretedLaunch]] = collections.Counter()
     alive = []
     for mutant in mutants:
-        asked = [launch for launch in launches if mutant.name in launch.ran]
-        hope = {one: 1 + kills["", one] + OF_ITS_OWN * kills[mutant.name, one] for one in asked}
-        found = killer(mutant, sorted(asked, key=lambda one: one.seconds / hope[one]), folder, by)
-        if found is None:
+        candidates = [launch for launch in launches if mutant.name in launch.ran]
+        weight = {
+            launch: 1 + kills["", launch] + SAME_FUNCTION_WEIGHT * kills[mutant.name, launch]
+            for launch in candidates
+        }
+        candidates = sorted(candidates, key=lambda launch: launch.seconds / weight[launch])
+        killed_by = killer(mutant, candidates, folder, by)
+        if killed_by is None:
             alive.append(mutant.key)
         else:
-            kills.update([("", found), (mutant.name, found)])
+            kills.update([("", killed_by), (mutant.name, killed_by)])
     return alive
 
 
 def unproved(name: str, launches: Sequence[InterpretedLaunch], folder: Path) -> list[str]:
-    """Mutants of ``name`` that live and are not listed as equivalent, or are listed and die."""
-    made = mutants(name)
-    alive = survivors([m for m in made if m.key not in EQUIVALENT], launches, folder)
-    listed = [m for m in made if m.key in EQUIVALENT]
-    few = [launch for launch in launches if name in launch.ran][:LISTED_ON]
-    dead = {m.key for m in listed} - set(survivors(listed, few, folder))
+    """Return mutants that survive without being listed as equivalent, or are listed and die."""
+    of_function = mutants(name)
+    alive = survivors([m for m in of_function if m.key not in EQUIVALENT], launches, folder)
+    listed = [m for m in of_function if m.key in EQUIVALENT]
+    smallest = [launch for launch in launches if name in launch.ran][:EQUIVALENT_LAUNCHES]
+    dead = {m.key for m in listed} - set(survivors(listed, smallest, folder))
     print(
-        f"{name}: {len(made)} mutants, {len(listed)} equivalent, alive {alive}, listed and dead"
-        f" {sorted(dead)}"
+        f"{name}: {len(of_function)} mutants, {len(listed)} equivalent, alive {alive}, listed and"
+        f" dead {sorted(dead)}"
     )
     return alive + sorted(dead)
 
 
 @contextlib.contextmanager
 def _in_place(mutant: Mutant, folder: Path) -> Iterator[None]:
-    """Every module of the package sees the mutant instead of the function, inside the block."""
+    """Replace the function by the mutant in every module of the package, inside the block."""
     module = sys.modules[mutant.module]
     healthy = vars(module)[mutant.function]
     file = folder / f"mutant_{abs(hash(mutant.key))}.py"

@@ -1,6 +1,4 @@
-"""The tiny calls whose launches tell mutants from kernels: a slot, sizes, options, and tiles other
-than the table's.
-"""
+"""Tiny slot calls whose launches detect mutants: slots, sizes, options and tile settings."""
 
 from __future__ import annotations
 
@@ -35,14 +33,16 @@ GEOMETRY = BlockGeometry(4, 2, 4, 5, 1, 2, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """One call of a slot, forward and backward. Several ``lengths`` are packed documents; ``tiles``
-    by kernel.
+    """One call of a slot, forward and backward.
+
+    Several ``lengths`` are packed documents. ``tiles`` are settings by kernel that replace those of
+    the interpreter's table.
     """
 
     slot: str
     lengths: tuple[int, ...]
     batch: int = 1
-    heads: int = 2  # of a group
+    heads: int = 2  # query heads per kv head
     groups: int = 1
     dk: int = 4
     dv: int = 3
@@ -50,11 +50,11 @@ class Tiny:
     scale: float = 0.7
     deterministic: bool = False
     dtype: torch.dtype = torch.float64
-    ties: bool = False  # every compressed key but one is 0
-    nan_key: int | None = None  # a compressed key that is NaN, while lse is not
-    full: bool = False  # no token is without a key: with one block a token no pair is left out
-    run: int = 0  # rows whose partial outputs are made at a time; 0: all
-    bounds: tuple[int, ...] = ()  # cu_seqlens that are not those of ``lengths``
+    ties: bool = False  # every compressed key except one is 0
+    nan_key: int | None = None  # index of a compressed key of NaN; lse is finite
+    full: bool = False  # every token has a key: with one block per token no pair is left out
+    run: int = 0  # rows whose partial outputs are computed at a time; 0: all
+    bounds: tuple[int, ...] = ()  # cu_seqlens that differ from ``lengths``
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
@@ -67,12 +67,12 @@ class Tiny:
         return SlotCall(self.geometry, self.scale, cu, max(self.lengths), self.deterministic)
 
     def random(self, *shape: int) -> Tensor:
-        """[B, *shape], packed [*shape], rows and heads apart."""
+        """Return random [B, *shape], packed [*shape], with gaps between rows and heads."""
         lead = () if self.packed else (self.batch,)
         return apart(torch.randn(*lead, *shape, dtype=self.dtype))
 
     def calls(self) -> None:
-        """Forward and, where there is one, backward."""
+        """Run forward and, if the slot has one, backward."""
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
         q, do = (
@@ -103,12 +103,12 @@ class Tiny:
         elif self.slot == "sel":
             blocks = self._blocks(total)
             if not self.full:
-                q[..., :2, :, :] = torch.nan  # of tokens without a key
-            bytes_of_a_row = (
+                q[..., :2, :, :] = torch.nan  # queries of tokens without a key
+            bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
             with mock.patch.object(
-                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_of_a_row
+                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_per_row
             ):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
@@ -119,7 +119,7 @@ class Tiny:
             module.backward(do, q, k, v, apart(o), lse, call=call)
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
-        # so that the last key decides the last token's choice
+        # makes the last key decide the last token's selection
         k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]
         if self.ties:
             k[..., torch.arange(k.shape[-3]) != 20, :, :] = 0
@@ -129,7 +129,7 @@ class Tiny:
         select.forward(q, k, lse, call=call)
 
     def _blocks(self, total: int) -> Tensor:
-        """Anything a caller may pass: unsorted, repeated, negative, in the future, out of range."""
+        """Return blocks that are unsorted, repeated, negative, in the future or out of range."""
         draw, n = random.Random(total), self.geometry.num_selected_blocks
         last = max(self.lengths) // self.geometry.select_block_size + 1
         values = [
@@ -142,14 +142,14 @@ class Tiny:
             blocks[:] = 0
         else:
             blocks[..., :2, :, :] = -1  # tokens without a key
-        blocks[..., -1, :, :] = torch.arange(n)  # and one of as many as there can be
+        blocks[..., -1, :, :] = torch.arange(n)  # the last token selects n blocks
         return apart(blocks if self.packed else blocks.expand(self.batch, -1, -1, -1))
 
 
 def _rows(
     tiles: Mapping[str, Mapping[str, int]],
 ) -> dict[str, list[tuple[dict[str, int], dict[str, int]]]]:
-    """The interpreter's table with ``tiles`` in it."""
+    """Return the interpreter's table with ``tiles`` in it."""
     return {
         kernel: [({}, {**rows[0][1], **tiles.get(kernel, {})})] for kernel, rows in TABLE.items()
     }
@@ -379,17 +379,18 @@ COMBINE_CASES = {
 
 
 def launches_of(cases: Mapping[str, Tiny]) -> list[InterpretedLaunch]:
-    """Every launch of ``cases`` once, those of fewest operations first: an order that no busy
-    machine changes.
+    """Return every distinct launch of ``cases``, those of fewest operations first.
+
+    The order does not depend on how busy the machine is.
     """
-    found: list[InterpretedLaunch] = []
+    launches: list[InterpretedLaunch] = []
     for label, case in cases.items():
         with (
             mock.patch.object(configs, "table", lambda _, tiles=case.tiles: _rows(tiles)),
-            recorded(label, found),
+            recorded(label, launches),
         ):
             case.calls()
-    different = {launch.identity(): launch for launch in found}
-    for launch in found:
+    distinct = {launch.identity(): launch for launch in launches}
+    for launch in launches:
         launch.ran = reached(launch.ran)
-    return sorted(different.values(), key=lambda launch: launch.operations)
+    return sorted(distinct.values(), key=lambda launch: launch.operations)

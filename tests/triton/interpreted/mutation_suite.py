@@ -1,7 +1,7 @@
-"""What is demanded of a group of modules: each mutant of each of their jit functions dies, or is
-listed as equivalent.
+"""The mutation tests of a group of modules.
 
-The ordinary run takes a tenth of them, chosen by each mutant's own name; `nox -s full` takes all.
+Every mutant of every jit function must be killed or be listed as equivalent. The ordinary suite
+runs a tenth of the mutants, chosen by their own names; `nox -s full` runs all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from launches import InterpretedLaunch
 from mutation_cases import Tiny, launches_of
 
 FUNCTIONS = sorted(mutation.functions())
-# how the functions of a group begin; a group is a file, and runs beside the others
+# Prefixes of the functions of each group. A group is one test file, so groups run in parallel.
 OF_SEL = ("sel.",)
 OF_THE_REST = ("span.", "select.", "combine.", "shared.", "host.")
 OF_DECODE = ("decode.",)
 ONE_IN = 10
 PARTS = 8
-TWICE = 24  # launches, the smallest, are run again in the ordinary suite
+REPLAYED = 24  # smallest launches that the ordinary suite runs a second time
 
 
 def chosen(mutant: mutation.Mutant) -> bool:
@@ -37,14 +37,14 @@ def _launches(group: type[Mutants]) -> list[InterpretedLaunch]:
 
 
 class Mutants:
-    """Tests of the ``names`` ("folder.module.function"), on the launches of ``cases``."""
+    """Tests of the functions ``names`` ("folder.module.function") on the launches of ``cases``."""
 
     names: tuple[str, ...] = ()
     cases: Mapping[str, Tiny] = {}
 
     @property
     def launches(self) -> list[InterpretedLaunch]:
-        """Made once."""
+        """The launches of ``cases``, recorded once."""
         return _launches(type(self))
 
     def test_every_function_runs_in_some_launch(self) -> None:
@@ -52,16 +52,15 @@ class Mutants:
         unseen = set(self.names) - set().union(*(launch.ran for launch in self.launches))
         assert not unseen, unseen
 
-    def test_healthy_kernels_leave_the_same_twice(self) -> None:
-        """Without this, a comparison that always differs would kill every mutant."""
-        different = [
-            f"{launch.label}: {launch.name}" for launch in self.launches[:TWICE] if launch.differs()
-        ]
+    def test_unchanged_kernels_reproduce_their_results(self) -> None:
+        """Otherwise a comparison that always differs would kill every mutant."""
+        smallest = self.launches[:REPLAYED]
+        different = [f"{launch.label}: {launch.name}" for launch in smallest if launch.differs()]
         assert self.launches
         assert not different, different
 
     @pytest.mark.slow
-    def test_all_of_them_do(self) -> None:
+    def test_all_unchanged_kernels_reproduce_their_results(self) -> None:
         different = [
             f"{launch.label}: {launch.name}" for launch in self.launches if launch.differs()
         ]
@@ -71,19 +70,17 @@ class Mutants:
         mutants = [mutant for name in self.names for mutant in mutation.mutants(name)]
         sample = [mutant for mutant in mutants if chosen(mutant)]
         assert len(sample) > len(mutants) / ONE_IN / 2
-        asked = [mutant for mutant in sample if mutant.key not in mutation.EQUIVALENT]
-        alive = mutation.survivors(asked, self.launches, tmp_path)
+        killable = [mutant for mutant in sample if mutant.key not in mutation.EQUIVALENT]
+        alive = mutation.survivors(killable, self.launches, tmp_path)
         assert not alive, alive
 
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(PARTS))
-    def test_every_mutant_is_killed_but_the_equivalent_ones(
-        self, part: int, tmp_path: Path
-    ) -> None:
-        """``PARTS`` tests share the functions, so that shards can share them."""
-        wrong = [
+    def test_every_mutant_except_equivalent_ones_is_killed(self, part: int, tmp_path: Path) -> None:
+        """The functions are divided among PARTS tests, so that shards can share the work."""
+        failures = [
             key
             for name in self.names[part::PARTS]
             for key in mutation.unproved(name, self.launches, tmp_path)
         ]
-        assert not wrong, wrong
+        assert not failures, failures

@@ -1,4 +1,4 @@
-"""What this backend offers, without importing torch or triton."""
+"""The plugin of the Triton backend: its slots and forms; imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _slot(
 
 @hookimpl
 def nsa_register_backends() -> BackendSpec:
-    """The backend ``triton``: kernels of our own for every slot."""
+    """Register the backend ``triton``, which has Triton kernels for every slot."""
     return BackendSpec(
         name="triton",
         api_version=(1, 0),
         slots={
             "cmp": _slot("cmp", "span_forward", "decode_span"),
             "select": _slot("select", "select_forward", "decode_span", backward=False),
-            # Longer than any SHORT of the tables, below which blocks are not shared out by bucket.
+            # Longer than any SHORT of the tables, so that warm-up also runs the bucket path.
             "sel": _slot(
                 "sel",
                 "sel_forward_kernel",

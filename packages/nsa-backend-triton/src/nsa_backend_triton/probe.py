@@ -1,4 +1,4 @@
-"""What the kernels take, every reason why not, and what this machine looks like to them."""
+"""The probe of the Triton backend: every reason why its kernels cannot run a request."""
 
 from __future__ import annotations
 
@@ -7,57 +7,69 @@ import re
 from nsa_backend_triton.host import configs
 from nsa_core.contract import Reason, Request
 
-# What torch 2.8, the oldest torch that nsa-core takes, was released with; older ones have no
+# Released with torch 2.8, the oldest torch that nsa-core supports; older versions lack
 # triton.knobs.
 OLDEST_TRITON = (3, 4)
 OLDEST_GPU, NEWEST_GPU = min(a for a in configs.TABLES if a), max(configs.TABLES)
 MAX_WIDTH = 256
-MAX_HEADS = 64  # query heads of a group
+MAX_HEADS = 64  # query heads per group
 SELECT_BLOCKS = (16, 128)  # l'
 MAX_SELECTED = 64  # n
-_POINTED = ("select", "sel")  # the slots that know selection blocks
+_BLOCK_SLOTS = ("select", "sel")  # the slots that l' and n matter to
+_SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227}  # per table, shared memory of a block
 
-_found: str | None = None  # triton's version
-_trouble: Reason | None = None
-try:  # while this module loads: a probe has to be quick
+_version: str | None = None
+_import_reason: Reason | None = None
+try:  # import Triton with this module, so that a probe is quick
     import triton
 
-    _found = str(triton.__version__)
+    _version = str(triton.__version__)
 except ModuleNotFoundError as error:
-    # Under TRITON_INTERPRET=1 triton itself needs numpy, which it does not install.
+    # Under TRITON_INTERPRET=1 Triton needs numpy, which it does not install.
     _package = (error.name or "triton").partition(".")[0]
     _missing = "triton (Linux)" if _package == "triton" else _package
-    _trouble = Reason(
+    _import_reason = Reason(
         "triton_missing",
         f"triton cannot be imported: {error}",
         f"pip install {_missing}, or use sdpa",
     )
 except (ImportError, OSError, RuntimeError) as error:
-    _trouble = Reason("triton_broken", f"importing triton failed: {error}", "reinstall triton")
+    _import_reason = Reason(
+        "triton_broken", f"importing triton failed: {error}", "reinstall triton"
+    )
 
 
 def probe(request: Request) -> list[Reason]:
-    """All reasons against ``request``; none: the backend takes it."""
-    trouble = _trouble or _version_reason(_found or "")
-    reasons = [trouble] if trouble else []
-    interpreted = not trouble and _interpreted()
-    architecture, here = (0, []) if interpreted else _device(request)
-    reasons += here + _shape_reasons(request)
+    """Return all reasons why the backend cannot run ``request``.
+
+    Args:
+        request: The slot, shapes, dtype and device of a call. No tensor is read.
+
+    Returns:
+        One reason per obstacle, each with a code, a sentence and a hint. Empty if the backend runs
+        the request.
+    """
+    missing = _import_reason or _version_reason(_version or "")
+    reasons = [missing] if missing else []
+    interpreted = not missing and _interpreted()
+    architecture, device_reasons = (0, []) if interpreted else _device(request)
+    reasons += device_reasons + _shape_reasons(request)
     if request.dtype == "float64" and not interpreted:
         hint = "use float32 or sdpa; fp64 runs in triton's interpreter only"
         reasons.append(Reason("dtype", "needs bfloat16, float16 or float32, got float64", hint))
     elif architecture is not None:
-        # A width past the limit has its own reason.
-        lacking = configs.missing(request, architecture) if not _too_wide(request) else []
+        # Widths above the limit have a reason of their own.
+        kernels = configs.missing(request, architecture) if not _too_wide(request) else []
         name = configs.TABLES[architecture]
+        kib = _SHARED_KIB.get(name, "unlimited")
         reasons += [
             Reason(
                 "no_configuration",
-                f"no tile of {kernel} fits the shared memory that table {name} stands for",
-                "use smaller heads, a narrower dtype, for blocks of many compressed tokens a longer"
-                " stride, or sdpa",
+                f"{kernel}: no tile configuration fits {name}'s {kib} KiB of shared memory",
+                "use smaller heads, a narrower dtype, a longer compress_stride if blocks hold many"
+                " compressed tokens, or sdpa",
             )
-            for kernel in lacking
+            for kernel in kernels
         ]
     return reasons
 
@@ -72,24 +84,22 @@ def _version_reason(version: str) -> Reason | None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers >= OLDEST_TRITON:
         return None
-    wanted = ".".join(map(str, OLDEST_TRITON))
+    oldest = ".".join(map(str, OLDEST_TRITON))
     return Reason(
         "triton_too_old",
-        f"needs triton {wanted} or later, found {version}",
+        f"needs triton {oldest} or later, found {version}",
         "upgrade torch and triton",
     )
 
 
 def _device(request: Request) -> tuple[int | None, list[Reason]]:
-    """(architecture whose table serves the request, None: none; reasons against the device)."""
+    """Return the architecture whose table serves the request, if any, and reasons against it."""
     if request.device != "cuda":
         return None, [Reason("device", f"needs cuda, got {request.device}", "use sdpa there")]
     import torch
 
     if torch.version.hip is not None:
-        text = (
-            f"kernels are written for NVIDIA GPUs; this torch is built for ROCm {torch.version.hip}"
-        )
+        text = f"the kernels need an NVIDIA GPU, this torch is built for ROCm {torch.version.hip}"
         return None, [Reason("rocm", text, "use sdpa")]
     if request.capability is None:
         return None, [
@@ -104,12 +114,14 @@ def _device(request: Request) -> tuple[int | None, list[Reason]]:
     if have > NEWEST_GPU:
         return None, [
             Reason(
-                "sm_too_new", f"knows GPUs up to sm_{NEWEST_GPU}, this GPU is sm_{have}", "use sdpa"
+                "sm_too_new",
+                f"supports GPUs up to sm_{NEWEST_GPU}, this GPU is sm_{have}",
+                "use sdpa",
             )
         ]
     if have not in configs.TABLES:
         known = ", ".join(f"sm_{a}" for a in configs.TABLES if a)
-        return None, [Reason("sm_unknown", f"knows {known}, this GPU is sm_{have}", "use sdpa")]
+        return None, [Reason("sm_unknown", f"supports {known}, this GPU is sm_{have}", "use sdpa")]
     return have, []
 
 
@@ -129,39 +141,43 @@ def _shape_reasons(request: Request) -> list[Reason]:
         reasons.append(Reason("head_dim", message, "use sdpa"))
     heads = request.n_heads // request.n_kv_heads
     if heads > MAX_HEADS and request.slot != "combine":
-        message = f"{heads} query heads a group exceed {MAX_HEADS}"
+        message = f"{heads} query heads per group exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use more kv heads, or sdpa"))
     low, high = SELECT_BLOCKS
-    block, chosen = geometry.select_block_size, geometry.num_selected_blocks
-    if request.slot in _POINTED and not low <= block <= high:
+    block, num_selected = geometry.select_block_size, geometry.num_selected_blocks
+    if request.slot in _BLOCK_SLOTS and not low <= block <= high:
         message = f"select_block_size must be from {low} to {high}, got {block}"
-        reasons.append(Reason("select_block_size", message, "change it, or use sdpa"))
-    if request.slot in _POINTED and chosen > MAX_SELECTED:
-        message = f"{chosen} selected blocks exceed {MAX_SELECTED}"
-        reasons.append(Reason("num_selected_blocks", message, "choose fewer, or use sdpa"))
+        reasons.append(
+            Reason("select_block_size", message, "choose a size in this range, or use sdpa")
+        )
+    if request.slot in _BLOCK_SLOTS and num_selected > MAX_SELECTED:
+        message = f"num_selected_blocks must be at most {MAX_SELECTED}, got {num_selected}"
+        reasons.append(
+            Reason(
+                "num_selected_blocks", message, f"select at most {MAX_SELECTED} blocks, or use sdpa"
+            )
+        )
     return reasons
 
 
 def detail() -> list[str]:
-    """Triton's version, and for each GPU here the table of tile shapes that serves it; a line
-    each.
-    """
-    if _trouble is not None:
-        return [str(_trouble)]
-    old = _version_reason(_found or "")
-    lines = [f"triton {_found}" + (f": {old}" if old else "")]
+    """Return Triton's version and, for each visible GPU, its table of tile shapes, as lines."""
+    if _import_reason is not None:
+        return [str(_import_reason)]
+    too_old = _version_reason(_version or "")
+    lines = [f"triton {_version}" + (f": {too_old}" if too_old else "")]
     if _interpreted():
         return [*lines, "kernels run in triton's interpreter, on CPU tensors (TRITON_INTERPRET)"]
     import torch
 
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        name, here = torch.cuda.get_device_name(index), 10 * major + minor
-        serves = (
-            f"tile shapes of table {configs.TABLES[here]}"
-            if here in configs.TABLES
+        name, number = torch.cuda.get_device_name(index), 10 * major + minor
+        shapes = (
+            f"tile shapes of table {configs.TABLES[number]}"
+            if number in configs.TABLES
             else "no tile shapes"
         )
-        known = "measured" if here in configs.MEASURED else "never measured on this kind of GPU"
-        lines.append(f"GPU {index}, {name}, sm_{here}: {serves}, {known}")
+        measured = "measured" if number in configs.MEASURED else "not measured on this architecture"
+        lines.append(f"GPU {index}, {name}, sm_{number}: {shapes}, {measured}")
     return lines if len(lines) > 1 else [*lines, "no CUDA GPU is visible"]

@@ -1,11 +1,10 @@
-"""What comes before a step: queries and keys rotated, keys and values put into the cache; one
-launch.
+"""Rotate a step's queries and keys and write its keys and values into the cache, in one launch.
 
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) at the token's position, each product and sum
-    rounded to fp32
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) at the token's position
 
-A program owns HEADS heads of a token's q, or its k and v for one store. Bytes: what the step's rows
-hold, read and written once; a few microseconds of latency bind.
+Each product and sum is rounded to fp32. A program owns BLOCK_H heads of one token's q, or one
+token's k and v of one branch. It reads and writes the step's rows once; the limit is latency, a few
+microseconds.
 """
 
 from __future__ import annotations
@@ -23,223 +22,130 @@ from nsa_core.contract import DecodeCall
 
 
 @triton.jit
-def _put(
-    X, OUT, COS, SIN, heads, position, there, x_head, out_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr,
+def _copy_heads(
+    X, OUT, COS, SIN, stride_xh, stride_outh, num_heads, position, valid,
+    BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a row of X to a row of OUT, rotated where ROTATE; nothing where not ``there``."""
-    head = tl.arange(0, HEADS)
+    """Copy the heads of one row of X to one row of OUT if ``valid``; ROTATE: rotated."""
+    head = tl.arange(0, BLOCK_H)
     if ROTATE:
         HALF: tl.constexpr = WIDTH // 2
-        column = tl.arange(0, BLOCK // 2)
-        mask = there & (head < heads)[:, None] & (column < HALF)[None, :]
-        at, to = (
-            head[:, None] * x_head + column[None, :],
-            head[:, None] * out_head + column[None, :],
+        offs_d = tl.arange(0, BAND // 2)
+        mask = valid & (head < num_heads)[:, None] & (offs_d < HALF)[None, :]
+        offs_x, offs_out = (
+            head[:, None] * stride_xh + offs_d[None, :],
+            head[:, None] * stride_outh + offs_d[None, :],
         )
-        angle = tl.cast(position, tl.int64) * HALF + column
-        cos = tl.load(COS + angle, mask=(column < HALF) & there, other=0.0)[None, :]
-        sin = tl.load(SIN + angle, mask=(column < HALF) & there, other=0.0)[None, :]
-        x1 = tl.load(X + at, mask=mask, other=0.0).to(cos.dtype)
-        x2 = tl.load(X + at + HALF, mask=mask, other=0.0).to(cos.dtype)
-        kind = OUT.dtype.element_ty
-        tl.store(OUT + to, (x1 * cos - x2 * sin).to(kind), mask=mask)
-        tl.store(OUT + to + HALF, (x2 * cos + x1 * sin).to(kind), mask=mask)
+        angle = tl.cast(position, tl.int64) * HALF + offs_d
+        cos = tl.load(COS + angle, mask=(offs_d < HALF) & valid, other=0.0)[None, :]
+        sin = tl.load(SIN + angle, mask=(offs_d < HALF) & valid, other=0.0)[None, :]
+        x1 = tl.load(X + offs_x, mask=mask, other=0.0).to(cos.dtype)
+        x2 = tl.load(X + offs_x + HALF, mask=mask, other=0.0).to(cos.dtype)
+        dtype = OUT.dtype.element_ty
+        tl.store(OUT + offs_out, (x1 * cos - x2 * sin).to(dtype), mask=mask)
+        tl.store(OUT + offs_out + HALF, (x2 * cos + x1 * sin).to(dtype), mask=mask)
     else:
-        column = tl.arange(0, BLOCK)
-        mask = there & (head < heads)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(X + head[:, None] * x_head + column[None, :], mask=mask, other=0.0)
-        tl.store(OUT + head[:, None] * out_head + column[None, :], x, mask=mask)
+        offs_d = tl.arange(0, BAND)
+        mask = valid & (head < num_heads)[:, None] & (offs_d < WIDTH)[None, :]
+        x = tl.load(X + head[:, None] * stride_xh + offs_d[None, :], mask=mask, other=0.0)
+        tl.store(OUT + head[:, None] * stride_outh + offs_d[None, :], x, mask=mask)
 
 
 @triton.jit
-def _keep(
-    K, V, OUT_K, OUT_V, COS, SIN, seq, row, page, at, position, there, k_seq, k_row, k_head, v_seq,
-    v_row, v_head,
-    rows_of_page,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ROTATE: tl.constexpr,
+def _append_token(
+    K, V, K_STORE, V_STORE, COS, SIN, stride_k, stride_v,
+    seq, t, page, page_row, page_size, position, valid,
+    NUM_KV_HEADS: tl.constexpr, NUM_KV_HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """k and v of a token to row ``at`` of page ``page`` of contiguous stores [P, rows_of_page, G,
-    D].
-    """
-    to = (tl.cast(page, tl.int64) * rows_of_page + at) * GROUPS
-    _put(
-        K + seq * k_seq + row * k_row,
-        OUT_K + to * DK,
-        COS,
-        SIN,
-        GROUPS,
-        position,
-        there,
-        k_head,
-        DK,
-        HEADS,
-        DK,
-        BLOCK_DK,
-        ROTATE,
-    )
-    _put(
-        V + seq * v_seq + row * v_row,
-        OUT_V + to * DV,
-        COS,
-        SIN,
-        GROUPS,
-        position,
-        there,
-        v_head,
-        DV,
-        HEADS,
-        DV,
-        BLOCK_DV,
-        False,
-    )
+    """Write k and v of one token to one row of contiguous stores [P, page_size, G, D]."""
+    first_head = (tl.cast(page, tl.int64) * page_size + page_row) * NUM_KV_HEADS
+    stride_kb, stride_kt, stride_kh = stride_k
+    _copy_heads(
+        K + seq * tl.cast(stride_kb, tl.int64) + t * stride_kt, K_STORE + first_head * HEAD_DIM,
+        COS, SIN, stride_kh, HEAD_DIM, NUM_KV_HEADS, position, valid,
+        NUM_KV_HEADS_PAD, HEAD_DIM, HEAD_DIM_BAND, ROTATE,
+    )  # fmt: skip
+    stride_vb, stride_vt, stride_vh = stride_v
+    _copy_heads(
+        V + seq * tl.cast(stride_vb, tl.int64) + t * stride_vt, V_STORE + first_head * V_HEAD_DIM,
+        COS, SIN, stride_vh, V_HEAD_DIM, NUM_KV_HEADS, position, valid,
+        NUM_KV_HEADS_PAD, V_HEAD_DIM, V_HEAD_DIM_BAND, False,
+    )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows",
-        "raw_ring",
-        "page_rows",
-        "win_ring",
-        "pages",
-        "positions",
-        "table_row",
+        "num_tokens",
+        "raw_ring_size",
+        "page_size",
+        "win_ring_size",
+        "num_pages",
+        "num_positions",
+        "stride_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
 )
 def decode_append(
-    Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN, RAW_K, RAW_V, SEL_K, SEL_V, WIN_K, WIN_V, OUT,
-    COS, SIN, STARTS,
-    LENGTHS, TABLE,
-    q_seq: tl.int64, q_row, q_head, kr_seq: tl.int64, kr_row, kr_head, vr_seq: tl.int64, vr_row,
-    vr_head,
-    ks_seq: tl.int64, ks_row, ks_head, vs_seq: tl.int64, vs_row, vs_head, kw_seq: tl.int64, kw_row,
-    kw_head,
-    vw_seq: tl.int64, vw_row, vw_head, rows, raw_ring, page_rows, win_ring, pages, positions,
-    table_row,
-    N_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, ROPE: tl.constexpr,
+    Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
+    K_RAW_STORE, V_RAW_STORE, K_SEL_STORE, V_SEL_STORE, K_WIN_STORE, V_WIN_STORE, Q_OUT, COS, SIN,
+    STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_k_raw, stride_v_raw, stride_k_sel, stride_v_sel, stride_k_win, stride_v_win,
+    stride_table, num_tokens, raw_ring_size, page_size, win_ring_size, num_pages, num_positions,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_KV_HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROPE: tl.constexpr,
     ROTATE_RAW: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Parts of a token: raw, sel, win, then q HEADS heads at a time, where it is
-    rotated.
+    """Append one step; the programs of a token handle raw, sel, win and then q.
+
+    "raw" is cmp's ring of the latest uncompressed rows. ROPE: rotate q, BLOCK_H heads per program,
+    and k of sel and win; ROTATE_RAW: rotate k of raw, too.
     """
-    PARTS: tl.constexpr = 3 + ((N_HEADS + HEADS - 1) // HEADS if ROPE else 0)
-    part, token = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    seq, row = token // rows, token % rows
+    PROGRAMS_PER_TOKEN: tl.constexpr = 3 + ((NUM_HEADS + BLOCK_H - 1) // BLOCK_H if ROPE else 0)
+    task, row = tl.program_id(0) % PROGRAMS_PER_TOKEN, tl.program_id(0) // PROGRAMS_PER_TOKEN
+    seq, t = row // num_tokens, row % num_tokens
     length = tl.load(LENGTHS + seq)
-    position = tl.load(STARTS + seq) + row
-    there = (position < length) & (position < pages * page_rows)
-    angle = tl.minimum(position, positions - 1)
-    if part == 0:
-        # Of more tokens than a ring holds, the last ones stay.
-        _keep(
-            K_RAW,
-            V_RAW,
-            RAW_K,
-            RAW_V,
-            COS,
-            SIN,
-            seq,
-            row,
-            seq,
-            position % raw_ring,
-            angle,
-            there & (position >= length - raw_ring),
-            kr_seq,
-            kr_row,
-            kr_head,
-            vr_seq,
-            vr_row,
-            vr_head,
-            raw_ring,
-            GROUPS,
-            KV_HEADS,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
+    position = tl.load(STARTS + seq) + t
+    valid = (position < length) & (position < num_pages * page_size)
+    angle = tl.minimum(position, num_positions - 1)
+    if task == 0:
+        # If a step has more tokens than the ring holds, the last ones stay.
+        _append_token(
+            K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN, stride_k_raw, stride_v_raw,
+            seq, t, seq, position % raw_ring_size, raw_ring_size, angle,
+            valid & (position >= length - raw_ring_size),
+            NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE and ROTATE_RAW,
+        )  # fmt: skip
+    elif task == 1:
+        page = tl.load(
+            BLOCK_TABLE + seq * stride_table + position // page_size, mask=valid, other=0
         )
-    elif part == 1:
-        page = tl.load(TABLE + seq * table_row + position // page_rows, mask=there, other=0)
-        _keep(
-            K_SEL,
-            V_SEL,
-            SEL_K,
-            SEL_V,
-            COS,
-            SIN,
-            seq,
-            row,
-            page,
-            position % page_rows,
-            angle,
-            there,
-            ks_seq,
-            ks_row,
-            ks_head,
-            vs_seq,
-            vs_row,
-            vs_head,
-            page_rows,
-            GROUPS,
-            KV_HEADS,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
+        _append_token(
+            K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN, stride_k_sel, stride_v_sel,
+            seq, t, page, position % page_size, page_size, angle, valid,
+            NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
-        )
-    elif part == 2:
-        _keep(
-            K_WIN,
-            V_WIN,
-            WIN_K,
-            WIN_V,
-            COS,
-            SIN,
-            seq,
-            row,
-            seq,
-            position % win_ring,
-            angle,
-            there & (position >= length - win_ring),
-            kw_seq,
-            kw_row,
-            kw_head,
-            vw_seq,
-            vw_row,
-            vw_head,
-            win_ring,
-            GROUPS,
-            KV_HEADS,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
+        )  # fmt: skip
+    elif task == 2:
+        _append_token(
+            K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN, stride_k_win, stride_v_win,
+            seq, t, seq, position % win_ring_size, win_ring_size, angle,
+            valid & (position >= length - win_ring_size),
+            NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
-        )
+        )  # fmt: skip
     else:
-        head = (part - 3) * HEADS
-        _put(
-            Q + seq * q_seq + row * q_row + head * q_head,
-            OUT + (tl.cast(token, tl.int64) * N_HEADS + head) * DK,
-            COS,
-            SIN,
-            N_HEADS - head,
-            angle,
-            position >= 0,
-            q_head,
-            DK,
-            HEADS,
-            DK,
-            BLOCK_DK,
-            True,
-        )
+        head = (task - 3) * BLOCK_H
+        stride_qb, stride_qt, stride_qh = stride_q
+        _copy_heads(
+            Q + seq * tl.cast(stride_qb, tl.int64) + t * stride_qt + head * stride_qh,
+            Q_OUT + (tl.cast(row, tl.int64) * NUM_HEADS + head) * HEAD_DIM,
+            COS, SIN, stride_qh, HEAD_DIM, NUM_HEADS - head, angle, position >= 0,
+            BLOCK_H, HEAD_DIM, HEAD_DIM_BAND, True,
+        )  # fmt: skip
 
 
 def append(
@@ -254,22 +160,24 @@ def append(
     rotate_raw: bool,
     call: DecodeCall,
 ) -> Tensor:
-    """q, rotated where ``rope`` is given; k and v are in their stores, contiguous all.
+    """Write k and v into their contiguous stores and return q, rotated if ``rope`` is given.
 
     Raises:
-        ValueError: a store or a table is not contiguous.
+        ValueError: A store or a table of ``rope`` is not contiguous.
     """
     stores = (*raw, *sel, *win)
     if not all(x.is_contiguous() for x in (*stores, *(rope or ()))):
-        raise ValueError("append needs contiguous stores and tables")
-    k_raw, v_raw, k_sel, v_sel, k_win, v_win = given = [
+        raise ValueError(
+            "append needs contiguous stores and rope tables; pass them as x.contiguous()"
+        )
+    k_raw, v_raw, k_sel, v_sel, k_win, v_win = new_rows = [
         x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair
     ]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = rope or (q, q)
-    rings = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
-    made = _launch(
+    page_sizes = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
+    launch = _launch(
         q,
         k_raw,
         v_raw,
@@ -279,32 +187,35 @@ def append(
         v_win,
         cos,
         call.block_table,
-        rings,
+        page_sizes,
         rope is not None,
         rotate_raw,
     )
-    made(q, *given, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
+    launch(q, *new_rows, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
     return out
 
 
 @remembered
 def _launch(
     q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
-    v_win: Tensor, cos: Tensor,
-    table: Tensor, rows_of: tuple[int, int, int], rope: bool, rotate_raw: bool,
+    v_win: Tensor, cos: Tensor, block_table: Tensor, page_sizes: tuple[int, int, int],
+    rope: bool, rotate_raw: bool,
 ) -> Launch:  # fmt: skip
-    """``rows_of``: of the ring of cmp, a page and the ring of win."""
-    batch, rows, heads, dk = q.shape
-    groups, dv = k_raw.shape[2], v_raw.shape[3]
-    chosen = configs.pick("decode_append", architecture(q.device), head_dim=dk, v_head_dim=dv)
-    together = min(chosen["HEADS"], power(heads))
-    parts = 3 + (cdiv(heads, together) if rope else 0)
+    """Prepare the launch; ``page_sizes``: rows of cmp's ring, of a page and of win's ring."""
+    batch, num_tokens, heads, head_dim = q.shape
+    kv_heads, v_head_dim = k_raw.shape[2], v_raw.shape[3]
+    settings = configs.pick(
+        "decode_append", architecture(q.device), head_dim=head_dim, v_head_dim=v_head_dim
+    )
+    block_h = min(settings["BLOCK_H"], power(heads))
+    programs_per_token = 3 + (cdiv(heads, block_h) if rope else 0)
     return Launch(
-        decode_append, (batch * rows * parts,),
-        *(n for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win) for n in x.stride()[:3]), rows,
-        *rows_of,
-        table.shape[1], cos.shape[0], table.stride(0),
-        N_HEADS=heads, GROUPS=groups, HEADS=together, KV_HEADS=power(groups), DK=dk, DV=dv,
-        BLOCK_DK=max(2, power(dk)), BLOCK_DV=power(dv), ROPE=rope,
-        ROTATE_RAW=rotate_raw, num_warps=chosen["num_warps"], enable_fp_fusion=False,
+        decode_append, (batch * num_tokens * programs_per_token,),
+        *(x.stride()[:3] for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win)),
+        block_table.stride(0), num_tokens, *page_sizes, block_table.shape[1], cos.shape[0],
+        NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, BLOCK_H=block_h, NUM_KV_HEADS_PAD=power(kv_heads),
+        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        HEAD_DIM_BAND=max(2, power(head_dim)), V_HEAD_DIM_BAND=power(v_head_dim),
+        ROPE=rope, ROTATE_RAW=rotate_raw,
+        num_warps=settings["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,17 +1,19 @@
-"""The choice of blocks for one token of one kv head, from the sums over blocks that a walk has left
-in memory.
+"""Selection of blocks for one token of one kv head, from block sums that a walk left in memory.
 
-    p[h, i] = exp(s[h, i] - lse[h]),  score[j] = sum over h and i of weight(i, j) p[h, i]
-    (Eqs. 8 to 10)
+    p[h, i] = exp(s[h, i] - lse[h])                                 (Eq. 8)
+    score[j] = sum over h and i of overlap(i, j) p[h, i]            (Eqs. 9 and 10)
+    blocks = the initial and local blocks, then those of the best scores, n in all  (Eqs. 11, 12)
 
-A walk's sums are relative to what its softmax had seen by then: 2^(m - lse), a number for each head
-and tile of keys, makes them absolute. A pass takes BLOCKS blocks: 8 bytes a head and block from L2,
-where the walk has just put them (128 KiB for 16 heads and 64k tokens), PIECES times as many loads
-as registers hold at once. Their scores stay in registers. The best are found one by one, a maximum
-of the bit patterns (scores are >= 0, so bits are ordered as they are) and the lowest index that has
-it: two reductions over a few numbers a thread for each block chosen, and for later passes only
-where a block is better than the worst of those kept. Latency binds: few numbers, one after the
-other.
+A walk's sums are relative to the running maximum m of its softmax at that tile. The factor
+2^(m - lse), one number per head and tile of keys, makes them absolute.
+
+A pass takes RANK_BLOCKS blocks: 8 bytes per head and block from L2, where the walk has just written
+them (128 KiB for 16 heads and 64k tokens), in NUM_HEAD_TILES tiles of BLOCK_H heads, as many as
+registers hold. The scores of a pass stay in registers. The best are found one at a time: the
+maximum of the bit patterns (scores are >= 0, so bit patterns order like scores) and the lowest
+index that has it. Each selected block takes two reductions over a few numbers per thread; in later
+passes only blocks that are better than the worst of the best so far take them. Latency is the
+limit: there are few numbers, processed one after the other.
 """
 
 from __future__ import annotations
@@ -19,176 +21,202 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.decode.walk import tokens_of
+from nsa_backend_triton.decode.walk import token_range
 from nsa_backend_triton.shared.rows import LOG2E, num_compressed
 
 
 @triton.jit
 def _group_scores(
-    SUMS, REFERENCES, LSE, first, tiles, before, sum_row, reference_row, lse_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr,
-    OF_TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    SUMS, MAXIMA, LSE, stride_sums, stride_maxima, stride_lse_h, first_tile, tiles, carry_in,
+    GROUP: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """(score [BLOCKS] of the blocks of tiles ``first`` on, what the last of them adds to the next
-    block's).
+    """Return the scores [RANK_BLOCKS] of the blocks from tile ``first_tile`` on, and a carry.
 
-    ``before``: what the block in front of them adds to the first. Taps are added within a head,
-    then heads.
+    Compressed tokens of a block may also overlap the next block. ``carry_in`` is what the preceding
+    block adds to the first score; the returned carry is what the last block adds to the next score.
+    Compressed tokens are added within a head first, then heads.
     """
-    tile = tl.arange(0, BLOCKS // OF_TILE) + first
-    number = tl.arange(0, OF_TILE * 2)
-    pairs = tl.zeros([BLOCKS // OF_TILE, OF_TILE * 2], ACC)
-    for piece in tl.static_range(PIECES):
-        head = piece * HEADS + tl.arange(0, HEADS)
-        exists = head < GROUP
-        here = exists[None, :] & (tile < tiles)[:, None]
-        lse = tl.load(LSE + head * lse_head, mask=exists, other=0.0, cache_modifier=".cg") * LOG2E
-        whole = tl.floor(lse)
+    tile = tl.arange(0, RANK_BLOCKS // BLOCKS_PER_TILE) + first_tile
+    offs_pair = tl.arange(0, BLOCKS_PER_TILE * 2)
+    pairs = tl.zeros([RANK_BLOCKS // BLOCKS_PER_TILE, BLOCKS_PER_TILE * 2], ACC)
+    for head_tile in tl.static_range(NUM_HEAD_TILES):
+        head = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        head_valid = head < GROUP
+        valid = head_valid[None, :] & (tile < tiles)[:, None]
+        lse = (
+            tl.load(LSE + head * stride_lse_h, mask=head_valid, other=0.0, cache_modifier=".cg")
+            * LOG2E
+        )
+        lse_floor = tl.floor(lse)
         reference = tl.load(
-            REFERENCES + head[None, :] * reference_row + tile[:, None],
-            mask=here,
+            MAXIMA + head[None, :] * stride_maxima + tile[:, None],
+            mask=valid,
             other=0.0,
             cache_modifier=".cg",
         )
-        # A power of two apart from the first factor: equal sums give equal scores, whatever they
-        # are relative to.
-        scale = tl.exp2(whole - lse)[None, :] * tl.exp2(
-            tl.minimum(reference - whole[None, :], 126.0)
+        # Scales of one head differ by powers of two only: equal sums give equal scores, whatever
+        # maximum they are relative to.
+        scale = tl.exp2(lse_floor - lse)[None, :] * tl.exp2(
+            tl.minimum(reference - lse_floor[None, :], 126.0)
         )
-        # Heads in the middle: then they are a thread's own, and each score is in one lane alone.
-        # Triton 3.6 reduces a vector of which several lanes hold the same wrongly where those lanes
-        # are not the highest.
-        at = (head * sum_row)[None, :, None] + (tile[:, None] * (OF_TILE * 2) + number[None, :])[
-            :, None, :
-        ]
-        some = tl.load(SUMS + at, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-        pairs += tl.sum(some * scale[:, :, None], 1)
-    own, carry = tl.split(tl.reshape(pairs, [BLOCKS, 2]))
-    at = tl.arange(0, BLOCKS)
-    after = tl.sum(tl.where(at == BLOCKS - 1, carry, 0.0), 0)
-    carry = tl.where(at == 0, before, tl.gather(carry, tl.maximum(at - 1, 0), 0))
-    return own + carry, after
+        # Heads are the middle axis, so that they belong to one thread and each score is in one lane
+        # only. Triton 3.6 reduces a vector wrongly if several lanes hold copies of it and those
+        # lanes are not the highest.
+        offs = (head * stride_sums)[None, :, None] + (
+            tile[:, None] * (BLOCKS_PER_TILE * 2) + offs_pair[None, :]
+        )[:, None, :]
+        sums = tl.load(SUMS + offs, mask=valid[:, :, None], other=0.0, cache_modifier=".cg")
+        pairs += tl.sum(sums * scale[:, :, None], 1)
+    own, carry = tl.split(tl.reshape(pairs, [RANK_BLOCKS, 2]))
+    offs = tl.arange(0, RANK_BLOCKS)
+    carry_out = tl.sum(tl.where(offs == RANK_BLOCKS - 1, carry, 0.0), 0)
+    carry = tl.where(offs == 0, carry_in, tl.gather(carry, tl.maximum(offs - 1, 0), 0))
+    return own + carry, carry_out
 
 
 @triton.jit
-def _insert(bits, kept_bits, kept, count, first, begin, end, free, slot, GONE: tl.constexpr):
-    """(bits, blocks, number) of the best ``free`` of those kept [SLOTS] and of bits [BLOCKS],
-    blocks ``first`` on.
+def _insert(
+    bits, best_bits, best_blocks, count, first_block, begin, end, num_ranked, slot,
+    REMOVED_BITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the scores of a pass into the best ``num_ranked`` so far.
 
-    Of the latter only blocks begin .. end count.
+    ``bits`` [RANK_BLOCKS] are the scores' bit patterns of the blocks from ``first_block`` on, of
+    which only begin .. end are candidates. ``best_bits`` and ``best_blocks`` [NUM_SELECTED_PAD]
+    hold ``count`` blocks. Returns (best_bits, best_blocks, count).
 
-    Blocks come in ascending order, so one kept goes before an equal one that comes. Of equal ones
-    kept the last goes.
+    Blocks come in ascending order, so a block in the list precedes an equal one that comes later.
+    Of equal blocks in the list, the last one is replaced.
     """
-    MOST: tl.constexpr = 2**31 - 1
-    block = tl.arange(0, bits.shape[0]) + first
-    bits = tl.where((block >= begin) & (block < end), bits, GONE)
-    there = tl.minimum(end, first + bits.shape[0]) - tl.maximum(begin, first)
-    room = tl.minimum(free - count, tl.maximum(there, 0))
-    for _ in tl.range(room, num_stages=1):
+    MAX_BLOCK: tl.constexpr = 2**31 - 1
+    block = tl.arange(0, bits.shape[0]) + first_block
+    bits = tl.where((block >= begin) & (block < end), bits, REMOVED_BITS)
+    candidates = tl.minimum(end, first_block + bits.shape[0]) - tl.maximum(begin, first_block)
+    new_blocks = tl.minimum(num_ranked - count, tl.maximum(candidates, 0))
+    for _ in tl.range(new_blocks, num_stages=1):
         best = tl.max(bits, 0)
-        at = tl.min(tl.where(bits == best, block, MOST), 0)
-        kept_bits = tl.where(slot == count, best, kept_bits)
-        kept = tl.where(slot == count, at, kept)
-        bits = tl.where(block == at, GONE, bits)
+        best_block = tl.min(tl.where(bits == best, block, MAX_BLOCK), 0)
+        best_bits = tl.where(slot == count, best, best_bits)
+        best_blocks = tl.where(slot == count, best_block, best_blocks)
+        bits = tl.where(block == best_block, REMOVED_BITS, bits)
         count += 1
     best = tl.max(bits, 0)
-    worst = tl.min(kept_bits, 0)
+    worst = tl.min(best_bits, 0)
     while best > worst:
-        at = tl.min(tl.where(bits == best, block, MOST), 0)
-        last = tl.max(tl.where(kept_bits == worst, kept, -1), 0)
-        goes = (kept_bits == worst) & (kept == last)
-        kept_bits = tl.where(goes, best, kept_bits)
-        kept = tl.where(goes, at, kept)
-        bits = tl.where(block == at, GONE, bits)
+        best_block = tl.min(tl.where(bits == best, block, MAX_BLOCK), 0)
+        worst_block = tl.max(tl.where(best_bits == worst, best_blocks, -1), 0)
+        replaced = (best_bits == worst) & (best_blocks == worst_block)
+        best_bits = tl.where(replaced, best, best_bits)
+        best_blocks = tl.where(replaced, best_block, best_blocks)
+        bits = tl.where(block == best_block, REMOVED_BITS, bits)
         best = tl.max(bits, 0)
-        worst = tl.min(kept_bits, 0)
-    return kept_bits, kept, count
+        worst = tl.min(best_bits, 0)
+    return best_bits, best_blocks, count
 
 
 @triton.jit
 def choose(
-    token, SUMS, REFERENCES, LSE, OUT, sum_row, reference_row, lse_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr,
-    OF_TILE: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
+    token, SUMS, MAXIMA, LSE, BLOCKS, stride_sums, stride_maxima, stride_lse_h,
+    GROUP: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of ``token``, negative: padding, all -1. SUMS, REFERENCES, LSE and OUT point
-    at it.
+    """Write the selected blocks of the token at position ``token``, ascending, -1 at the end.
+
+    A negative position is padding: all blocks are -1. SUMS, MAXIMA, LSE and BLOCKS point at the
+    token's rows.
     """
-    WIDE: tl.constexpr = tl.float64 == ACC
-    BITS: tl.constexpr = tl.int64 if WIDE else tl.int32
-    GONE: tl.constexpr = -(2**52) - 1 if WIDE else -(2**23) - 1  # less than the bits of -inf
-    MOST: tl.constexpr = 2**63 - 1 if WIDE else 2**31 - 1
-    candidates = tl.where(token < 0, 0, token // SELECT + 1)
-    init = tl.minimum(candidates, INIT)
-    first_local = tl.maximum(candidates - LOCAL, init)
-    total = tl.minimum(candidates, N)
-    free = total - init - (candidates - first_local)
-    # the compiler sees that rows are aligned
-    sum_row, reference_row = (
-        sum_row // 16 * 16,
-        reference_row // 16 * 16,
+    FP64: tl.constexpr = tl.float64 == ACC
+    BITS: tl.constexpr = tl.int64 if FP64 else tl.int32
+    # below the bits of -inf
+    REMOVED_BITS: tl.constexpr = -(2**52) - 1 if FP64 else -(2**23) - 1
+    MAX_BITS: tl.constexpr = 2**63 - 1 if FP64 else 2**31 - 1
+    candidates = tl.where(token < 0, 0, token // SELECT_BLOCK + 1)
+    init = tl.minimum(candidates, INIT_BLOCKS)
+    first_local = tl.maximum(candidates - LOCAL_BLOCKS, init)
+    total = tl.minimum(candidates, NUM_SELECTED)
+    num_ranked = total - init - (candidates - first_local)
+    # shows the compiler that rows are aligned
+    stride_sums, stride_maxima = (
+        stride_sums // 16 * 16,
+        stride_maxima // 16 * 16,
     )
-    tiles = tl.cdiv(num_compressed(token + 1, SIZE, STRIDE), OF_TILE * (SELECT // STRIDE))
-    slot = tl.arange(0, SLOTS)
-    kept_bits = tl.full([SLOTS], MOST, BITS)
-    kept = slot
+    tiles = tl.cdiv(
+        num_compressed(token + 1, COMPRESS_BLOCK, STRIDE),
+        BLOCKS_PER_TILE * (SELECT_BLOCK // STRIDE),
+    )
+    slot = tl.arange(0, NUM_SELECTED_PAD)
+    best_bits = tl.full([NUM_SELECTED_PAD], MAX_BITS, BITS)
+    best_blocks = slot
     count = 0
-    before = tl.full([], 0.0, ACC)
-    for window in tl.range(tl.where(free > 0, tl.cdiv(first_local, BLOCKS), 0), num_stages=1):
-        score, before = _group_scores(
-            SUMS, REFERENCES, LSE, window * (BLOCKS // OF_TILE), tiles, before, sum_row,
-            reference_row, lse_head,
-            GROUP, HEADS, PIECES, BLOCKS, OF_TILE, ACC,
+    carry = tl.full([], 0.0, ACC)
+    for i in tl.range(tl.where(num_ranked > 0, tl.cdiv(first_local, RANK_BLOCKS), 0), num_stages=1):
+        score, carry = _group_scores(
+            SUMS, MAXIMA, LSE, stride_sums, stride_maxima, stride_lse_h,
+            i * (RANK_BLOCKS // BLOCKS_PER_TILE), tiles, carry,
+            GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCKS_PER_TILE, ACC,
         )  # fmt: skip
         score = tl.where(score == score, score, float("-inf"))  # a NaN ranks last
-        kept_bits, kept, count = _insert(
-            score.to(BITS, bitcast=True), kept_bits, kept, count, window * BLOCKS, init,
-            first_local, free, slot, GONE,
+        best_bits, best_blocks, count = _insert(
+            score.to(BITS, bitcast=True), best_bits, best_blocks, count, i * RANK_BLOCKS, init,
+            first_local, num_ranked, slot, REMOVED_BITS,
         )  # fmt: skip
-    ranked = slot < free
-    lower = (kept[None, :] < kept[:, None]) & ranked[None, :]
-    place = tl.where(ranked, init + tl.sum(lower.to(tl.int32), 1), slot + init)
-    block = tl.where(ranked, kept, first_local - free + slot)
+    ranked = slot < num_ranked
+    precedes = (best_blocks[None, :] < best_blocks[:, None]) & ranked[None, :]
+    place = tl.where(ranked, init + tl.sum(precedes.to(tl.int32), 1), slot + init)
+    block = tl.where(ranked, best_blocks, first_local - num_ranked + slot)
     block = tl.where(place < total, block, -1)
-    tl.store(OUT + place, block, mask=place < N)
-    tl.store(OUT + slot, slot, mask=slot < init)
+    tl.store(BLOCKS + place, block, mask=place < NUM_SELECTED)
+    tl.store(BLOCKS + slot, slot, mask=slot < init)
 
 
 @triton.jit(
-    do_not_specialize=["first", "rows", "max_len", "sum_row", "reference_row", "lse_head"],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "OUT", "LSE"],
+    do_not_specialize=[
+        "first_token",
+        "num_tokens",
+        "max_len",
+        "stride_sums",
+        "stride_maxima",
+        "stride_lse_h",
+    ],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCKS", "LSE"],
 )
 def decode_choose(
-    SUMS, REFERENCES, LSE, OUT, STARTS, LENGTHS, lse_seq: tl.int64, lse_head, out_seq: tl.int64,
-    first, rows, max_len, sum_row, reference_row,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    OF_TILE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
-    PDL: tl.constexpr,
+    SUMS, MAXIMA, LSE, BLOCKS, STARTS, LENGTHS,
+    stride_sums, stride_maxima, stride_lse_b: tl.int64, stride_lse_h, stride_blocks_b: tl.int64,
+    first_token, num_tokens, max_len,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_HEAD_TILES: tl.constexpr, RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and kv head; sums [B, rows, Hq, sum_row], references [B, rows, Hq,
-    reference_row].
+    """Select the blocks of one token of one kv head.
 
-    PDL: between two kernels of which each is launched before the one in front has ended.
+    SUMS is [B, num_tokens, Hq, stride_sums], MAXIMA [B, num_tokens, Hq, stride_maxima]. PDL: this
+    kernel may start before decode_span has ended, and decode_sel before this one has.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    number = tl.program_id(0)
-    group, row, seq = number % GROUPS, number // GROUPS % rows, number // GROUPS // rows
-    begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)
-    number = tl.cast(number, tl.int64) * GROUP
+    index = tl.program_id(0)
+    kv_head, t, seq = (
+        index % NUM_KV_HEADS,
+        index // NUM_KV_HEADS % num_tokens,
+        index // NUM_KV_HEADS // num_tokens,
+    )
+    begin, end = token_range(STARTS, LENGTHS, seq, first_token + t, 1, max_len)
+    head_row = tl.cast(index, tl.int64) * GROUP
     choose(
-        tl.where(begin < end, begin, -1), SUMS + number * (sum_row // 16 * 16),
-        REFERENCES + number * (reference_row // 16 * 16),
-        LSE + seq * lse_seq + group * GROUP * lse_head + row,
-        OUT + seq * out_seq + (row * GROUPS + group) * N, sum_row, reference_row, lse_head,
-        GROUP, HEADS, PIECES, BLOCKS, OF_TILE, SIZE, STRIDE, SELECT, N, SLOTS, INIT, LOCAL, ACC,
+        tl.where(begin < end, begin, -1), SUMS + head_row * (stride_sums // 16 * 16),
+        MAXIMA + head_row * (stride_maxima // 16 * 16),
+        LSE + seq * stride_lse_b + kv_head * GROUP * stride_lse_h + t,
+        BLOCKS + seq * stride_blocks_b + (t * NUM_KV_HEADS + kv_head) * NUM_SELECTED,
+        stride_sums, stride_maxima, stride_lse_h,
+        GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCKS_PER_TILE,
+        COMPRESS_BLOCK, STRIDE, SELECT_BLOCK, NUM_SELECTED, NUM_SELECTED_PAD,
+        INIT_BLOCKS, LOCAL_BLOCKS, ACC,
     )  # fmt: skip

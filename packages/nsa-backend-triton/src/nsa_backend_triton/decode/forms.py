@@ -1,8 +1,8 @@
-"""Decode forms: cmp, select, sel and win alone, and a whole step.
+"""The decode forms of cmp, select, sel and win, and the fused decode step.
 
-step   One token: decode_step does it all. Several tokens, and where the table says so: decode_span
-       (compressed tokens
-       and window), decode_choose (their blocks), decode_sel (the chosen blocks, and the gates).
+A step of one token per sequence is one launch of decode_step if the tuned table says so. Any other
+step takes three launches: decode_span (compressed tokens and window), decode_choose (selection) and
+decode_sel (selected blocks and gates).
 """
 
 from __future__ import annotations
@@ -27,50 +27,51 @@ from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, remembered
 from nsa_core.contract import DecodeCall
 
-BOUND = 256  # tokens: step by step of so many the launches of a growing cache are cut anew
-# of what the choice of blocks reads again: tokens are done in runs that need no more
-SUM_BYTES = 2**28
+# A growing cache prepares its launches anew once per this many tokens.
+BOUND = 256
+# Upper limit of the sums that the selection reads back; a step runs in chunks of tokens within it.
+MAX_SUM_BYTES = 2**28
 
 Settings = configs.Settings | None
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _runs(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
-    """Runs (first, count) of a step's tokens whose sums over blocks fit SUM_BYTES."""
-    each = (
+def _chunks(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
+    """Yield chunks (first token, tokens) of a step whose sums over blocks fit MAX_SUM_BYTES."""
+    bytes_per_token = (
         q.shape[0]
         * q.shape[2]
         * max(1, call.geometry.num_select_blocks(call.max_len))
         * 2
         * max(4, q.itemsize)
     )
-    most = max(1, SUM_BYTES // each)
-    for first in range(0, q.shape[1], most):
-        yield first, min(most, q.shape[1] - first)
+    max_tokens = max(1, MAX_SUM_BYTES // bytes_per_token)
+    for first_token in range(0, q.shape[1], max_tokens):
+        yield first_token, min(max_tokens, q.shape[1] - first_token)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] and lse [B, Hq, m], to be filled."""
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate o [B, m, Hq, Dv] and lse [B, Hq, m]."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    return o, torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=stats, device=q.device)
+    return o, torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype, device=q.device)
 
 
-def _blocks(q: Tensor, k_cmp: Tensor, call: DecodeCall) -> Tensor:
+def _new_blocks(q: Tensor, k_cmp: Tensor, call: DecodeCall) -> Tensor:
     shape = (*q.shape[:2], k_cmp.shape[2], call.geometry.num_selected_blocks)
     return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
 def _span(
-    q: Tensor, cmp: Pair | None, win: Pair | None, call: DecodeCall, chosen: Settings
+    q: Tensor, cmp: Pair | None, win: Pair | None, call: DecodeCall, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """One branch alone."""
-    q = _unit(q)
-    span = Span(q, q.shape[1], cmp, win, call, True, False, chosen)
-    o, lse = _outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
+    """Run one branch of decode_span alone."""
+    q = _unit_stride(q)
+    span = Span(q, q.shape[1], cmp, win, call, True, False, settings)
+    o, lse = _new_outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
     span.launch(
         q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split)
     )
@@ -85,7 +86,7 @@ def cmp(
     call: DecodeCall,
     settings: Settings = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] and lse [B, Hq, m] over the compressed tokens that each query sees."""
+    """Return o [B, m, Hq, Dv] and lse [B, Hq, m] over the compressed tokens that a query sees."""
     return _span(q, (k_cmp, v_cmp), None, call, settings)
 
 
@@ -97,7 +98,7 @@ def win(
     call: DecodeCall,
     settings: Settings = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] and lse [B, Hq, m] over the last w tokens up to each query."""
+    """Return o [B, m, Hq, Dv] and lse [B, Hq, m] over the last w tokens up to each query."""
     return _span(q, None, (k, v), call, settings)
 
 
@@ -109,17 +110,20 @@ def select(
     call: DecodeCall,
     settings: Settings = None,
 ) -> Tensor:
-    """blocks int32 [B, m, G, n], ascending, -1 at the end."""
-    q, lse, blocks = _unit(q), _unit(lse), _blocks(q, k_cmp, call)
-    for first, count in _runs(q, call):
-        part, of = slice(first, first + count), q[:, first : first + count]
-        span = Span(of, count, (k_cmp, k_cmp), None, call, False, True, settings)
-        stats = (of, of, lse[..., part], lse)
+    """Return the selected blocks, int32 [B, m, G, n], ascending, -1 at the end."""
+    q, lse, blocks = _unit_stride(q), _unit_stride(lse), _new_blocks(q, k_cmp, call)
+    for first_token, count in _chunks(q, call):
+        tokens, q_chunk = (
+            slice(first_token, first_token + count),
+            q[:, first_token : first_token + count],
+        )
+        span = Span(q_chunk, count, (k_cmp, k_cmp), None, call, False, True, settings)
+        outputs = (q_chunk, q_chunk, lse[..., tokens], lse)
         span.launch(
-            of,
-            first,
-            stats,
-            blocks[:, part],
+            q_chunk,
+            first_token,
+            outputs,
+            blocks[:, tokens],
             *allocate(q, aligned_slices(*span.sizes()), span.split),
         )
     return blocks
@@ -134,11 +138,18 @@ def sel(
     call: DecodeCall,
     settings: Settings = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] and lse [B, Hq, m] over the chosen blocks, keys up to each query."""
-    q = _unit(q)
-    of = Sel(q, q.shape[1], k, v, call, settings)
-    o, lse = _outputs(q, v)
-    of.launch(q, 0, _unit(blocks), o, lse, *allocate(q, aligned_slices(*of.sizes()), of.split))
+    """Return o [B, m, Hq, Dv] and lse [B, Hq, m] over the selected blocks, up to each query."""
+    q = _unit_stride(q)
+    branch = Sel(q, q.shape[1], k, v, call, settings)
+    o, lse = _new_outputs(q, v)
+    branch.launch(
+        q,
+        0,
+        _unit_stride(blocks),
+        o,
+        lse,
+        *allocate(q, aligned_slices(*branch.sizes()), branch.split),
+    )
     return o, lse
 
 
@@ -155,93 +166,106 @@ def step(
     call: DecodeCall,
     settings: tuple[Settings, Settings] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """o [B, m, Hq, Dv] of all branches and gates, and blocks int32 [B, m, G, n]; ``settings`` of
-    span and sel.
+    """Return o [B, m, Hq, Dv], the gated sum of the branches, and the blocks, int32 [B, m, G, n].
+
+    ``settings`` replace the tuned settings of decode_span and decode_sel.
     """
-    q, gates, blocks = _unit(q), _unit(gates), _blocks(q, k_cmp, call)
+    q, gates, blocks = _unit_stride(q), _unit_stride(gates), _new_blocks(q, k_cmp, call)
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
-    # A bound that grows with every token would have its launches worked out for every token.
+    # A bound that grew with every token would prepare new launches for every token.
     bound = cdiv(call.max_len, BOUND) * BOUND
     call = DecodeCall(call.geometry, call.scale, call.starts, call.lengths, call.block_table, bound)
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    for first, made in _prepare(q, gates, *stores, call, *settings):
-        (scratch, counters), part = (
-            allocate(q, made.scratch, made.zero),
-            slice(first, first + made.rows),
+    for first_token, chunk in _prepare(q, gates, *stores, call, *settings):
+        (scratch, counters), tokens = (
+            allocate(q, chunk.scratch, chunk.zero),
+            slice(first_token, first_token + chunk.tokens),
         )
-        # Slices of everything would be four operators for nothing.
-        of, gate, out, picked = (
-            x if made.rows == q.shape[1] else x[:, part] for x in (q, gates, o, blocks)
+        # Slices of all tokens would be four operators without an effect.
+        q_chunk, gates_chunk, o_chunk, blocks_chunk = (
+            x if chunk.tokens == q.shape[1] else x[:, tokens] for x in (q, gates, o, blocks)
         )
-        if made.launch is not None:
-            lse, lse_win, o_cmp, o_win, stats, parts, sums, references = scratch
+        if chunk.launch is not None:
+            lse, lse_win, o_cmp, o_win, split_ml, split_acc, sums, maxima = scratch
             branches = (o_cmp, o_win, lse, lse_win)
-            made.launch(
-                of,
-                gate,
+            chunk.launch(
+                q_chunk,
+                gates_chunk,
                 *stores,
-                out,
+                o_chunk,
                 *branches,
                 sums,
-                references,
-                stats,
-                parts,
+                maxima,
+                split_ml,
+                split_acc,
                 *counters,
-                picked,
+                blocks_chunk,
                 call.starts,
                 call.lengths,
                 call.block_table,
             )
         else:
-            _by_span_and_sel(
-                made.rows, first, of, gate, stores, out, picked, scratch, counters, call, settings
+            _three_launches(
+                chunk.tokens,
+                first_token,
+                q_chunk,
+                gates_chunk,
+                stores,
+                o_chunk,
+                blocks_chunk,
+                scratch,
+                counters,
+                call,
+                settings,
             )
     return o, blocks
 
 
-class _Run(NamedTuple):
-    """What metadata decide of some tokens of a step."""
+class _Chunk(NamedTuple):
+    """The part of a chunk of tokens that follows from metadata."""
 
-    rows: int
-    launch: Launch | None  # of all of it; None: several launches
-    scratch: Slices  # lse of cmp and of win, their o, and what the launches ask for
+    tokens: int
+    launch: Launch | None  # decode_step; None: three launches
+    scratch: Slices  # lse of cmp and of win, their o, and the scratch of the launches
     zero: bool
 
 
 @remembered
 def _prepare(
     q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
-    k_win: Tensor, v_win: Tensor,
-    call: DecodeCall, of_span: Settings, of_sel: Settings,
-) -> list[tuple[int, _Run]]:  # fmt: skip
-    """Each run's first token, and the run."""
-    runs = []
-    for first, count in _runs(q, call):
-        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, of_span)
-        chosen = Sel(q, count, k_sel, v_sel, call, of_sel, span.keys if span.merge else None)
-        whole = Step(span, chosen)
-        sizes = [whole.sizes()] if span.merge else [span.sizes(), chosen.sizes()]
-        size = q.shape[0] * count * q.shape[2]
-        floats = [size] * 2 + [size * v_sel.shape[3]] * 2 + [n for f, _ in sizes for n in f]
+    k_win: Tensor, v_win: Tensor, call: DecodeCall,
+    span_settings: Settings, sel_settings: Settings,
+) -> list[tuple[int, _Chunk]]:  # fmt: skip
+    """Return the first token of each chunk, and the chunk."""
+    chunks = []
+    for first_token, count in _chunks(q, call):
+        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, span_settings)
+        sel = Sel(q, count, k_sel, v_sel, call, sel_settings, span.block_n if span.fuse else None)
+        fused = Step(span, sel)
+        sizes = [fused.sizes()] if span.fuse else [span.sizes(), sel.sizes()]
+        head_rows = q.shape[0] * count * q.shape[2]
+        floats = (
+            [head_rows] * 2 + [head_rows * v_sel.shape[3]] * 2 + [n for f, _ in sizes for n in f]
+        )
         scratch = aligned_slices(floats, [n for _, i in sizes for n in i])
-        launch = whole.launch(q, gates, first, q.shape[1]) if span.merge else None
-        runs.append((first, _Run(count, launch, scratch, span.merge or span.split or chosen.split)))
-    return runs
+        launch = fused.launch(q, gates, first_token, q.shape[1]) if span.fuse else None
+        zero = span.fuse or span.split or sel.split
+        chunks.append((first_token, _Chunk(count, launch, scratch, zero)))
+    return chunks
 
 
-def _by_span_and_sel(
-    count: int, first: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor,
-    blocks: Tensor,
-    scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall,
+def _three_launches(
+    count: int, first_token: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor,
+    blocks: Tensor, scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall,
     settings: tuple[Settings, Settings],
 ) -> None:  # fmt: skip
-    """A run in several launches."""
+    """Run a chunk in three launches."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores
     span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
-    chosen = Sel(q, count, k_sel, v_sel, call, settings[1])
+    sel = Sel(q, count, k_sel, v_sel, call, settings[1])
     lead = (q.shape[0], count, q.shape[2])
     size = lead[0] * lead[1] * lead[2]
     lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[:2])
     o_cmp, o_win = (x[: size * o.shape[3]].view(*lead, o.shape[3]) for x in scratch[2:4])
-    span.launch(q, first, (o_cmp, o_win, lse, lse_win), blocks, scratch[4:8], counters[:1])
-    chosen.launch(q, first, blocks, o, lse, scratch[8:], counters[1:], gates, (o_cmp, o_win))
+    span.launch(q, first_token, (o_cmp, o_win, lse, lse_win), blocks, scratch[4:8], counters[:1])
+    sel.launch(q, first_token, blocks, o, lse, scratch[8:], counters[1:], gates, (o_cmp, o_win))

@@ -1,8 +1,8 @@
-"""Host side of the decode kernels: what a launch is cut into, its scratch, its arguments.
+"""Host side of the decode kernels: tiles, splits, scratch and launch arguments.
 
-How often keys are split depends on the batch and on max_len, numbers that the host has; lengths are
-read on the device. So a step replays from a CUDA graph with other numbers in the same tensors. Bits
-depend on the number of splits.
+The number of splits depends on the batch and on max_len, which the host has; the kernels read the
+lengths on the device. So a CUDA graph of a step can replay with other values in the same tensors.
+The number of splits decides the bits of the results.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from nsa_backend_triton.shared.rows import LOG2E
 from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import DecodeCall
 
-_FEW_BLOCKS = 256
-# a choice among so few takes no more of these settings
-_MOST_OF_FEW = {
-    "BLOCKS": _FEW_BLOCKS,
-    "SUMS": 4 * _FEW_BLOCKS,
+_SHORT_BLOCKS = 256
+# Upper limits of these settings if a sequence has at most _SHORT_BLOCKS selection blocks.
+_SHORT_LIMITS = {
+    "RANK_BLOCKS": _SHORT_BLOCKS,
+    "RANK_PAIRS": 4 * _SHORT_BLOCKS,
 }
-# of more, several would hold parts of one sum over heads: no such binary has run on a GPU
-_CHOICE_WARPS = 4
-_STATIC_PAGE = 4096  # rows: pages of a power of two up to this are a constant of the binary
+# With more warps, several would hold parts of one sum over heads; no such binary has run on a GPU.
+_SELECTION_WARPS = 4
+_MAX_STATIC_PAGE = 4096  # rows; a power of two up to this is a constexpr of the kernel
 
 Pair = tuple[Tensor, Tensor]
 
 
-# Plain integers: triton's own cdiv and next_power_of_2 take 10 us a call on the host.
+# Plain integers: Triton's cdiv and next_power_of_2 take 10 us per call on the host.
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power(n: int) -> int:
-    """The least power of two that is >= n >= 1."""
+    """Return the least power of two that is >= n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -51,235 +51,259 @@ def _padded(width: int) -> int:
     return max(16, power(width))
 
 
-def _splits(
-    units: int, tiles: int, chosen: configs.Settings, device: torch.device, name: str = "PROGRAMS"
+def _num_splits(
+    units: int,
+    tiles: int,
+    settings: configs.Settings,
+    device: torch.device,
+    setting: str = "PROGRAMS_PER_SM",
 ) -> int:
-    """How many programs share the ``tiles`` of each of ``units``: together ``name`` a
-    multiprocessor, or fewer.
+    """Return how many programs share the ``tiles`` of each unit.
+
+    All units together get ``settings[setting]`` programs per multiprocessor, or fewer if a split
+    would have less than MIN_TILES_PER_SPLIT tiles.
     """
-    wanted = chosen[name] * multiprocessors(device) // max(1, units)
-    return max(1, min(wanted, tiles // chosen["LEAST"]))
+    programs = settings[setting] * multiprocessors(device) // max(1, units)
+    return max(1, min(programs, tiles // settings["MIN_TILES_PER_SPLIT"]))
 
 
 Slices = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def aligned_slices(floats: list[int], ints: list[int]) -> Slices:
-    """Sizes of scratch, rounded so that every slice is aligned."""
-    first, second = (tuple(-(-size // 64) * 64 for size in sizes) for sizes in (floats, ints))
-    return first, second
+    """Round the sizes of scratch up, so that every slice is aligned."""
+    float_sizes, int_sizes = (tuple(-(-n // 64) * 64 for n in sizes) for sizes in (floats, ints))
+    return float_sizes, int_sizes
 
 
 def allocate(
     q: Tensor, slices: Slices, zero: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Scratch in these slices: fp32 (fp64 for fp64 q), and int32, 0 where a launch splits."""
-    floats, ints = slices
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    first = torch.empty(sum(floats), dtype=stats, device=q.device)
-    make = torch.zeros if zero else torch.empty
-    second = make(sum(ints), dtype=torch.int32, device=q.device)
-    return torch.split_with_sizes(first, floats), torch.split_with_sizes(second, ints)
+    """Allocate scratch of these sizes: fp32 (fp64 for fp64 q), and int32; ``zero``: int32 is 0."""
+    float_sizes, int_sizes = slices
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    floats = torch.empty(sum(float_sizes), dtype=dtype, device=q.device)
+    new = torch.zeros if zero else torch.empty
+    ints = new(sum(int_sizes), dtype=torch.int32, device=q.device)
+    return torch.split_with_sizes(floats, float_sizes), torch.split_with_sizes(ints, int_sizes)
 
 
-def _store(x: Tensor | None, like: Tensor) -> tuple[Tensor, int, int, int]:
-    """A store [P, rows, G, D] and its strides (page, row, head)."""
-    return (like, 0, 0, 0) if x is None else (x, x.stride(0), x.stride(1), x.stride(2))
+def _with_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a store [P, rows, G, D] and its strides (page, row, head)."""
+    return (placeholder, (0, 0, 0)) if x is None else (x, x.stride()[:3])
 
 
-def _page(rows: int) -> int:
-    """``rows`` where kernels have it as a constant, else 0."""
-    return rows if rows & (rows - 1) == 0 and rows <= _STATIC_PAGE else 0
+def _static_page_size(rows: int) -> int:
+    """Return ``rows`` if kernels take it as a constexpr, otherwise 0."""
+    return rows if rows & (rows - 1) == 0 and rows <= _MAX_STATIC_PAGE else 0
 
 
 class Span:
-    """One launch of decode_span over ``rows`` tokens of a step: the branches given; the choice in a
-    launch of its own.
+    """One launch of decode_span over ``num_tokens`` tokens of a step, and one of decode_choose.
 
-    The table's KEYS, ROWS (queries a program), PROGRAMS (of the compressed tokens, a
-    multiprocessor), RING (of the window), LEAST (tiles a split), MERGE (1: a step of one token is
-    one launch), BLOCKS (that a choice ranks at once), SUMS (pairs of numbers that it reads at
-    once), maxnreg (registers a thread where all is one launch), PDL (1, from sm_90 on: of several
-    launches each begins before the one in front has ended). A tile holds whole blocks: KEYS grow to
-    l'/d where that is more, and are then not fetched ahead.
+    ``cmp`` and ``win`` are the stores of the branches to run. Settings of the tuned table:
+
+    BLOCK_N              keys of a tile
+    BLOCK_M              query rows of a program
+    PROGRAMS_PER_SM      programs of the compressed tokens per multiprocessor
+    WIN_PROGRAMS_PER_SM  programs of the window per multiprocessor
+    MIN_TILES_PER_SPLIT  least tiles of a split
+    FUSE_STEP            1: a step of one token is one launch
+    RANK_BLOCKS          blocks that the selection ranks in one pass
+    RANK_PAIRS           pairs of sums that it loads at once
+    maxnreg              registers per thread of the fused step
+    PDL                  1, from sm_90 on: a launch starts before the previous one has ended
+
+    A tile holds whole blocks: if l'/d exceeds BLOCK_N, the tile grows to l'/d keys, and its loads
+    are not pipelined.
     """
 
     def __init__(
-        self, q: Tensor, rows: int, cmp: Pair | None, win: Pair | None, call: DecodeCall,
-        attend: bool, choose: bool,
-        chosen: configs.Settings | None = None,
+        self, q: Tensor, num_tokens: int, cmp: Pair | None, win: Pair | None, call: DecodeCall,
+        attend: bool, choose: bool, settings: configs.Settings | None = None,
     ) -> None:  # fmt: skip
-        self.call, self.cmp, self.win, self.attend, self.choose, self.rows = (
+        self.call, self.cmp, self.win, self.attend, self.choose, self.num_tokens = (
             call,
             cmp,
             win,
             attend,
             choose,
-            rows,
+            num_tokens,
         )
-        k, v = cmp or win  # type: ignore[misc]  # one of them is given
-        self.batch, self.heads, self.dk = q.shape[0], q.shape[2], q.shape[3]
-        self.groups, self.dv, geometry = k.shape[2], v.shape[3], call.geometry
-        group = self.heads // self.groups
-        self.taps = configs.taps(geometry)
+        k, v = cmp or win  # type: ignore[misc]  # at least one branch is given
+        self.batch, self.heads, self.head_dim = q.shape[0], q.shape[2], q.shape[3]
+        self.kv_heads, self.v_head_dim, geometry = k.shape[2], v.shape[3], call.geometry
+        group = self.heads // self.kv_heads
+        self.cmp_per_block_pad = configs.taps(geometry)
         traits = {
-            "head_dim": self.dk,
-            "v_head_dim": self.dv,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
             "itemsize": q.itemsize,
             "heads": group,
-            "taps": self.taps,
+            "taps": self.cmp_per_block_pad,
         }
-        self.chosen = chosen or configs.pick("decode_span", architecture(q.device), **traits)
-        self.keys = max(self.chosen["KEYS"], self.taps)
-        most = max(1, self.chosen["ROWS"] // group)
-        self.tokens = min(power(rows), 1 << (most.bit_length() - 1))
-        self.merge = self.tokens == 1 and bool(self.chosen["MERGE"])
+        self.settings = settings or configs.pick("decode_span", architecture(q.device), **traits)
+        self.block_n = max(self.settings["BLOCK_N"], self.cmp_per_block_pad)
+        max_tokens = max(1, self.settings["BLOCK_M"] // group)
+        self.block_t = min(power(num_tokens), 1 << (max_tokens.bit_length() - 1))
+        self.fuse = self.block_t == 1 and bool(self.settings["FUSE_STEP"])
         self.max_len = call.max_len
         if cmp is not None:
             self.max_len = min(
                 call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride
             )
-        units = self.batch * cdiv(rows, self.tokens) * self.groups
-        of_tile = self.keys // self.taps  # blocks
+        units = self.batch * cdiv(num_tokens, self.block_t) * self.kv_heads
+        blocks_per_tile = self.block_n // self.cmp_per_block_pad
         tiles = cdiv(
             geometry.num_compressed(self.max_len) * geometry.compress_stride,
-            of_tile * geometry.select_block_size,
+            blocks_per_tile * geometry.select_block_size,
         )
-        window = min(geometry.window_size, self.max_len) + self.tokens - 1
-        self.splits = _splits(units, tiles, self.chosen, q.device)
-        self.win_splits = _splits(units, cdiv(window, self.keys), self.chosen, q.device, "RING")
+        window = min(geometry.window_size, self.max_len) + self.block_t - 1
+        self.splits = _num_splits(units, tiles, self.settings, q.device)
+        self.win_splits = _num_splits(
+            units, cdiv(window, self.block_n), self.settings, q.device, "WIN_PROGRAMS_PER_SM"
+        )
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
-        self.m, self.block_dv = _padded(self.tokens * group), _padded(self.dv)
-        # a second binary, for short caches
-        few = geometry.num_select_blocks(self.max_len) <= _FEW_BLOCKS
-        choice = {
-            n: min(self.chosen[n], most) if few else self.chosen[n]
-            for n, most in _MOST_OF_FEW.items()
+        self.block_m, self.v_head_dim_band = _padded(self.block_t * group), _padded(self.v_head_dim)
+        # Short caches have a binary of their own.
+        short = geometry.num_select_blocks(self.max_len) <= _SHORT_BLOCKS
+        rank = {
+            name: min(self.settings[name], limit) if short else self.settings[name]
+            for name, limit in _SHORT_LIMITS.items()
         }
-        self.blocks = max(of_tile, choice["BLOCKS"])
-        self.at_once = min(power(group), max(1, choice["SUMS"] // self.blocks))
-        self.sum_row, self.reference_row = cdiv(tiles * of_tile * 2, 16) * 16, cdiv(tiles, 16) * 16
+        self.rank_blocks = max(blocks_per_tile, rank["RANK_BLOCKS"])
+        self.block_h = min(power(group), max(1, rank["RANK_PAIRS"] // self.rank_blocks))
+        self.stride_sums, self.stride_maxima = (
+            cdiv(tiles * blocks_per_tile * 2, 16) * 16,
+            cdiv(tiles, 16) * 16,
+        )
 
     @property
     def split(self) -> bool:
-        """Whether counters are needed."""
+        """Whether the launch needs counters."""
         return (
             self.attend and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
         )
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Scratch: (stats, partial outputs, sums over blocks, what they are relative to),
-        (counters).
-        """
-        parts = self.programs * self.m if self.split else 0
-        rows = self.batch * self.rows * self.heads if self.choose else 0
-        floats = [2 * parts, parts * self.block_dv, rows * self.sum_row, rows * self.reference_row]
+        """Return the sizes of scratch: (SPLIT_ML, SPLIT_ACC, SUMS, MAXIMA), (COUNTERS)."""
+        split_rows = self.programs * self.block_m if self.split else 0
+        head_rows = self.batch * self.num_tokens * self.heads if self.choose else 0
+        floats = [
+            2 * split_rows,
+            split_rows * self.v_head_dim_band,
+            head_rows * self.stride_sums,
+            head_rows * self.stride_maxima,
+        ]
         return floats, [self.programs if self.split else 0]
 
     def launch(
-        self, q: Tensor, first: int, outputs: tuple[Tensor, ...], blocks: Tensor | None,
-        scratch: Sequence[Tensor],
-        counters: Sequence[Tensor],
+        self, q: Tensor, first_token: int, outputs: tuple[Tensor, ...], blocks: Tensor | None,
+        scratch: Sequence[Tensor], counters: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """Run on ``q`` [B, rows, Hq, Dk], from row ``first`` of the step on; ``outputs`` (o, o_win,
-        lse, lse_win).
+        """Run on ``q`` [B, num_tokens, Hq, Dk], from token ``first_token`` of the step on.
+
+        ``outputs`` are (o, o_win, lse, lse_win). Writes ``blocks`` too if they are given.
         """
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
-        stats, parts, sums, references = scratch
-        k, *k_at = _store(self.cmp and self.cmp[0], q)
-        v, *v_at = _store(self.cmp and self.cmp[1], q)
-        k_win, *kw_at = _store(self.win and self.win[0], q)
-        v_win, *vw_at = _store(self.win and self.win[1], q)
+        split_ml, split_acc, sums, maxima = scratch
+        k, stride_k = _with_strides(self.cmp and self.cmp[0], q)
+        v, stride_v = _with_strides(self.cmp and self.cmp[1], q)
+        k_win, stride_k_win = _with_strides(self.win and self.win[0], q)
+        v_win, stride_v_win = _with_strides(self.win and self.win[1], q)
         decode_span[(self.programs,)](
-            q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, references, stats, parts,
-            *counters, call.starts,
-            call.lengths, call.block_table,
-            *q.stride()[:3], *k_at, *v_at, *kw_at, *vw_at, o.stride(0), o.stride(1), lse.stride(0),
-            lse.stride(1),
-            call.block_table.stride(0), call.scale * LOG2E.value, first, self.rows, self.max_len,
+            q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, maxima, split_ml, split_acc,
+            *counters, call.starts, call.lengths, call.block_table,
+            q.stride()[:3], stride_k, stride_v, stride_k_win, stride_v_win, o.stride()[:2],
+            lse.stride(0), lse.stride(1), self.stride_sums, self.stride_maxima,
+            call.block_table.stride(0),
+            call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len,
             k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs,
-            self.sum_row,
-            self.reference_row,
-            HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None, PAGE=_page(k.shape[1]),
-            TOKENS=self.tokens,
-            ATTEND=self.attend, KEEP=self.choose, PDL=self.early, **self.constants(q),
+            HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
+            PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
+            ATTEND=self.attend, STORE_SUMS=self.choose, PDL=self.pdl, **self.walk_constants(q),
             **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
         if blocks is not None:
-            decode_choose[(self.batch * self.rows * self.groups,)](
-                sums, references, lse, blocks, call.starts, call.lengths, lse.stride(0),
-                lse.stride(1),
-                blocks.stride(0), first, self.rows, self.max_len, self.sum_row, self.reference_row,
-                GROUPS=self.groups, GROUP=self.heads // self.groups,
-                SIZE=geometry.compress_block_size,
-                STRIDE=geometry.compress_stride, SELECT=geometry.select_block_size,
-                ACC=accumulator(q.dtype),
-                BLOCKS=self.blocks, OF_TILE=self.keys // self.taps, PDL=self.early, **self.choice(),
-                num_warps=_CHOICE_WARPS, **({"launch_pdl": True} if self.early else {}),
+            decode_choose[(self.batch * self.num_tokens * self.kv_heads,)](
+                sums, maxima, lse, blocks, call.starts, call.lengths,
+                self.stride_sums, self.stride_maxima, lse.stride(0), lse.stride(1),
+                blocks.stride(0), first_token, self.num_tokens, self.max_len,
+                NUM_KV_HEADS=self.kv_heads, GROUP=self.heads // self.kv_heads,
+                COMPRESS_BLOCK=geometry.compress_block_size, STRIDE=geometry.compress_stride,
+                SELECT_BLOCK=geometry.select_block_size, ACC=accumulator(q.dtype),
+                RANK_BLOCKS=self.rank_blocks,
+                BLOCKS_PER_TILE=self.block_n // self.cmp_per_block_pad,
+                PDL=self.pdl, **self.selection_constants(),
+                num_warps=_SELECTION_WARPS, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
 
     @property
-    def early(self) -> bool:
-        """Whether the launch after this one may come before its end."""
-        return bool(self.chosen.get("PDL"))
+    def pdl(self) -> bool:
+        """Whether the next launch may start before this one has ended."""
+        return bool(self.settings.get("PDL"))
 
     def options(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Of a launch: those of ``names`` that the table gives."""
-        given = (
-            dict(self.chosen)
-            if self.keys == self.chosen["KEYS"]
-            else {**self.chosen, "num_stages": 2}
+        """Return the launch options among ``names`` that the table sets."""
+        options = (
+            dict(self.settings)
+            if self.block_n == self.settings["BLOCK_N"]
+            else {**self.settings, "num_stages": 2}
         )
-        return {name: given[name] for name in names if given.get(name)}
+        return {name: options[name] for name in names if options.get(name)}
 
-    def constants(self, q: Tensor) -> dict[str, object]:
-        """Constants of a walk over either branch."""
+    def walk_constants(self, q: Tensor) -> dict[str, object]:
+        """Return the constexprs that a walk over either branch takes."""
         geometry = self.call.geometry
         return {
-            "GROUPS": self.groups, "GROUP": self.heads // self.groups, "M": self.m,
-            "KEYS": self.keys, "DK": self.dk,
-            "DV": self.dv, "BLOCK_DK": _padded(self.dk), "BLOCK_DV": self.block_dv,
-            "TAPS": self.taps,
-            "SIZE": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
-            "WINDOW": geometry.window_size,
-            "SELECT": geometry.select_block_size, "ACC": accumulator(q.dtype),
+            "NUM_KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
+            "HEAD_DIM": self.head_dim, "V_HEAD_DIM": self.v_head_dim,
+            "HEAD_DIM_BAND": _padded(self.head_dim), "V_HEAD_DIM_BAND": self.v_head_dim_band,
+            "CMP_PER_BLOCK_PAD": self.cmp_per_block_pad,
+            "COMPRESS_BLOCK": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
+            "WINDOW": geometry.window_size, "SELECT_BLOCK": geometry.select_block_size,
+            "ACC": accumulator(q.dtype),
         }  # fmt: skip
 
-    def choice(self) -> dict[str, int]:
-        """Constants of the choice."""
+    def selection_constants(self) -> dict[str, int]:
+        """Return the constexprs that the selection takes."""
         geometry = self.call.geometry
         return {
-            "N": geometry.num_selected_blocks, "SLOTS": _padded(geometry.num_selected_blocks),
-            "INIT": geometry.init_blocks, "LOCAL": geometry.local_blocks, "HEADS": self.at_once,
-            "PIECES": cdiv(self.heads // self.groups, self.at_once),
+            "NUM_SELECTED": geometry.num_selected_blocks,
+            "NUM_SELECTED_PAD": _padded(geometry.num_selected_blocks),
+            "INIT_BLOCKS": geometry.init_blocks, "LOCAL_BLOCKS": geometry.local_blocks,
+            "BLOCK_H": self.block_h,
+            "NUM_HEAD_TILES": cdiv(self.heads // self.kv_heads, self.block_h),
         }  # fmt: skip
 
 
 class Sel:
-    """One launch of decode_sel over ``rows`` tokens. The table's KEYS, PROGRAMS, LEAST and PDL are
-    as Span's.
+    """One launch of decode_sel over ``num_tokens`` tokens of a step.
+
+    Settings of the tuned table: BLOCK_N, PROGRAMS_PER_SM, MIN_TILES_PER_SPLIT and PDL, as in
+    :class:`Span`. ``block_n`` replaces the table's BLOCK_N.
     """
 
     def __init__(
-        self, q: Tensor, rows: int, k: Tensor, v: Tensor, call: DecodeCall,
-        chosen: configs.Settings | None = None,
-        keys: int | None = None,
+        self, q: Tensor, num_tokens: int, k: Tensor, v: Tensor, call: DecodeCall,
+        settings: configs.Settings | None = None, block_n: int | None = None,
     ) -> None:  # fmt: skip
-        self.call, self.k, self.v, self.rows = call, k, v, rows
-        geometry, self.groups, self.group = call.geometry, k.shape[2], q.shape[2] // k.shape[2]
+        self.call, self.k, self.v, self.num_tokens = call, k, v, num_tokens
+        geometry, self.kv_heads, self.group = call.geometry, k.shape[2], q.shape[2] // k.shape[2]
         traits = {
             "head_dim": q.shape[3],
             "v_head_dim": v.shape[3],
             "itemsize": q.itemsize,
             "heads": self.group,
         }
-        self.chosen = chosen or configs.pick("decode_sel", architecture(q.device), **traits)
-        self.keys = keys or self.chosen["KEYS"]
-        units = q.shape[0] * rows * self.groups
-        tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.keys)
-        self.splits = _splits(units, tiles, self.chosen, q.device)
-        self.programs, self.m, self.block_dv = (
+        self.settings = settings or configs.pick("decode_sel", architecture(q.device), **traits)
+        self.block_n = block_n or self.settings["BLOCK_N"]
+        units = q.shape[0] * num_tokens * self.kv_heads
+        tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.block_n)
+        self.splits = _num_splits(units, tiles, self.settings, q.device)
+        self.programs, self.block_m, self.v_head_dim_band = (
             units * self.splits,
             _padded(self.group),
             _padded(v.shape[3]),
@@ -288,47 +312,54 @@ class Sel:
 
     @property
     def split(self) -> bool:
-        """Whether counters are needed."""
+        """Whether the launch needs counters."""
         return self.splits > 1
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Scratch: (stats, partial outputs), (counters)."""
-        parts = self.programs * self.m if self.split else 0
-        return [2 * parts, parts * self.block_dv], [self.programs if self.split else 0]
+        """Return the sizes of scratch: (SPLIT_ML, SPLIT_ACC), (COUNTERS)."""
+        split_rows = self.programs * self.block_m if self.split else 0
+        return [2 * split_rows, split_rows * self.v_head_dim_band], [
+            self.programs if self.split else 0
+        ]
 
     def launch(
-        self, q: Tensor, first: int, blocks: Tensor, o: Tensor, lse: Tensor,
-        scratch: Sequence[Tensor],
-        counters: Sequence[Tensor], gates: Tensor | None = None, others: Pair | None = None,
+        self, q: Tensor, first_token: int, blocks: Tensor, o: Tensor, lse: Tensor,
+        scratch: Sequence[Tensor], counters: Sequence[Tensor],
+        gates: Tensor | None = None, other_branches: Pair | None = None,
     ) -> None:  # fmt: skip
-        """Run on ``q`` [B, rows, Hq, Dk] from row ``first`` on; ``others``: o_cmp, o_win [B, rows,
-        Hq, Dv] in fp32.
+        """Run on ``q`` [B, num_tokens, Hq, Dk], from token ``first_token`` of the step on.
+
+        With ``gates``, o is the gated sum with ``other_branches``: o_cmp and o_win
+        [B, num_tokens, Hq, Dv] in fp32.
         """
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
-        o_cmp, o_win = others or (o, o)
-        gate = lse if gates is None else gates
-        early = gates is not None and bool(self.chosen.get("PDL"))
+        o_cmp, o_win = other_branches or (o, o)
+        gates_or_lse = lse if gates is None else gates
+        pdl = gates is not None and bool(self.settings.get("PDL"))
         decode_sel[(self.programs,)](
-            q, gate, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters, call.starts,
-            call.lengths,
-            call.block_table, *q.stride()[:3], *gate.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *blocks.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), lse.stride(1),
+            q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
+            call.starts, call.lengths, call.block_table,
+            q.stride()[:3], gates_or_lse.stride()[:3],
+            k.stride(0), k.stride()[1:3], v.stride(0), v.stride()[1:3],
+            blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
             call.block_table.stride(0),
-            call.scale * LOG2E.value, first, self.rows, self.max_len, k.shape[1], self.splits,
-            PAGE=_page(k.shape[1]), GROUPS=self.groups, GROUP=self.group, M=self.m, KEYS=self.keys,
-            DK=q.shape[3],
-            DV=v.shape[3], BLOCK_DK=_padded(q.shape[3]), BLOCK_DV=self.block_dv,
-            SELECT=call.geometry.select_block_size, N=n, SLOTS=_padded(n),
-            DISTINCT=gates is not None,
-            GATED=gates is not None, ACC=accumulator(q.dtype), PDL=early,
-            **launch_options(self.chosen),
-            **({"launch_pdl": True} if early else {}),
+            call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len, k.shape[1],
+            self.splits,
+            PAGE_SIZE=_static_page_size(k.shape[1]), NUM_KV_HEADS=self.kv_heads,
+            GROUP=self.group, BLOCK_M=self.block_m, BLOCK_N=self.block_n,
+            HEAD_DIM=q.shape[3], V_HEAD_DIM=v.shape[3],
+            HEAD_DIM_BAND=_padded(q.shape[3]), V_HEAD_DIM_BAND=self.v_head_dim_band,
+            SELECT_BLOCK=call.geometry.select_block_size,
+            NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=gates is not None,
+            GATED=gates is not None, ACC=accumulator(q.dtype), PDL=pdl,
+            **launch_options(self.settings), **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
 
 
 class Step:
-    """One launch of decode_step: all that ``span`` and ``sel``, of its tile of keys, would do, and
-    the choice.
+    """One launch of decode_step, which does the work of ``span``, the selection and ``sel``.
+
+    ``sel`` must have the BLOCK_N of ``span``.
     """
 
     def __init__(self, span: Span, sel: Sel) -> None:
@@ -336,37 +367,45 @@ class Step:
         self.programs = span.programs + sel.programs
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Scratch: (stats, partial outputs, sums over blocks, what they are relative to),
-        (counters, flags, ticket).
+        """Return the sizes of scratch.
+
+        (SPLIT_ML, SPLIT_ACC, SUMS, MAXIMA), (COUNTERS, READY, TICKET).
         """
         span = self.span
-        parts = self.programs * span.m if span.split or self.sel.split else 0
-        flags = span.batch * span.rows * span.groups * 2
-        return [2 * parts, parts * span.block_dv, *span.sizes()[0][2:]], [self.programs, flags, 1]
+        split_rows = self.programs * span.block_m if span.split or self.sel.split else 0
+        flags = span.batch * span.num_tokens * span.kv_heads * 2
+        return [2 * split_rows, split_rows * span.v_head_dim_band, *span.sizes()[0][2:]], [
+            self.programs,
+            flags,
+            1,
+        ]
 
-    def launch(self, q: Tensor, gates: Tensor, first: int, rows: int) -> Launch:
-        """For ``q`` [B, span.rows, Hq, Dk], from row ``first`` on of a step of ``rows``, whose
-        outputs are contiguous.
+    def launch(self, q: Tensor, gates: Tensor, first_token: int, step_tokens: int) -> Launch:
+        """Prepare the launch for ``q`` [B, span.num_tokens, Hq, Dk] of a step.
 
-        It takes q, gates, k and v of cmp, sel and win, o, o_cmp, o_win, lse and lse_win (those but
-        o in scratch, of this run's rows), sums, references, stats, parts, the zeros, blocks,
-        starts, lengths, the block table.
+        ``q`` begins at token ``first_token`` of the ``step_tokens`` tokens of the step. The outputs
+        of the step are contiguous. Call the launch with q, gates, k and v of cmp, sel and win; o,
+        o_cmp, o_win, lse and lse_win (all but o in scratch, of these tokens alone); sums, maxima,
+        split_ml, split_acc, the zeroed int32 scratch, blocks, starts, lengths, the block table.
         """
         span, sel, call = self.span, self.sel, self.span.call
-        assert span.cmp is not None  # a step has both
+        assert span.cmp is not None  # a step runs both branches
         assert span.win is not None
         stores = (*span.cmp, sel.k, sel.v, *span.win)
-        heads, width, chosen = span.heads, span.heads * span.dv, call.geometry.num_selected_blocks
+        heads, n = span.heads, call.geometry.num_selected_blocks
+        width = heads * span.v_head_dim
         return Launch(
             decode_step, (self.programs,),
-            *(n for x in (q, gates, *stores) for n in x.stride()[:3]),
-            rows * span.groups * chosen, span.groups * chosen, chosen, rows * width, width,
-            span.rows * width, width, heads * span.rows, span.rows, call.block_table.stride(0),
-            call.scale * LOG2E.value, first, span.rows, min(span.max_len, sel.max_len),
-            stores[0].shape[1], sel.k.shape[1], stores[4].shape[1], span.splits, span.win_splits,
-            sel.splits,
-            span.cmp_programs, span.programs - span.cmp_programs, span.sum_row, span.reference_row,
-            CMP_PAGE=_page(stores[0].shape[1]), PAGE=_page(sel.k.shape[1]), AT_ONCE=span.blocks,
-            **span.constants(q),
-            **span.choice(), **span.options(("num_warps", "num_stages", "maxnreg")),
+            *(x.stride()[:3] for x in (q, gates, *stores)),
+            (step_tokens * span.kv_heads * n, span.kv_heads * n, n), (step_tokens * width, width),
+            (span.num_tokens * width, width), heads * span.num_tokens, span.num_tokens,
+            span.stride_sums, span.stride_maxima, call.block_table.stride(0),
+            call.scale * LOG2E.value, first_token, span.num_tokens, min(span.max_len, sel.max_len),
+            stores[0].shape[1], sel.k.shape[1], stores[4].shape[1],
+            span.splits, span.win_splits, sel.splits,
+            span.cmp_programs, span.programs - span.cmp_programs,
+            CMP_PAGE_SIZE=_static_page_size(stores[0].shape[1]),
+            PAGE_SIZE=_static_page_size(sel.k.shape[1]), RANK_BLOCKS=span.rank_blocks,
+            **span.walk_constants(q), **span.selection_constants(),
+            **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip

@@ -1,12 +1,13 @@
-"""Decode over the chosen blocks, and the gates.
+"""Decode attention over the selected blocks, and the gated sum of the branches.
 
-    o_sel = softmax(scale q k^T) v over the tokens of the chosen blocks up to t,
-    o = sum of g_c o_c over the branches
+    o_sel = softmax(scale q k^T) v over the tokens of the selected blocks up to t
+    o = g_cmp o_cmp + g_sel o_sel + g_win o_win                     (Eq. 5)
 
-A program owns the heads of a group of one token (M >= 16 rows) and a share of its n l' keys, KEYS
-at a time: (Dk + Dv) * KEYS * itemsize bytes from HBM a tile, 16 operations a byte in bf16 at M =
-16. HBM binds. The last program of a unit adds its splits and, GATED, the gated outputs of the other
-branches, which were left in fp32, and rounds once.
+A program owns the heads of one group of one token (BLOCK_M >= 16 rows) and a share of its n l'
+keys, BLOCK_N at a time. Per tile it reads (Dk + Dv) * BLOCK_N * itemsize bytes from HBM: 16
+operations per byte in bf16 at BLOCK_M = 16, so HBM bandwidth is the limit. The last program of a
+unit merges the splits. GATED, it also adds the gated outputs of the other branches, which are in
+memory in fp32, and rounds once.
 """
 
 from __future__ import annotations
@@ -14,122 +15,140 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.decode.walk import SEL, reduce_splits, tokens_of, wait, walk
-from nsa_backend_triton.shared.rows import finish
+from nsa_backend_triton.decode.walk import SEL, reduce_splits, token_range, wait, walk
+from nsa_backend_triton.shared.rows import finish, load_at, store_at
 
 
 @triton.jit
 def sel_program(
-    index, program, Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS, READY,
-    STARTS, LENGTHS, TABLE,
-    q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page, v_row, v_head,
-    c_seq, c_row, c_head,
-    o_seq, o_row, lse_seq, lse_head, table_row, factor, first, rows, max_len, page_rows, splits,
-    PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-    KEYS: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SELECT: tl.constexpr,
-    N: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr, GATED: tl.constexpr,
-    WAIT: tl.constexpr,
-    ACC: tl.constexpr,
+    index, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
+    READY, STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
+    stride_lse_b, stride_lse_h, stride_table,
+    qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
+    PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
+    GATED: tl.constexpr, WAIT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Program ``index``; ``program`` numbers its scratch. WAIT: for its token's blocks and other
-    branches, by READY.
+    """Run program ``index`` of the branch; ``program`` is its number among those of all branches.
 
-    DISTINCT: blocks are as decode_choose leaves them; else in any order, with duplicates and
-    strays.
+    DISTINCT: BLOCKS are ascending and distinct, as decode_choose writes them; otherwise they are in
+    any order, may repeat and may be out of range. WAIT: wait for the token's flags in READY before
+    reading its blocks and the other branches' outputs.
     """
-    group, split, unit = index % GROUPS, index // GROUPS % splits, index // GROUPS // splits
-    seq, row = unit // rows, unit % rows
-    begin, end = tokens_of(STARTS, LENGTHS, seq, first + row, 1, max_len)
-    inside = begin < end
-    at = tl.arange(0, M)
-    head = group * GROUP + at % GROUP
-    exists = at < GROUP
-    column = tl.arange(0, BLOCK_DK)
-    q_at = Q + seq * q_seq + row * q_row + (head * q_head)[:, None] + column[None, :]
-    q = tl.load(q_at, mask=(exists & inside)[:, None] & (column < DK)[None, :], other=0.0)
-    place = unit * GROUPS + group
-    if WAIT:
-        wait(READY + place * 2)
-    slots = N
-    if DISTINCT:
-        slots = tl.minimum(begin // SELECT + 1, N)
-    tiles = tl.where(inside, tl.cdiv(slots * SELECT, KEYS), 0)
-    share = tl.cdiv(tiles, splits)
-    from_tile = tl.minimum(split * share, tiles)
-    right = tl.where(exists & inside, end, 0)
-    m = tl.full([M], float("-inf"), ACC)
-    l = tl.zeros([M], ACC)
-    acc = tl.zeros([M, BLOCK_DV], ACC)
-    m, l, acc = walk(
-        q, m, l, acc, K + group * k_head, V + group * v_head, STATS, STATS, TABLE + seq * table_row,
-        CHOSEN + seq * c_seq + row * c_row + group * c_head, seq, 0, end, from_tile,
-        tl.minimum(from_tile + share, tiles), right, right, begin // SELECT, right, right,
-        page_rows, factor, k_page,
-        k_row, v_page, v_row, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT,
-        DISTINCT, 1, 1, 1, True,
-        False, ACC,
-    )  # fmt: skip
-    is_last, m, l, acc = reduce_splits(
-        m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV
+    kv_head, split, unit = (
+        index % NUM_KV_HEADS,
+        index // NUM_KV_HEADS % num_splits,
+        index // NUM_KV_HEADS // num_splits,
     )
+    seq, t = unit // num_tokens, unit % num_tokens
+    begin, end = token_range(STARTS, LENGTHS, seq, first_token + t, 1, max_len)
+    token_valid = begin < end
+    offs_m = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + offs_m % GROUP
+    row_valid = offs_m < GROUP
+    stride_qb, stride_qt, stride_qh = stride_q
+    Q += seq * tl.cast(stride_qb, tl.int64) + t * stride_qt
+    q = load_at(Q, head * stride_qh, row_valid & token_valid, HEAD_DIM, HEAD_DIM_BAND)[0]
+    flags = unit * NUM_KV_HEADS + kv_head
+    if WAIT:
+        wait(READY + flags * 2)
+    num_blocks = NUM_SELECTED
+    if DISTINCT:
+        num_blocks = tl.minimum(begin // SELECT_BLOCK + 1, NUM_SELECTED)
+    tiles = tl.where(token_valid, tl.cdiv(num_blocks * SELECT_BLOCK, BLOCK_N), 0)
+    tiles_per_split = tl.cdiv(tiles, num_splits)
+    first_tile = tl.minimum(split * tiles_per_split, tiles)
+    right = tl.where(row_valid & token_valid, end, 0)
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
+    stride_bb, stride_bt, stride_bh = stride_blocks
+    BLOCKS += seq * tl.cast(stride_bb, tl.int64) + t * stride_bt + kv_head * stride_bh
+    m_i, l_i, acc = walk(
+        q, m_i, l_i, acc, K, V, SPLIT_ML, SPLIT_ML,
+        BLOCK_TABLE + seq * stride_table, BLOCKS, stride_k, stride_v,
+        seq, kv_head, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles),
+        right, right, begin // SELECT_BLOCK, right, right, page_size, qk_scale,
+        SEL, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
+        NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT, 1, 1, 1, True, False, ACC,
+    )  # fmt: skip
+    is_last, m_i, l_i, acc = reduce_splits(
+        m_i, l_i, acc, SPLIT_ML, SPLIT_ACC, COUNTERS, program, split, num_splits,
+        NUM_KV_HEADS, BLOCK_M, V_HEAD_DIM_BAND,
+    )  # fmt: skip
     if is_last:
-        divisor, lse = finish(m, l)
+        divisor, lse = finish(m_i, l_i)
         o = acc / divisor[:, None]
-        wide = tl.arange(0, BLOCK_DV)
-        mask = exists[:, None] & (wide < DV)[None, :]
         if GATED:
             if WAIT:
-                wait(READY + place * 2 + 1)
-            other = ((tl.cast(seq, tl.int64) * rows + row) * (GROUPS * GROUP) + head)[
-                :, None
-            ] * DV + wide[None, :]
-            gate = GATES + seq * g_seq + row * g_row + head * g_head
-            o *= tl.load(gate + 1, mask=exists, other=0.0)[:, None]
-            o_cmp = tl.load(O_CMP + other, mask=mask, other=0.0, cache_modifier=".cg")
-            o_win = tl.load(O_WIN + other, mask=mask, other=0.0, cache_modifier=".cg")
-            o = tl.load(gate, mask=exists, other=0.0)[:, None] * o_cmp + o
-            o += tl.load(gate + 2, mask=exists, other=0.0)[:, None] * o_win
-            o = tl.where(inside, o, 0.0)  # a gate of padding may be NaN
+                wait(READY + flags * 2 + 1)
+            head_row = (tl.cast(seq, tl.int64) * num_tokens + t) * (NUM_KV_HEADS * GROUP) + head
+            offs_dv = tl.arange(0, V_HEAD_DIM_BAND)
+            offs_branch = head_row[:, None] * V_HEAD_DIM + offs_dv[None, :]
+            mask = row_valid[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
+            stride_gb, stride_gt, stride_gh = stride_gates
+            gate = GATES + seq * tl.cast(stride_gb, tl.int64) + t * stride_gt + head * stride_gh
+            o *= tl.load(gate + 1, mask=row_valid, other=0.0)[:, None]
+            o_cmp = tl.load(O_CMP + offs_branch, mask=mask, other=0.0, cache_modifier=".cg")
+            o_win = tl.load(O_WIN + offs_branch, mask=mask, other=0.0, cache_modifier=".cg")
+            o = tl.load(gate, mask=row_valid, other=0.0)[:, None] * o_cmp + o
+            o += tl.load(gate + 2, mask=row_valid, other=0.0)[:, None] * o_win
+            o = tl.where(token_valid, o, 0.0)  # the gates of padding may be NaN
         else:
-            tl.store(LSE + seq * lse_seq + head * lse_head + row, lse, mask=exists)
-        o_at = O + seq * o_seq + row * o_row + (head * DV)[:, None] + wide[None, :]
-        tl.store(o_at, o.to(O.dtype.element_ty), mask=mask)
+            tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
+        stride_ob, stride_ot = stride_o
+        o_row = O + seq * tl.cast(stride_ob, tl.int64) + t * stride_ot
+        store_at(o_row, head * V_HEAD_DIM, (o,), row_valid, V_HEAD_DIM, V_HEAD_DIM_BAND)
 
 
 @triton.jit(
-    do_not_specialize=["first", "rows", "max_len", "splits", "lse_head", "page_rows", "table_row"],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE", "CHOSEN", "LSE"],
+    do_not_specialize=[
+        "first_token",
+        "num_tokens",
+        "max_len",
+        "num_splits",
+        "stride_lse_h",
+        "page_size",
+        "stride_table",
+    ],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE"],
 )
 def decode_sel(
-    Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS, STARTS, LENGTHS, TABLE,
-    q_seq: tl.int64, q_row, q_head, g_seq: tl.int64, g_row, g_head, k_page: tl.int64, k_row,
-    k_head, v_page: tl.int64,
-    v_row, v_head, c_seq: tl.int64, c_row, c_head, o_seq: tl.int64, o_row, lse_seq: tl.int64,
-    lse_head, table_row,
-    factor, first, rows, max_len, page_rows, splits,
-    PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-    KEYS: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SELECT: tl.constexpr,
-    N: tl.constexpr, SLOTS: tl.constexpr, DISTINCT: tl.constexpr, GATED: tl.constexpr,
-    ACC: tl.constexpr,
-    PDL: tl.constexpr,
+    Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
+    STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_gates, stride_kp: tl.int64, stride_k, stride_vp: tl.int64, stride_v,
+    stride_blocks, stride_o, stride_lse_b: tl.int64, stride_lse_h, stride_table,
+    qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
+    PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
+    GATED: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module. PDL: launched before the kernel in front has ended; its writes are there
-    after the wait.
+    """Attend over the selected blocks; GATED: write the gated sum of all branches to O.
+
+    PDL: this kernel may start before the previous one has ended, and waits for its results. The
+    page strides are int64 arguments instead of elements of ``stride_k`` and ``stride_v``
+    (row, head): ptxas then takes 115 registers instead of 164 (sm_90, bf16, Dk = Dv = 128).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
+    stride_kr, stride_kh = stride_k
+    stride_vr, stride_vh = stride_v
     sel_program(
-        program, program, Q, GATES, K, V, CHOSEN, O_CMP, O_WIN, O, LSE, STATS, PARTS, COUNTERS,
-        COUNTERS, STARTS,
-        LENGTHS, TABLE, q_seq, q_row, q_head, g_seq, g_row, g_head, k_page, k_row, k_head, v_page,
-        v_row, v_head, c_seq,
-        c_row, c_head, o_seq, o_row, lse_seq, lse_head, table_row, factor, first, rows, max_len,
-        page_rows, splits,
-        PAGE, GROUPS, GROUP, M, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, SELECT, N, SLOTS, DISTINCT,
-        GATED, False, ACC,
+        program, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
+        COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+        stride_q, stride_gates,
+        (stride_kp, stride_kr, stride_kh), (stride_vp, stride_vr, stride_vh), stride_blocks,
+        stride_o, stride_lse_b, stride_lse_h, stride_table,
+        qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
+        PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
+        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,
+        NUM_SELECTED, NUM_SELECTED_PAD, DISTINCT, GATED, False, ACC,
     )  # fmt: skip

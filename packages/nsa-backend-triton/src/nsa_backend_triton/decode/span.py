@@ -1,15 +1,19 @@
-"""Decode over the compressed tokens and over the window.
+"""Decode attention over the compressed tokens and over the window.
 
-    s = scale q k^T,  o = softmax(s) v over what a token sees,  lse = log sum exp s
+    s = scale q k^T,  o = softmax(s) v over the keys that a token sees,  lse = log sum exp s
+    (Eq. 5 with Eq. 7 for cmp, with the last w tokens for win)
 
-A program owns a tile of query rows (TOKENS tokens x the heads of a group, padded to M >= 16) and a
-share of its keys, KEYS at a time: (Dk + Dv) * KEYS * itemsize bytes from HBM and 2 * M * KEYS * (Dk
-+ Dv) operations a tile. At M = 16 that is 16 operations a byte in bf16: HBM binds, so what counts
-is bytes in flight: num_stages - 1 tiles of K and V in shared memory, two or more programs a
-multiprocessor. What the choice needs of the probabilities goes to memory in fp32, 8 bytes for each
-row and block (a sixteenth of the keys' at M = 16, Dk = Dv = 128, l'/d = 4). Kv heads vary fastest
-(rows of all heads are neighbours in memory), then splits: so a unit ends while later units still
-stream.
+A program owns a tile of query rows (BLOCK_T tokens x the heads of a group, padded to BLOCK_M >= 16)
+and a share of its keys, BLOCK_N at a time. Per tile it reads (Dk + Dv) * BLOCK_N * itemsize bytes
+from HBM and does 2 * BLOCK_M * BLOCK_N * (Dk + Dv) operations. At BLOCK_M = 16 that is 16
+operations per byte in bf16, so HBM bandwidth is the limit and bytes in flight decide the time:
+num_stages - 1 tiles of K and V in shared memory, and two or more programs per multiprocessor.
+
+The sums of probabilities that the selection needs go to memory in fp32: 8 bytes per row and block,
+a sixteenth of the keys' bytes at BLOCK_M = 16, Dk = Dv = 128, l'/d = 4.
+
+Among the programs, kv heads vary fastest (the rows of all heads are neighbours in memory), then
+splits. So the splits of a unit end while later units still stream.
 """
 
 from __future__ import annotations
@@ -24,170 +28,176 @@ from nsa_backend_triton.decode.walk import (
     key_range,
     reduce_splits,
     signal,
-    tokens_of,
+    token_range,
     walk,
 )
-from nsa_backend_triton.shared.rows import finish, num_compressed
+from nsa_backend_triton.shared.rows import finish, load_at, num_compressed, store_at
 
 
 @triton.jit
 def span_program(
-    index, program, Q, K, V, O, LSE, SUMS, REFERENCES, STATS, PARTS, COUNTERS, READY, BLOCKS,
-    STARTS, LENGTHS, TABLE,
-    q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, o_seq, o_row, lse_seq,
-    lse_head, out_seq,
-    table_row, factor, first, rows, max_len, page_rows, splits, sum_row, reference_row,
-    KIND: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    M: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ATTEND: tl.constexpr,
-    KEEP: tl.constexpr, CHOOSE: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
-    SELECT: tl.constexpr,
-    AT_ONCE: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
+    index, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS,
+    STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h, stride_sums, stride_maxima,
+    stride_blocks_b, stride_table,
+    qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
+    BRANCH: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ATTEND: tl.constexpr, STORE_SUMS: tl.constexpr, CHOOSE: tl.constexpr,
+    BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Program ``index`` of a branch; ``program`` numbers its scratch among those of all branches.
+    """Run program ``index`` of a branch; ``program`` is its number among those of all branches.
 
-    CHOOSE, of tiles of one token: the last program of a token's compressed ones chooses its blocks,
-    and that of either branch tells READY [units, 2].
+    CHOOSE, for tiles of one token: the last program of a token's compressed branch also selects the
+    token's blocks, and the last program of either branch sets the branch's flag in READY
+    [units, 2].
     """
-    group, split, unit = index % GROUPS, index // GROUPS % splits, index // GROUPS // splits
-    tiles = tl.cdiv(rows, TOKENS)
-    seq, tile = unit // tiles, unit % tiles * TOKENS
-    begin, end = tokens_of(
-        STARTS, LENGTHS, seq, first + tile, tl.minimum(TOKENS, rows - tile), max_len
+    kv_head, split, unit = (
+        index % NUM_KV_HEADS,
+        index // NUM_KV_HEADS % num_splits,
+        index // NUM_KV_HEADS // num_splits,
     )
-    low, high, from_tile, to_tile = key_range(
-        begin, end, split, splits, KIND, KEYS // TAPS * RATIO, SIZE, STRIDE, WINDOW
-    )
-    at = tl.arange(0, M)
-    local, head = tile + at // GROUP, group * GROUP + at % GROUP
-    exists = (at < TOKENS * GROUP) & (local < rows)
-    position = begin + at // GROUP
-    inside = exists & (position < end)
-    last = tl.where(inside, position + 1, 0)
-    left = last
-    if KIND == WIN:
-        right = last
-        left = last - WINDOW
+    token_tiles = tl.cdiv(num_tokens, BLOCK_T)
+    seq, tile_start = unit // token_tiles, unit % token_tiles * BLOCK_T
+    begin, end = token_range(
+        STARTS, LENGTHS, seq, first_token + tile_start,
+        tl.minimum(BLOCK_T, num_tokens - tile_start), max_len,
+    )  # fmt: skip
+    low, high, first_tile, end_tile = key_range(
+        begin, end, split, num_splits, BRANCH, BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK,
+        COMPRESS_BLOCK, STRIDE, WINDOW,
+    )  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    t, head = tile_start + offs_m // GROUP, kv_head * GROUP + offs_m % GROUP
+    row_valid = (offs_m < BLOCK_T * GROUP) & (t < num_tokens)
+    position = begin + offs_m // GROUP
+    token_valid = row_valid & (position < end)
+    seen = tl.where(token_valid, position + 1, 0)  # tokens of the sequence that the row sees
+    left = seen
+    if BRANCH == WIN:
+        right = seen
+        left = seen - WINDOW
     else:
-        right = num_compressed(last, SIZE, STRIDE)
-    column = tl.arange(0, BLOCK_DK)
-    q_at = Q + seq * q_seq + (local * q_row + head * q_head)[:, None] + column[None, :]
-    q = tl.load(q_at, mask=inside[:, None] & (column < DK)[None, :], other=0.0)
-    # the compiler sees that rows are aligned
-    sum_row, reference_row = (
-        sum_row // 16 * 16,
-        reference_row // 16 * 16,
+        right = num_compressed(seen, COMPRESS_BLOCK, STRIDE)
+    stride_qb, stride_qt, stride_qh = stride_q
+    Q += seq * tl.cast(stride_qb, tl.int64)
+    q = load_at(Q, t * stride_qt + head * stride_qh, token_valid, HEAD_DIM, HEAD_DIM_BAND)[0]
+    # shows the compiler that rows are aligned
+    stride_sums, stride_maxima = (
+        stride_sums // 16 * 16,
+        stride_maxima // 16 * 16,
     )
-    number = (tl.cast(seq, tl.int64) * rows + local) * (GROUPS * GROUP) + head
-    m = tl.full([M], float("-inf"), ACC)
-    l = tl.zeros([M], ACC)
-    acc = tl.zeros([M, BLOCK_DV], ACC)
-    m, l, acc = walk(
-        q, m, l, acc, K + group * k_head, V + group * v_head, SUMS, REFERENCES,
-        TABLE + seq * table_row, TABLE, seq,
-        low, high, from_tile, to_tile, left, right, 0, number * sum_row, number * reference_row,
-        page_rows, factor,
-        k_page, k_row, v_page, v_row,
-        KIND, KEYS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, N, SLOTS, SELECT, True, RATIO, TAPS,
-        SIZE // STRIDE, ATTEND,
-        KEEP, ACC,
+    head_row = (tl.cast(seq, tl.int64) * num_tokens + t) * (NUM_KV_HEADS * GROUP) + head
+    m_i = tl.full([BLOCK_M], float("-inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
+    m_i, l_i, acc = walk(
+        q, m_i, l_i, acc, K, V, SUMS, MAXIMA,
+        BLOCK_TABLE + seq * stride_table, BLOCK_TABLE, stride_k, stride_v,
+        seq, kv_head, low, high, first_tile, end_tile, left, right, 0,
+        head_row * stride_sums, head_row * stride_maxima,
+        page_size, qk_scale,
+        BRANCH, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
+        NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, True, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
+        COMPRESS_BLOCK // STRIDE, ATTEND, STORE_SUMS, ACC,
     )  # fmt: skip
     if ATTEND:
-        is_last, m, l, acc = reduce_splits(
-            m, l, acc, STATS, PARTS, COUNTERS, program, split, splits, GROUPS, M, BLOCK_DV
-        )
+        is_last, m_i, l_i, acc = reduce_splits(
+            m_i, l_i, acc, SPLIT_ML, SPLIT_ACC, COUNTERS, program, split, num_splits,
+            NUM_KV_HEADS, BLOCK_M, V_HEAD_DIM_BAND,
+        )  # fmt: skip
         if is_last:
-            divisor, lse = finish(m, l)
+            divisor, lse = finish(m_i, l_i)
             o = acc / divisor[:, None]
-            wide = tl.arange(0, BLOCK_DV)
-            o_at = O + seq * o_seq + (local * o_row + head * DV)[:, None] + wide[None, :]
-            tl.store(o_at, o.to(O.dtype.element_ty), mask=exists[:, None] & (wide < DV)[None, :])
-            tl.store(LSE + seq * lse_seq + head * lse_head + local, lse, mask=exists)
+            stride_ob, stride_ot = stride_o
+            store_at(
+                O + seq * tl.cast(stride_ob, tl.int64), t * stride_ot + head * V_HEAD_DIM, (o,),
+                row_valid, V_HEAD_DIM, V_HEAD_DIM_BAND,
+            )  # fmt: skip
+            tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + t, lse, mask=row_valid)
             if CHOOSE:
-                place = (seq * rows + tile) * GROUPS + group
-                if KIND == CMP:
-                    # lse, and sums of a program that is alone, written by other threads of it
+                flags = (seq * num_tokens + tile_start) * NUM_KV_HEADS + kv_head
+                if BRANCH == CMP:
+                    # Other threads of this program wrote lse, and the sums if it has no splits.
                     tl.debug_barrier()
-                    of_token = tl.cast(place, tl.int64) * GROUP
+                    first_head_row = tl.cast(flags, tl.int64) * GROUP
                     choose(
-                        tl.where(begin < end, begin, -1), SUMS + of_token * sum_row,
-                        REFERENCES + of_token * reference_row,
-                        LSE + seq * lse_seq + group * GROUP * lse_head + tile,
-                        BLOCKS + seq * out_seq + (tile * GROUPS + group) * N, sum_row,
-                        reference_row, lse_head,
-                        GROUP, HEADS, PIECES, AT_ONCE, KEYS // TAPS, SIZE, STRIDE, SELECT, N,
-                        SLOTS, INIT, LOCAL, ACC,
+                        tl.where(begin < end, begin, -1), SUMS + first_head_row * stride_sums,
+                        MAXIMA + first_head_row * stride_maxima,
+                        LSE + seq * stride_lse_b + kv_head * GROUP * stride_lse_h + tile_start,
+                        BLOCKS + seq * stride_blocks_b
+                        + (tile_start * NUM_KV_HEADS + kv_head) * NUM_SELECTED,
+                        stride_sums, stride_maxima, stride_lse_h,
+                        GROUP, BLOCK_H, NUM_HEAD_TILES, RANK_BLOCKS, BLOCK_N // CMP_PER_BLOCK_PAD,
+                        COMPRESS_BLOCK, STRIDE, SELECT_BLOCK, NUM_SELECTED, NUM_SELECTED_PAD,
+                        INIT_BLOCKS, LOCAL_BLOCKS, ACC,
                     )  # fmt: skip
-                    signal(READY + place * 2)
+                    signal(READY + flags * 2)
                 else:
-                    signal(READY + place * 2 + 1)
+                    signal(READY + flags * 2 + 1)
 
 
 @triton.jit(
     do_not_specialize=[
-        "first", "rows", "max_len", "splits", "win_splits", "cmp_programs", "sum_row",
-        "reference_row",
-        "lse_head", "page_rows", "ring", "table_row",
+        "first_token", "num_tokens", "max_len", "num_splits", "win_splits", "cmp_programs",
+        "stride_sums", "stride_maxima", "stride_lse_h", "page_size", "ring_size", "stride_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE", "LSE", "LSE_WIN"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "LSE", "LSE_WIN"],
 )  # fmt: skip
 def decode_span(
-    Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SUMS, REFERENCES, STATS, PARTS, COUNTERS,
-    STARTS, LENGTHS, TABLE,
-    q_seq: tl.int64, q_row, q_head, k_page: tl.int64, k_row, k_head, v_page: tl.int64, v_row,
-    v_head,
-    kw_page: tl.int64, kw_row, kw_head, vw_page: tl.int64, vw_row, vw_head, o_seq: tl.int64, o_row,
-    lse_seq: tl.int64,
-    lse_head, table_row, factor, first, rows, max_len, page_rows, ring, splits, win_splits,
-    cmp_programs, sum_row,
-    reference_row,
-    HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ATTEND: tl.constexpr, KEEP: tl.constexpr, SELECT: tl.constexpr, TAPS: tl.constexpr,
-    ACC: tl.constexpr,
-    PDL: tl.constexpr,
+    Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
+    STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_k, stride_v, stride_k_win, stride_v_win, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
+    qk_scale, first_token, num_tokens, max_len, page_size, ring_size, num_splits, win_splits,
+    cmp_programs,
+    HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ATTEND: tl.constexpr, STORE_SUMS: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    CMP_PER_BLOCK_PAD: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Programs before ``cmp_programs`` walk the compressed tokens, the others the
-    window's ring.
+    """Attend over the compressed tokens (the first ``cmp_programs`` programs) and the window.
 
-    ATTEND: o and lse are wanted; KEEP: sums over blocks are left in SUMS for decode_choose.
-    PDL: the launch after this one, which must wait, may come as soon as every program has begun.
+    ATTEND: compute o and lse. STORE_SUMS: leave sums over blocks in SUMS for decode_choose.
+    PDL: the next launch may start as soon as every program of this one has started; it waits for
+    this one's results.
     """
     program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_CMP:  # noqa: SIM102  a constant, which decides what is compiled
+    if HAS_CMP:  # noqa: SIM102  a constexpr selects the code that is compiled
         if program < cmp_programs:
             span_program(
-                program, program, Q, K, V, O, LSE, SUMS, REFERENCES, STATS, PARTS, COUNTERS,
-                COUNTERS, COUNTERS, STARTS,
-                LENGTHS, TABLE, q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
-                o_seq, o_row,
-                lse_seq, lse_head, 0, table_row, factor, first, rows, max_len, page_rows, splits,
-                sum_row,
-                reference_row, CMP, PAGE, GROUPS, GROUP, TOKENS, M, KEYS, DK, DV, BLOCK_DK,
-                BLOCK_DV, SIZE, STRIDE,
-                WINDOW, ATTEND, KEEP, False, 1, 1, SELECT, 1, SELECT // STRIDE, TAPS, 1, 1, 0, 0,
-                ACC,
+                program, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
+                COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+                stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h,
+                stride_sums, stride_maxima, 0, stride_table,
+                qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
+                CMP, PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+                COMPRESS_BLOCK, STRIDE, WINDOW, ATTEND, STORE_SUMS, False, 1, 1, SELECT_BLOCK, 1,
+                SELECT_BLOCK // STRIDE, CMP_PER_BLOCK_PAD, 1, 1, 0, 0, ACC,
             )  # fmt: skip
     if HAS_WIN:  # noqa: SIM102
         if program >= cmp_programs:
             span_program(
-                program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, REFERENCES,
-                STATS, PARTS,
-                COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, TABLE, q_seq, q_row, q_head,
-                kw_page, kw_row, kw_head,
-                vw_page, vw_row, vw_head, o_seq, o_row, lse_seq, lse_head, 0, table_row, factor,
-                first, rows, max_len,
-                ring, win_splits, sum_row, reference_row, WIN, 0, GROUPS, GROUP, TOKENS, M, KEYS,
-                DK, DV, BLOCK_DK,
-                BLOCK_DV, SIZE, STRIDE, WINDOW, True, False, False, 1, 1, SELECT, 1, 1, 1, 1, 1, 0,
-                0, ACC,
+                program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
+                SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+                stride_q, stride_k_win, stride_v_win, stride_o, stride_lse_b, stride_lse_h,
+                stride_sums, stride_maxima, 0, stride_table,
+                qk_scale, first_token, num_tokens, max_len, ring_size, win_splits,
+                WIN, 0, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+                COMPRESS_BLOCK, STRIDE, WINDOW, True, False, False, 1, 1, SELECT_BLOCK, 1,
+                1, 1, 1, 1, 0, 0, ACC,
             )  # fmt: skip

@@ -1,14 +1,16 @@
-"""A decode step in one launch: compressed tokens and the choice, the window, the chosen blocks and
-the gates.
+"""A decode step in one launch: compressed tokens and selection, window, selected blocks, gates.
 
-    o = g_cmp o_cmp + g_sel o_sel + g_win o_win,  each branch by span_program and sel_program
+    o = g_cmp o_cmp + g_sel o_sel + g_win o_win                     (Eq. 5)
 
-Programs of the three branches stand in one grid in that order: while one token's blocks are chosen
-by the last program of its compressed tokens, some microseconds in which that program reads next to
-nothing, others stream keys, and no branch waits for the end of another's last wave. Programs of the
-chosen blocks wait for their own token by a flag. They wait for programs that have begun, whatever
-order a GPU starts programs in: a program's number is the ticket that it takes when it begins, and
-only higher numbers wait, for lower ones. HBM binds, as in each of the parts.
+Each branch is computed by span_program or sel_program; their limit, HBM bandwidth, is the limit
+here too. Programs of the three branches form one grid, in the order cmp, win, sel. The last program
+of a token's compressed branch selects the token's blocks, which takes some microseconds in which it
+reads almost nothing; meanwhile other programs stream keys, and no branch waits for the last wave of
+another.
+
+Programs of the selected blocks wait for their own token by a flag. They only wait for programs that
+have started, whatever order a GPU starts programs in: a program's number is the ticket that it
+takes when it starts, and a program waits only for lower numbers.
 """
 
 from __future__ import annotations
@@ -23,77 +25,75 @@ from nsa_backend_triton.decode.walk import CMP, WIN
 
 @triton.jit(
     do_not_specialize=[
-        "first", "rows", "max_len", "cmp_splits", "win_splits", "sel_splits", "cmp_programs",
-        "win_programs",
-        "sum_row", "reference_row", "lse_head", "page_rows", "cmp_page_rows", "ring", "table_row",
+        "first_token", "num_tokens", "max_len", "cmp_splits", "win_splits", "sel_splits",
+        "cmp_programs", "win_programs", "stride_sums", "stride_maxima", "stride_lse_h",
+        "page_size", "cmp_page_size", "ring_size", "stride_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "TABLE", "BLOCKS", "LSE", "LSE_WIN"],
+    do_not_specialize_on_alignment=[
+        "STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE", "LSE_WIN",
+    ],
 )  # fmt: skip
 def decode_step(
-    Q, GATES, K, V, K_SEL, V_SEL, K_WIN, V_WIN, O, O_CMP, O_WIN, LSE, LSE_WIN, SUMS, REFERENCES,
-    STATS, PARTS, COUNTERS,
-    READY, TICKET, BLOCKS, STARTS, LENGTHS, TABLE,
-    q_seq: tl.int64, q_row, q_head, g_seq: tl.int64, g_row, g_head, k_page: tl.int64, k_row, k_head,
-    v_page: tl.int64, v_row, v_head, ks_page: tl.int64, ks_row, ks_head, vs_page: tl.int64, vs_row,
-    vs_head,
-    kw_page: tl.int64, kw_row, kw_head, vw_page: tl.int64, vw_row, vw_head, b_seq: tl.int64, b_row,
-    b_head,
-    o_seq: tl.int64, o_row, part_seq: tl.int64, part_row, lse_seq: tl.int64, lse_head, table_row,
-    factor, first, rows,
-    max_len, cmp_page_rows, page_rows, ring, cmp_splits, win_splits, sel_splits, cmp_programs,
-    win_programs, sum_row,
-    reference_row,
-    CMP_PAGE: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr,
-    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr,
-    SELECT: tl.constexpr, AT_ONCE: tl.constexpr, TAPS: tl.constexpr, N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    INIT: tl.constexpr, LOCAL: tl.constexpr, ACC: tl.constexpr,
+    Q, GATES, K, V, K_SEL, V_SEL, K_WIN, V_WIN, O, O_CMP, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA,
+    SPLIT_ML, SPLIT_ACC, COUNTERS, READY, TICKET, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
+    stride_q, stride_gates, stride_k, stride_v, stride_k_sel, stride_v_sel,
+    stride_k_win, stride_v_win, stride_blocks, stride_o, stride_branch,
+    stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
+    qk_scale, first_token, num_tokens, max_len, cmp_page_size, page_size, ring_size,
+    cmp_splits, win_splits, sel_splits, cmp_programs, win_programs,
+    CMP_PAGE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Scratch that is 0 before: COUNTERS [programs], READY [B * rows * GROUPS, 2],
-    TICKET [1].
+    """Run a decode step.
 
-    The first ``cmp_programs`` numbers walk compressed tokens, the next ``win_programs`` the window.
+    The first ``cmp_programs`` programs walk the compressed tokens, the next ``win_programs`` the
+    window, the others the selected blocks. o_cmp and o_win of these tokens have strides
+    ``stride_branch`` (batch, token). COUNTERS [programs], READY [B * num_tokens *
+    NUM_KV_HEADS, 2] and TICKET [1] must be 0 before the launch.
     """
     program = tl.atomic_add(TICKET, 1, sem="relaxed", scope="gpu")
+    stride_blocks_b = tl.cast(stride_blocks[0], tl.int64)
     if program < cmp_programs:
         span_program(
-            program, program, Q, K, V, O_CMP, LSE, SUMS, REFERENCES, STATS, PARTS, COUNTERS, READY,
-            BLOCKS, STARTS,
-            LENGTHS, TABLE, q_seq, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head,
-            part_seq, part_row,
-            lse_seq, lse_head, b_seq, table_row, factor, first, rows, max_len, cmp_page_rows,
-            cmp_splits, sum_row,
-            reference_row, CMP, CMP_PAGE, GROUPS, GROUP, 1, M, KEYS, DK, DV, BLOCK_DK, BLOCK_DV,
-            SIZE, STRIDE, WINDOW,
-            True, True, True, HEADS, PIECES, SELECT, AT_ONCE, SELECT // STRIDE, TAPS, N, SLOTS,
-            INIT, LOCAL, ACC,
+            program, program, Q, K, V, O_CMP, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
+            READY, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
+            stride_q, stride_k, stride_v, stride_branch, stride_lse_b, stride_lse_h,
+            stride_sums, stride_maxima, stride_blocks_b, stride_table,
+            qk_scale, first_token, num_tokens, max_len, cmp_page_size, cmp_splits,
+            CMP, CMP_PAGE_SIZE, NUM_KV_HEADS, GROUP, 1, BLOCK_M, BLOCK_N,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            COMPRESS_BLOCK, STRIDE, WINDOW, True, True, True, BLOCK_H, NUM_HEAD_TILES,
+            SELECT_BLOCK, RANK_BLOCKS, SELECT_BLOCK // STRIDE, CMP_PER_BLOCK_PAD,
+            NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS, ACC,
         )  # fmt: skip
     elif program < cmp_programs + win_programs:
         span_program(
-            program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, REFERENCES,
-            STATS, PARTS, COUNTERS,
-            READY, BLOCKS, STARTS, LENGTHS, TABLE, q_seq, q_row, q_head, kw_page, kw_row, kw_head,
-            vw_page, vw_row,
-            vw_head, part_seq, part_row, lse_seq, lse_head, b_seq, table_row, factor, first, rows,
-            max_len, ring,
-            win_splits, sum_row, reference_row, WIN, 0, GROUPS, GROUP, 1, M, KEYS, DK, DV,
-            BLOCK_DK, BLOCK_DV, SIZE,
-            STRIDE, WINDOW, True, False, True, HEADS, PIECES, SELECT, AT_ONCE, 1, 1, N, SLOTS,
-            INIT, LOCAL, ACC,
+            program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
+            SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS, STARTS, LENGTHS, BLOCK_TABLE,
+            stride_q, stride_k_win, stride_v_win, stride_branch, stride_lse_b, stride_lse_h,
+            stride_sums, stride_maxima, stride_blocks_b, stride_table,
+            qk_scale, first_token, num_tokens, max_len, ring_size, win_splits,
+            WIN, 0, NUM_KV_HEADS, GROUP, 1, BLOCK_M, BLOCK_N,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            COMPRESS_BLOCK, STRIDE, WINDOW, True, False, True, BLOCK_H, NUM_HEAD_TILES,
+            SELECT_BLOCK, RANK_BLOCKS, 1, 1,
+            NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS, ACC,
         )  # fmt: skip
     else:
         sel_program(
             program - cmp_programs - win_programs, program, Q, GATES, K_SEL, V_SEL, BLOCKS, O_CMP,
-            O_WIN, O, LSE,
-            STATS, PARTS, COUNTERS, READY, STARTS, LENGTHS, TABLE, q_seq, q_row, q_head, g_seq,
-            g_row, g_head, ks_page,
-            ks_row, ks_head, vs_page, vs_row, vs_head, b_seq, b_row, b_head, o_seq, o_row, lse_seq,
-            lse_head, table_row,
-            factor, first, rows, max_len, page_rows, sel_splits, PAGE, GROUPS, GROUP, M, KEYS, DK,
-            DV, BLOCK_DK,
-            BLOCK_DV, SELECT, N, SLOTS, True, True, True, ACC,
+            O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, STARTS, LENGTHS, BLOCK_TABLE,
+            stride_q, stride_gates, stride_k_sel, stride_v_sel, stride_blocks, stride_o,
+            stride_lse_b, stride_lse_h, stride_table,
+            qk_scale, first_token, num_tokens, max_len, page_size, sel_splits,
+            PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,
+            NUM_SELECTED, NUM_SELECTED_PAD, True, True, True, ACC,
         )  # fmt: skip

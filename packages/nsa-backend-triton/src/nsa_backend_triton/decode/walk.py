@@ -1,9 +1,9 @@
-"""Pieces of the decode kernels: keys that lie in a cache, a walk over tiles of them, and the
-merging of splits.
+"""Device code that all decode kernels share: keys in a cache, a walk over tiles of keys, splits.
 
-Keys have numbers of their own: compressed tokens (CMP), tokens of chosen blocks (SEL), tokens of
-the window (WIN). Key i of CMP and SEL lies in row i % page_rows of page TABLE[i // page_rows]; the
-ring of WIN is one page a sequence.
+A branch numbers its keys: compressed tokens (CMP), the tokens of the selected blocks (SEL), the
+tokens of the window (WIN). Key i of CMP and SEL is in row i % page_size of page
+BLOCK_TABLE[i // page_size]. The ring of WIN is one page per sequence. A row of q, k or v is one
+band of HEAD_DIM_BAND columns, the power of two that holds HEAD_DIM.
 """
 
 from __future__ import annotations
@@ -11,254 +11,262 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import num_compressed
+from nsa_backend_triton.shared.rows import finite_shift, load_at, num_compressed
 
 CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def tokens_of(STARTS, LENGTHS, seq, first, count, max_len):
-    """(begin, end) of a run of ``count`` tokens of a step, the first its row ``first``; end <=
-    begin: all padding.
+def token_range(STARTS, LENGTHS, seq, first_token, count, max_len):
+    """Return the positions (begin, end) of ``count`` tokens of a step, from ``first_token`` on.
+
+    All of them are padding if end <= begin.
     """
     start = tl.load(STARTS + seq)
-    begin = start + first
+    begin = start + first_token
     return begin, tl.minimum(begin + count, tl.minimum(tl.load(LENGTHS + seq), max_len))
 
 
 @triton.jit
 def key_range(
-    begin, end, split, splits,
-    KIND: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    begin, end, split, num_splits,
+    BRANCH: tl.constexpr, TILE_KEYS: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys that tokens begin .. end see: (the first, one past the last, first and last tile
-    of this split).
+    """Return the keys that the tokens begin .. end see, and the tiles of one split.
 
-    A tile has STEP keys.
+    Returns (first key, one past the last key, first tile, one past the last tile). A tile holds
+    TILE_KEYS keys.
     """
     low = 0
-    high = tl.where(begin < end, num_compressed(end, SIZE, STRIDE), 0)
-    if KIND == WIN:
+    high = tl.where(begin < end, num_compressed(end, COMPRESS_BLOCK, STRIDE), 0)
+    if BRANCH == WIN:
         low = tl.maximum(begin - WINDOW + 1, 0)
         high = tl.where(begin < end, end, 0)
-    tiles = tl.cdiv(tl.maximum(high - low, 0), STEP)
-    share = tl.cdiv(tiles, splits)
-    from_tile = tl.minimum(split * share, tiles)
-    return low, high, from_tile, tl.minimum(from_tile + share, tiles)
+    tiles = tl.cdiv(tl.maximum(high - low, 0), TILE_KEYS)
+    tiles_per_split = tl.cdiv(tiles, num_splits)
+    first_tile = tl.minimum(split * tiles_per_split, tiles)
+    return low, high, first_tile, tl.minimum(first_tile + tiles_per_split, tiles)
 
 
 @triton.jit
-def _locate(
-    tile, low, high, TABLE, CHOSEN, seq, page_rows, current,
-    KEYS: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    SELECT: tl.constexpr,
-    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr,
+def _locate_keys(
+    tile, low, high, BLOCK_TABLE, BLOCKS, seq, page_size, current_block,
+    BLOCK_N: tl.constexpr, BRANCH: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    DISTINCT: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
-    """(key, page) of the keys of a tile, [KEYS] each; a key that is not there is >= high.
+    """Return (key, page) of the keys of a tile, [BLOCK_N] each; a missing key is >= high.
 
-    CMP: whole blocks of RATIO keys, each padded to TAPS.
+    A tile of CMP holds whole blocks of CMP_PER_BLOCK keys, each padded to CMP_PER_BLOCK_PAD.
     """
-    flat = tile * KEYS + tl.arange(0, KEYS)
-    if KIND == SEL:
-        slot = flat // SELECT
-        block = tl.load(CHOSEN + slot, mask=slot < N, other=-1, cache_modifier=".cg")
-        there = (block >= 0) & (block <= current)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BRANCH == SEL:
+        slot = offs_n // SELECT_BLOCK
+        block = tl.load(BLOCKS + slot, mask=slot < NUM_SELECTED, other=-1, cache_modifier=".cg")
+        valid = (block >= 0) & (block <= current_block)
         if not DISTINCT:
-            other = tl.arange(0, SLOTS)
-            before = tl.load(CHOSEN + other, mask=other < N, other=-1)
-            same = (before[None, :] == block[:, None]) & (other[None, :] < slot[:, None])
-            there = there & (tl.max(same.to(tl.int32), 1) == 0)
-        key = tl.where(there, block.to(tl.int32) * SELECT + flat % SELECT, high)
-    elif RATIO < TAPS:
-        key = tl.where(flat % TAPS < RATIO, flat // TAPS * RATIO + flat % TAPS, high)
+            other_slot = tl.arange(0, NUM_SELECTED_PAD)
+            other_block = tl.load(BLOCKS + other_slot, mask=other_slot < NUM_SELECTED, other=-1)
+            repeated = (other_block[None, :] == block[:, None]) & (
+                other_slot[None, :] < slot[:, None]
+            )
+            valid = valid & (tl.max(repeated.to(tl.int32), 1) == 0)
+        key = tl.where(valid, block.to(tl.int32) * SELECT_BLOCK + offs_n % SELECT_BLOCK, high)
+    elif CMP_PER_BLOCK < CMP_PER_BLOCK_PAD:
+        key = tl.where(
+            offs_n % CMP_PER_BLOCK_PAD < CMP_PER_BLOCK,
+            offs_n // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK + offs_n % CMP_PER_BLOCK_PAD,
+            high,
+        )
     else:
-        key = low + flat
-    page = tl.zeros([KEYS], tl.int32) + seq
-    if KIND != WIN:
-        page = tl.load(TABLE + key // page_rows, mask=key < high, other=0)
+        key = low + offs_n
+    page = tl.zeros([BLOCK_N], tl.int32) + seq
+    if BRANCH != WIN:
+        page = tl.load(BLOCK_TABLE + key // page_size, mask=key < high, other=0)
     return key, page
 
 
 @triton.jit
-def _rows(X, page, row, there, x_page, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """x [KEYS, BLOCK]; 0 where a key is not there: what no sequence owns may be NaN."""
-    column = tl.arange(0, BLOCK)
-    at = X + (page.to(tl.int64) * x_page + row.to(tl.int64) * x_row)[:, None] + column[None, :]
-    return tl.load(at, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+def _load_rows(
+    X, page, page_row, valid, stride_page, stride_row, WIDTH: tl.constexpr, BAND: tl.constexpr
+):
+    """Load rows [BLOCK_N, BAND] of a store.
+
+    Rows of invalid keys are 0: memory that no sequence owns may hold NaN.
+    """
+    offs = page.to(tl.int64) * stride_page + page_row.to(tl.int64) * stride_row
+    return load_at(X, offs, valid, WIDTH, BAND)[0]
 
 
 @triton.jit
-def _keep(
-    p, m, SUMS, REFERENCES, sums, references, tile, here,
-    RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr,
+def _store_block_sums(
+    p, reference, SUMS, MAXIMA, offs_sums, offs_maxima, tile, valid,
+    CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr, CMP_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Leave a tile's sums of p [M, KEYS] over blocks, and what p is relative to, m [M]; rows that
-    are ``here``.
+    """Store a tile's sums of p [BLOCK_M, BLOCK_N] over selection blocks (Eq. 9), of ``valid`` rows.
 
-    A pair for each block: what its compressed tokens add to its own score, and what they add to the
-    next block's. Compressed token c of a block, of RATIO = l'/d, overlaps its block by min(OVER,
-    RATIO - c) and the next block by the rest of OVER = l/d.
+    A block gets a pair of sums: the share of its compressed tokens in its own score, and their
+    share in the next block's score. Compressed token c of a block, c < CMP_PER_BLOCK = l'/d, covers
+    CMP_STRIDES = l/d strides: min(CMP_STRIDES, CMP_PER_BLOCK - c) of them are in its own block, the
+    others in the next one. p is relative to ``reference`` [BLOCK_M], which goes to MAXIMA.
     """
-    M: tl.constexpr = p.shape[0]
-    BLOCKS: tl.constexpr = p.shape[1] // TAPS
-    tap = tl.arange(0, TAPS)[None, None, :]
-    own = tl.minimum(RATIO - tap, OVER)
-    carry = tl.where(tap < RATIO, tap - RATIO + OVER, 0)
-    p = tl.reshape(p, [M, BLOCKS, TAPS])
-    # Not 0 x p: a NaN or inf belongs to the blocks that the token overlaps, and to no other.
-    mine = tl.sum(tl.where(own > 0, p * own.to(p.dtype), 0.0), 2)
-    after = tl.sum(tl.where(carry > 0, p * carry.to(p.dtype), 0.0), 2)
-    at = sums[:, None] + (tl.arange(0, BLOCKS * 2) + tile * (BLOCKS * 2))[None, :]
-    tl.store(SUMS + at, tl.reshape(tl.join(mine, after), [M, BLOCKS * 2]), mask=here[:, None])
-    tl.store(REFERENCES + references + tile, m, mask=here)
+    BLOCK_M: tl.constexpr = p.shape[0]
+    NUM_BLOCKS: tl.constexpr = p.shape[1] // CMP_PER_BLOCK_PAD
+    c = tl.arange(0, CMP_PER_BLOCK_PAD)[None, None, :]
+    own = tl.minimum(CMP_PER_BLOCK - c, CMP_STRIDES)
+    carry = tl.where(c < CMP_PER_BLOCK, c - CMP_PER_BLOCK + CMP_STRIDES, 0)
+    p = tl.reshape(p, [BLOCK_M, NUM_BLOCKS, CMP_PER_BLOCK_PAD])
+    # A factor of 0 must not touch p: a NaN or inf belongs only to blocks that its token overlaps.
+    own_sum = tl.sum(tl.where(own > 0, p * own.to(p.dtype), 0.0), 2)
+    carry_sum = tl.sum(tl.where(carry > 0, p * carry.to(p.dtype), 0.0), 2)
+    offs = offs_sums[:, None] + (tl.arange(0, NUM_BLOCKS * 2) + tile * (NUM_BLOCKS * 2))[None, :]
+    tl.store(
+        SUMS + offs,
+        tl.reshape(tl.join(own_sum, carry_sum), [BLOCK_M, NUM_BLOCKS * 2]),
+        mask=valid[:, None],
+    )
+    tl.store(MAXIMA + offs_maxima + tile, reference, mask=valid)
 
 
 @triton.jit
 def walk(
-    q, m, l, acc, K, V, SUMS, REFERENCES, TABLE, CHOSEN, seq, low, high, from_tile, to_tile, left,
-    right, current,
-    sums, references, page_rows, factor, k_page, k_row, v_page, v_row,
-    KIND: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    SELECT: tl.constexpr,
-    DISTINCT: tl.constexpr, RATIO: tl.constexpr, TAPS: tl.constexpr, OVER: tl.constexpr,
-    ATTEND: tl.constexpr,
-    KEEP: tl.constexpr, ACC: tl.constexpr,
+    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, BLOCK_TABLE, BLOCKS, stride_k, stride_v,
+    seq, kv_head, low, high, first_tile, end_tile, left, right, current_block,
+    offs_sums, offs_maxima, page_size, qk_scale,
+    BRANCH: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
+    DISTINCT: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    CMP_STRIDES: tl.constexpr, ATTEND: tl.constexpr, STORE_SUMS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over tiles from_tile .. to_tile; m, l [M] in base 2, acc [M, Dv].
+    """Online softmax of q [BLOCK_M, HEAD_DIM] over the tiles first_tile .. end_tile; base 2.
 
-    Row r sees keys left[r] .. right[r]. KEEP: sums of its probabilities over blocks go to SUMS +
-    sums[r], what they are relative to to REFERENCES + references[r], where right[r] > 0: m rounded
-    up to an integer. Those p are products of exp2(s - floor(s)) and a power of two: the same number
-    whatever m was, so equal logits have equal sums. PAGE is page_rows where that is a power of two,
-    else 0.
+    Returns m_i, l_i [BLOCK_M] and acc [BLOCK_M, V_HEAD_DIM]. Row r sees the keys left[r] ..
+    right[r]. The strides of the stores K and V are (page, row, head). PAGE_SIZE is page_size if
+    that is a power of two, otherwise 0.
+
+    ATTEND: compute l_i and acc; without it only m_i.
+    STORE_SUMS: for rows with right[r] > 0, store the sums of the probabilities over selection
+    blocks at SUMS + offs_sums[r]. They are relative to m_i rounded up to an integer, which goes to
+    MAXIMA + offs_maxima[r]. Each p is exp2(s - floor(s)) times a power of two. So equal logits have
+    equal sums, whatever m_i was when they were computed. For this p the walk cannot use
+    online_softmax_update, but its operations and their order are the same.
     """
-    rows = PAGE if PAGE > 0 else page_rows
-    # Pages are read a turn before their keys: an address that waits for a load is not fetched
-    # ahead.
-    key, page = _locate(
-        from_tile,
-        low,
-        high,
-        TABLE,
-        CHOSEN,
-        seq,
-        rows,
-        current,
-        KEYS,
-        KIND,
-        N,
-        SLOTS,
-        SELECT,
-        DISTINCT,
-        RATIO,
-        TAPS,
-    )
-    for tile in tl.range(from_tile, to_tile):
-        next_key, next_page = _locate(
-            tl.minimum(tile + 1, to_tile - 1),
-            low,
-            high,
-            TABLE,
-            CHOSEN,
-            seq,
-            rows,
-            current,
-            KEYS,
-            KIND,
-            N,
-            SLOTS,
-            SELECT,
-            DISTINCT,
-            RATIO,
-            TAPS,
-        )
-        there = key < high
-        row = key % rows
-        k = _rows(K, page, row, there, k_page, k_row, DK, BLOCK_DK)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * factor
+    stride_kp, stride_kr, stride_kh = stride_k
+    stride_vp, stride_vr, stride_vh = stride_v
+    K += kv_head * stride_kh
+    V += kv_head * stride_vh
+    rows_per_page = PAGE_SIZE if PAGE_SIZE > 0 else page_size
+    # A tile's pages are loaded one iteration ahead of its keys: an address that depends on a load
+    # of the same iteration could not be prefetched.
+    key, page = _locate_keys(
+        first_tile, low, high, BLOCK_TABLE, BLOCKS, seq, rows_per_page, current_block,
+        BLOCK_N, BRANCH, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
+        CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
+    )  # fmt: skip
+    for tile in tl.range(first_tile, end_tile):
+        next_key, next_page = _locate_keys(
+            tl.minimum(tile + 1, end_tile - 1), low, high, BLOCK_TABLE, BLOCKS, seq,
+            rows_per_page, current_block,
+            BLOCK_N, BRANCH, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
+            CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
+        )  # fmt: skip
+        valid = key < high
+        page_row = key % rows_per_page
+        k = _load_rows(K, page, page_row, valid, stride_kp, stride_kr, HEAD_DIM, HEAD_DIM_BAND)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * qk_scale
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
-        if KIND == WIN:
+        if BRANCH == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        if KEEP:
-            reference, whole = tl.ceil(shift), tl.floor(s)
-            p = tl.exp2(s - whole) * tl.exp2(whole - reference[:, None])
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        shift = finite_shift(m_new)
+        if STORE_SUMS:
+            reference, floor = tl.ceil(shift), tl.floor(s)
+            p = tl.exp2(s - floor) * tl.exp2(floor - reference[:, None])
             p = tl.where(s == float("-inf"), 0.0, p)
-            _keep(
-                p, reference, SUMS, REFERENCES, sums, references, tile, right > 0, RATIO, TAPS, OVER
-            )
-            # What meets v is relative to m itself: a row's largest p is 1, and rounding it leans o
-            # to no side.
+            _store_block_sums(
+                p, reference, SUMS, MAXIMA, offs_sums, offs_maxima, tile, right > 0,
+                CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, CMP_STRIDES,
+            )  # fmt: skip
+            # The product with v takes p relative to m_i itself: a row's largest p is then 1, so
+            # rounding p to v's dtype does not bias o.
             p *= tl.exp2(reference - shift)[:, None]
         else:
             p = tl.exp2(s - shift[:, None])
         if ATTEND:
-            alpha = tl.exp2(m - shift)
-            l = l * alpha + tl.sum(p, 1)
-            v = _rows(V, page, row, there, v_page, v_row, DV, BLOCK_DV)
+            alpha = tl.exp2(m_i - shift)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            v = _load_rows(
+                V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM, V_HEAD_DIM_BAND
+            )
             acc = tl.dot(
                 p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC
             )
-        m = m_new
+        m_i = m_new
         key = next_key
         page = next_page
-    return m, l, acc
+    return m_i, l_i, acc
 
 
 @triton.jit
 def reduce_splits(
-    m, l, acc, STATS, PARTS, COUNTERS, program, split, splits,
-    STEP: tl.constexpr, M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    m_i, l_i, acc, SPLIT_ML, SPLIT_ACC, COUNTERS, program, split, num_splits,
+    SPLIT_STEP: tl.constexpr, BLOCK_M: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
 ):  # fmt: skip
-    """(whether this is the last of ``splits`` programs to come here, m, l, acc of all of them,
-    then).
+    """Merge the splits of a unit in the last of its programs that arrives here.
 
-    The splits of a unit are the programs STEP apart; its counter, 0 before the launch, is that of
-    its first program. Why the last program sees what the others wrote: each thread's stores come
-    before the barrier, the barrier before thread 0's atomic, which releases, at the GPU's scope,
-    all that it has seen; the last one's atomic acquires what every earlier one released (they are
-    one chain of read-modify-writes), and its value reaches the other threads through a barrier of
-    its own. What is read then was never read before by this program, and not through L1 (.cg).
-    Splits are added in their order whoever is last: the same bits every run.
+    Returns (whether this program is the last, m_i, l_i, acc), merged if it is. The splits of a unit
+    are SPLIT_STEP programs apart. The counter of its first program counts the arrivals; it is 0
+    before the launch.
+
+    Memory order: each thread's stores precede the barrier, and the barrier precedes thread 0's
+    atomic, which releases all that it has observed at GPU scope. The last program's atomic acquires
+    what every earlier one released, because they form one chain of read-modify-writes. Its result
+    reaches the other threads through a barrier of its own. The loads that follow read addresses
+    that this program has not read before, and bypass L1 (.cg).
+
+    Splits are added in their own order whichever program is last, so every run gives the same bits.
     """
-    done = splits - 1
-    if splits > 1:
-        first = tl.cast(program - split * STEP, tl.int64)
-        row, column = tl.arange(0, M), tl.arange(0, BLOCK_DV)
-        within = row[:, None] * BLOCK_DV + column[None, :]
-        mine = first + split * STEP
-        tl.store(STATS + mine * (2 * M) + row, m)
-        tl.store(STATS + mine * (2 * M) + M + row, l)
-        tl.store(PARTS + mine * (M * BLOCK_DV) + within, acc)
+    arrived = num_splits - 1
+    if num_splits > 1:
+        first_program = tl.cast(program - split * SPLIT_STEP, tl.int64)
+        offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, V_HEAD_DIM_BAND)
+        offs_acc = offs_m[:, None] * V_HEAD_DIM_BAND + offs_d[None, :]
+        own = first_program + split * SPLIT_STEP
+        tl.store(SPLIT_ML + own * (2 * BLOCK_M) + offs_m, m_i)
+        tl.store(SPLIT_ML + own * (2 * BLOCK_M) + BLOCK_M + offs_m, l_i)
+        tl.store(SPLIT_ACC + own * (BLOCK_M * V_HEAD_DIM_BAND) + offs_acc, acc)
         tl.debug_barrier()
-        done = tl.atomic_add(COUNTERS + first, 1, sem="acq_rel", scope="gpu")
-        if done == splits - 1:
-            m = tl.full(m.shape, float("-inf"), m.dtype)
-            l = tl.zeros(l.shape, l.dtype)
+        arrived = tl.atomic_add(COUNTERS + first_program, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_splits - 1:
+            m_i = tl.full(m_i.shape, float("-inf"), m_i.dtype)
+            l_i = tl.zeros(l_i.shape, l_i.dtype)
             acc = tl.zeros(acc.shape, acc.dtype)
-            for other in tl.range(splits, loop_unroll_factor=4):
-                at = first + other * STEP
-                part_m = tl.load(STATS + at * (2 * M) + row, cache_modifier=".cg")
-                part_l = tl.load(STATS + at * (2 * M) + M + row, cache_modifier=".cg")
-                part = tl.load(PARTS + at * (M * BLOCK_DV) + within, cache_modifier=".cg")
-                m_new = tl.maximum(m, part_m)
-                shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-                old, new = tl.exp2(m - shift), tl.exp2(part_m - shift)
-                l = l * old + part_l * new
-                acc = acc * old[:, None] + part * new[:, None]
-                m = m_new
-    return done == splits - 1, m, l, acc
+            for other in tl.range(num_splits, loop_unroll_factor=4):
+                at = first_program + other * SPLIT_STEP
+                m_j = tl.load(SPLIT_ML + at * (2 * BLOCK_M) + offs_m, cache_modifier=".cg")
+                l_j = tl.load(
+                    SPLIT_ML + at * (2 * BLOCK_M) + BLOCK_M + offs_m, cache_modifier=".cg"
+                )
+                acc_j = tl.load(
+                    SPLIT_ACC + at * (BLOCK_M * V_HEAD_DIM_BAND) + offs_acc, cache_modifier=".cg"
+                )
+                m_new = tl.maximum(m_i, m_j)
+                shift = finite_shift(m_new)
+                alpha, beta = tl.exp2(m_i - shift), tl.exp2(m_j - shift)
+                l_i = l_i * alpha + l_j * beta
+                acc = acc * alpha[:, None] + acc_j * beta[:, None]
+                m_i = m_new
+    return arrived == num_splits - 1, m_i, l_i, acc
 
 
 @triton.jit
 def signal(FLAG):
-    """Tell programs that :func:`wait` for FLAG that what this one has written is there.
+    """Set FLAG, so that a program in :func:`wait` sees what this program has written.
 
-    Each thread's stores come before the barrier, the barrier before thread 0's exchange, which
+    Each thread's stores precede the barrier; the barrier precedes thread 0's exchange, which
     releases all of them.
     """
     tl.debug_barrier()
@@ -267,10 +275,11 @@ def signal(FLAG):
 
 @triton.jit
 def wait(FLAG):
-    """Until a program that has begun before this one has signalled; then read through L2 (.cg) what
-    it wrote.
+    """Wait until another program sets FLAG with :func:`signal`.
+
+    That program must have started before this one. Read what it wrote through L2 (.cg).
     """
-    there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
-    while there == 0:
-        there = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    flag = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
+    while flag == 0:
+        flag = tl.atomic_add(FLAG, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()

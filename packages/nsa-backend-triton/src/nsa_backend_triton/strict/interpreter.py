@@ -1,15 +1,20 @@
-"""A strict Triton interpreter: what a CPU must catch because no GPU is there to catch it.
+"""A strict Triton interpreter, which detects on a CPU the errors that a GPU would punish.
 
     with strict():  # TRITON_INTERPRET=1 must be set before triton is imported
         kernel[grid](...)
 
-bf16 is bf16 (stock: raw uint16 in arithmetic and tl.dot, truncation when rounding). Loads and
-stores must stay inside the tensors passed in (stock: garbage, or a crash). Masked-off lanes of a
-load without ``other`` hold NaN (stock: 0). int32 overflow and tl.device_assert raise. Two programs
-may not store to one address. Programs run in a seeded random order. Grids that a GPU refuses are
-refused. Every launch is an event of torch's profiler, named after its kernel.
+Differences from Triton's own interpreter:
 
-One thread at a time: triton's interpreter is itself global state.
+- bf16 is rounded to nearest even. Triton's computes with the raw uint16 and truncates.
+- Loads and stores must stay inside the tensors passed in. Triton's reads garbage or crashes.
+- Masked-off lanes of a load without ``other`` hold NaN. Triton's hold 0.
+- int32 overflow and tl.device_assert raise.
+- Two programs must not store to one address.
+- Programs run in a random order, fixed by a seed.
+- Grids larger than a GPU accepts are refused.
+- Every launch is an event of torch's profiler, named after its kernel.
+
+Use it from one thread at a time, because Triton's interpreter is global state.
 """
 
 from __future__ import annotations
@@ -21,11 +26,11 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 if TYPE_CHECKING:
-    from nsa_backend_triton.strict.memory_model import Machine, Seen
+    from nsa_backend_triton.strict.memory_model import Counts, Machine
 
 
 def interpreted() -> bool:
-    """Whether triton is there and interprets its kernels in this process."""
+    """Return whether Triton is installed and interprets its kernels in this process."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -35,37 +40,44 @@ def interpreted() -> bool:
         ImportError,
         OSError,
         RuntimeError,
-    ):  # a broken triton interprets nothing, and is no trouble here
+    ):  # a broken Triton interprets nothing; the probe reports it
         return False
-    # What counts is what the variable was when triton's own functions were made, not what it is
-    # now.
+    # Triton read the variable when it defined its own functions; the current value has no effect.
     return isinstance(tl.max, interpreter.InterpretedFunction)
 
 
-_running: list[Machine] = []  # the machine of the block around, if there is one
+_running: list[Machine] = []  # the machine of the outermost active block
 
 
 @contextlib.contextmanager
-def strict(seed: int = 0) -> Iterator[Seen]:
-    """Interpret kernels strictly inside the block; ``seed`` fixes the order in which the programs
-    of a grid run.
+def strict(seed: int = 0) -> Iterator[Counts]:
+    """Interpret kernels strictly inside the block.
 
-    A block inside another one counts for itself.
+    Args:
+        seed: Fixes the random order in which the programs of a grid run.
+
+    Yields:
+        Counts of the programs, bytes and operations of the block. A nested block has its own counts
+        and its own order.
 
     Raises:
-        Violation: a kernel did what a GPU would punish; triton wraps it in an InterpreterError that
-            quotes it.
+        Violation: A kernel broke a rule. Triton wraps it in an InterpreterError with its message.
+
+    Example:
+        >>> with strict() as counts:
+        ...     kernel[grid](x, y)
+        >>> counts.programs
     """
     if _running:
-        with _running[0].anew(seed) as seen:
-            yield seen
+        with _running[0].nested(seed) as counts:
+            yield counts
         return
     import numpy as np
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from nsa_backend_triton.strict.memory_model import Machine
-    from nsa_backend_triton.strict.speedups import quickly
+    from nsa_backend_triton.strict.speedups import speedups
 
     machine, options = Machine(interpreter, seed), interpreter.InterpreterOptions(debug=True)
     with contextlib.ExitStack() as stack:
@@ -78,15 +90,16 @@ def strict(seed: int = 0) -> Iterator[Seen]:
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
         stack.enter_context(mock.patch.multiple(interpreter, **machine.module_functions()))
         stack.enter_context(mock.patch.multiple(TritonSemantic, **machine.semantic_methods()))
-        stack.enter_context(quickly(interpreter))
+        stack.enter_context(speedups(interpreter))
         stack.enter_context(np.errstate(all="ignore"))
         _running.append(machine)
         stack.callback(_running.clear)
-        yield machine.seen
+        yield machine.counts
 
 
-def judge_context(device: str) -> contextlib.AbstractContextManager[Seen] | None:
-    """:func:`strict` where kernels run in Triton's interpreter, which serves the CPU only;
-    otherwise None.
+def judge_context(device: str) -> contextlib.AbstractContextManager[Counts] | None:
+    """Return :func:`strict` if kernels on ``device`` run in Triton's interpreter, otherwise None.
+
+    Triton's interpreter serves the CPU only.
     """
     return strict() if device == "cpu" and interpreted() else None

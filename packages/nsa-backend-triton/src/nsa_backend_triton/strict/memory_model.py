@@ -1,7 +1,6 @@
-"""The parts of triton's interpreter that :func:`nsa_backend_triton.strict.interpreter.strict`
-replaces.
+"""Replacements of parts of Triton's interpreter, installed by ``strict.interpreter.strict``.
 
-Needs triton and numpy. Written against triton 3.6.
+Needs triton and numpy. Written for triton 3.6.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Violation(AssertionError):
-    """The kernel did what a GPU would punish."""
+    """A kernel broke a rule of the strict interpreter."""
 
 
 @dataclasses.dataclass
-class Seen:
-    """What ran inside a :func:`strict` block."""
+class Counts:
+    """Counts of what ran inside a ``strict`` block."""
 
     programs: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
-    # loads, stores, products, comparisons and arithmetic of floats, each of a whole tensor
+    # loads, stores, products, comparisons and float arithmetic; one tensor operation counts once
     operations: int = 0
 
 
-def _widened(raw: Any) -> Any:
-    """bf16 as the interpreter holds it, uint16, to float32."""
+def _bf16_to_float32(raw: Any) -> Any:
+    """Convert bf16 in the interpreter's representation, uint16, to float32."""
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def _narrowed(x: Any) -> Any:
-    """float32 to bf16 bits, round to nearest even; NaN stays NaN."""
+def _float32_to_bf16(x: Any) -> Any:
+    """Convert float32 to bf16 bits, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return np.where(
         np.isnan(x),
@@ -51,7 +50,7 @@ def _narrowed(x: Any) -> Any:
 
 
 class Machine:
-    """The replacements for the interpreter's methods, and what they share."""
+    """The replaced methods of the interpreter, and their state."""
 
     _BUILDER = (
         "cast_impl",
@@ -69,7 +68,7 @@ class Machine:
     def __init__(self, interpreter: Any, seed: int) -> None:
         import triton.language as tl
 
-        self.interpreter, self.tl, self.seen = interpreter, tl, Seen()
+        self.interpreter, self.tl, self.counts = interpreter, tl, Counts()
         self._stock = {
             name: getattr(interpreter.InterpreterBuilder, name) for name in self._BUILDER
         }
@@ -81,71 +80,72 @@ class Machine:
             interpreter._patch_lang_tensor,
             interpreter._patch_lang,
         )
-        self._stock_kind = interpreter._get_np_dtype
-        self._kinds: dict[str, Any] = {}
+        self._stock_numpy_dtype = interpreter._get_np_dtype
+        self._numpy_dtypes: dict[str, Any] = {}
         self._patched: set[str] = set()
-        self._order_of = np.random.default_rng(seed)
-        self._spans: list[tuple[int, int]] = []
+        self._rng = np.random.default_rng(seed)
+        self._argument_ranges: list[tuple[int, int]] = []
         self._owner: dict[int, tuple[int, ...]] = {}
-        self._dim, self._order, self._now = (1, 1, 1), np.zeros(1, np.int64), (0, 0, 0)
+        self._grid_dim, self._order, self._program = (1, 1, 1), np.zeros(1, np.int64), (0, 0, 0)
 
     @contextlib.contextmanager
-    def anew(self, seed: int) -> Iterator[Seen]:
-        """Counts of their own, and an order of their own, for the launches inside the block."""
-        outer = self.seen, self._order_of
-        self.seen, self._order_of = Seen(), np.random.default_rng(seed)
+    def nested(self, seed: int) -> Iterator[Counts]:
+        """Give the launches inside the block their own counts and their own random order."""
+        outer = self.counts, self._rng
+        self.counts, self._rng = Counts(), np.random.default_rng(seed)
         try:
-            yield self.seen
+            yield self.counts
         finally:
-            self.seen, self._order_of = outer
+            self.counts, self._rng = outer
 
     def builder_methods(self) -> dict[str, Any]:
-        """Replacements of InterpreterBuilder's methods; each gets the builder as its first
-        argument.
-        """
+        """Return replacements of InterpreterBuilder's methods; they take the builder first."""
         return {name: method(getattr(self, name)) for name in self._BUILDER}
 
     def executor_methods(self) -> dict[str, Any]:
-        """Replacements of GridExecutor's methods."""
+        """Return replacements of GridExecutor's methods."""
         return {
             "_init_args_hst": method(self.arguments),
             "__call__": method(self.launch),
         }
 
     def module_functions(self) -> dict[str, Any]:
-        """Replacements of functions of triton's module ``interpreter``."""
-        kind = self._numpy_kind
+        """Return replacements of functions of Triton's module ``interpreter``."""
+        numpy_dtype = self._numpy_dtype
         return {
             "_patch_lang_tensor": self.patch_tensor,
             "_patch_lang": self.patch_lang,
-            "_get_np_dtype": kind,
+            "_get_np_dtype": numpy_dtype,
         }
 
-    def _numpy_kind(self, kind: Any) -> Any:
-        """The numpy dtype behind ``kind``, remembered: stock builds its table anew at each of a
-        million calls.
+    def _numpy_dtype(self, dtype: Any) -> Any:
+        """Return the cached numpy dtype of a Triton dtype.
+
+        Triton builds its table again at each of a million calls.
         """
-        scalar = kind.scalar
+        scalar = dtype.scalar
         if isinstance(scalar, self.tl.pointer_type):
             return np.dtype(np.uint64)
-        if scalar.name not in self._kinds:
-            self._kinds[scalar.name] = self._stock_kind(kind)
-        return self._kinds[scalar.name]
+        if scalar.name not in self._numpy_dtypes:
+            self._numpy_dtypes[scalar.name] = self._stock_numpy_dtype(dtype)
+        return self._numpy_dtypes[scalar.name]
 
     def semantic_methods(self) -> dict[str, Any]:
-        """Replacements of TritonSemantic's methods."""
+        """Return replacements of TritonSemantic's methods."""
         return {"binary_op_sanitize_overflow_impl": method(self.overflow)}
 
     def patch_tensor(self, tensor: Any, scope: Any) -> None:
-        """triton makes int(array of one element) of a loop's bound, which numpy 2.4 no longer
-        does.
+        """Patch a tensor class so that its tensors can be bounds of loops.
+
+        Triton calls int() on an array of one element there, which numpy 2.4 no longer allows.
         """
         self._stock_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def patch_lang(self, function: Any) -> Any:
-        """Point triton.language at the interpreter, once a launch; stock does it at every call of a
-        jit function.
+        """Point triton.language at the interpreter once per launch.
+
+        Triton does so at every call of a jit function.
         """
         modules = {
             m.__name__ for m in function.__globals__.values() if m is self.tl or m is self.tl.core
@@ -156,156 +156,162 @@ class Machine:
         return self._stock_lang(function)
 
     def overflow(self, semantic: Any, a: Any, b: Any, op: Any) -> None:
-        """Integer arithmetic must not leave its type; stock computes this too, in a dozen
-        interpreted operations.
+        """Raise if integer arithmetic overflows its type.
+
+        Triton checks this too, with a dozen interpreted operations.
         """
-        kind = a.type.scalar
-        if kind.int_bitwidth >= 64:
+        dtype = a.type.scalar
+        if dtype.int_bitwidth >= 64:
             return
         arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op.__name__]
         wide = arithmetic(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
         if wide.size and (
-            wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()
+            wide.max() > dtype.get_int_max_value() or wide.min() < dtype.get_int_min_value()
         ):
-            raise Violation(f"{kind} overflow in {op.__name__} in program {self._now}")
+            raise Violation(f"{dtype} overflow in {op.__name__} in program {self._program}")
 
-    def _bf16(self, handle: Any) -> bool:
-        # by name: dtypes are compared by a function of Python
+    def _is_bf16(self, handle: Any) -> bool:
+        # Comparing names is quicker than Triton's comparison of dtypes, which is in Python.
         return bool(handle.dtype.scalar.name == "bf16")
 
-    def _up(self, handle: Any) -> Any:
+    def _to_float32(self, handle: Any) -> Any:
         tl = self.tl
         return (
-            self.interpreter.TensorHandle(_widened(handle.data), tl.float32)
-            if self._bf16(handle)
+            self.interpreter.TensorHandle(_bf16_to_float32(handle.data), tl.float32)
+            if self._is_bf16(handle)
             else handle
         )
 
-    def _down(self, handle: Any) -> Any:
-        return self.interpreter.TensorHandle(_narrowed(handle.data), self.tl.bfloat16)
+    def _to_bf16(self, handle: Any) -> Any:
+        return self.interpreter.TensorHandle(_float32_to_bf16(handle.data), self.tl.bfloat16)
 
     def cast_impl(self, builder: Any, x: Any, to: Any) -> Any:
-        """A cast; bf16 through float32, rounded to nearest even."""
+        """Cast; bf16 goes through float32 and is rounded to nearest even."""
         stock, source, target = self._stock["cast_impl"], x.dtype.scalar, to.scalar
-        # Stock gives a comparison's truth values the dtype of what it compared.
-        if source == target and x.data.dtype == self._numpy_kind(target):
+        # Triton gives the result of a comparison the dtype of its operands.
+        if source == target and x.data.dtype == self._numpy_dtype(target):
             return x
         if source == self.tl.bfloat16:
-            return self._up(x) if target == self.tl.float32 else stock(builder, self._up(x), to)
+            return (
+                self._to_float32(x)
+                if target == self.tl.float32
+                else stock(builder, self._to_float32(x), to)
+            )
         if target == self.tl.bfloat16:
-            return self._down(
+            return self._to_bf16(
                 x if source == self.tl.float32 else stock(builder, x, self.tl.float32)
             )
         return stock(builder, x, to)
 
     def create_fp_to_fp(self, builder: Any, x: Any, to: Any, mode: Any) -> Any:
-        """As :meth:`cast_impl`; other pairs keep the rounding mode that was asked for."""
+        """Cast bf16 by :meth:`cast_impl`, other dtypes with the given rounding mode."""
         if self.tl.bfloat16 in (x.dtype.scalar, to.scalar):
             return self.cast_impl(builder, x, to)
         return self._stock["create_fp_to_fp"](builder, x, to, mode)
 
     def create_dot(self, builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """tl.dot; products of bf16 in float32."""
-        self.seen.operations += 1
-        return self._stock["create_dot"](builder, self._up(a), self._up(b), *rest)
+        """tl.dot; bf16 is multiplied in float32."""
+        self.counts.operations += 1
+        return self._stock["create_dot"](builder, self._to_float32(a), self._to_float32(b), *rest)
 
     def binary_op(self, builder: Any, a: Any, b: Any, op: Any) -> Any:
-        """Arithmetic; bf16 in float32, rounded once."""
-        out = self._stock["binary_op"](builder, self._up(a), self._up(b), op)
-        self.seen.operations += out.data.dtype.kind != "i"
-        return self._down(out) if self._bf16(a) and out.data.dtype == np.float32 else out
+        """Arithmetic; bf16 is computed in float32 and rounded once."""
+        out = self._stock["binary_op"](builder, self._to_float32(a), self._to_float32(b), op)
+        self.counts.operations += out.data.dtype.kind != "i"
+        return self._to_bf16(out) if self._is_bf16(a) and out.data.dtype == np.float32 else out
 
     def unary_op(self, builder: Any, a: Any, op: Any) -> Any:
-        """exp2 and the like. Triton takes none of bf16; its |x| is a mask of bits, and not one of
-        these.
+        """exp2 and similar functions.
+
+        Triton has none for bf16. Its |x| is a bit mask, which is not a unary operation here.
         """
-        self.seen.operations += 1
+        self.counts.operations += 1
         return self._stock["unary_op"](builder, a, op)
 
-    def _touch(self, what: str, pointers: Any, mask: Any) -> Any:
-        """Addresses in use; all inside an argument."""
-        self.seen.operations += 1
+    def _check_access(self, access: str, pointers: Any, mask: Any) -> Any:
+        """Return the addresses in use; raise if one is outside every argument."""
+        self.counts.operations += 1
         width = self.interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
         used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
         inside = np.zeros(used.shape, bool)
-        for low, high in self._spans:
+        for low, high in self._argument_ranges:
             inside |= (used >= low) & (used + width <= high)
         if not inside.all():
             lanes = f"{(~inside).sum()} of {used.size} lanes"
-            raise Violation(f"{what} outside every argument in program {self._now}: {lanes}")
-        if what == "load":
-            self.seen.bytes_loaded += used.size * width
+            raise Violation(f"{access} outside every argument in program {self._program}: {lanes}")
+        if access == "load":
+            self.counts.bytes_loaded += used.size * width
         else:
-            self.seen.bytes_stored += used.size * width
+            self.counts.bytes_stored += used.size * width
         return used
 
     def create_masked_load(
         self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any
     ) -> Any:
-        """tl.load; lanes that are masked off and have no ``other`` hold what no kernel may use."""
-        self._touch("load", pointers, mask)
+        """tl.load; masked-off lanes without ``other`` hold NaN, or the largest integer."""
+        self._check_access("load", pointers, mask)
         if other is None and not np.all(mask.data):
-            kind = pointers.get_element_ty()
-            held = self.interpreter._get_np_dtype(kind)
-            junk: Any = np.iinfo(held).max if np.issubdtype(held, np.integer) else True
-            if np.issubdtype(held, np.floating) or kind == self.tl.bfloat16:
-                junk = 0x7FC0 if kind == self.tl.bfloat16 else math.nan
-            other = self.interpreter.TensorHandle(np.full(pointers.data.shape, junk, held), kind)
+            dtype = pointers.get_element_ty()
+            np_dtype = self.interpreter._get_np_dtype(dtype)
+            filler: Any = np.iinfo(np_dtype).max if np.issubdtype(np_dtype, np.integer) else True
+            if np.issubdtype(np_dtype, np.floating) or dtype == self.tl.bfloat16:
+                filler = 0x7FC0 if dtype == self.tl.bfloat16 else math.nan
+            other = self.interpreter.TensorHandle(
+                np.full(pointers.data.shape, filler, np_dtype), dtype
+            )
         return self._stock["create_masked_load"](builder, pointers, mask, other, *rest, **named)
 
     def create_masked_store(
         self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any
     ) -> Any:
-        """tl.store; an address belongs to the program that stored to it first."""
-        for address in self._touch("store", pointers, mask).tolist():
-            if self._owner.setdefault(address, self._now) != self._now:
+        """tl.store; an address belongs to the first program that stores to it."""
+        for address in self._check_access("store", pointers, mask).tolist():
+            if self._owner.setdefault(address, self._program) != self._program:
                 raise Violation(
-                    f"programs {self._owner[address]} and {self._now} store to one address"
+                    f"programs {self._owner[address]} and {self._program} store to one address"
                 )
         return self._stock["create_masked_store"](builder, pointers, value, mask, *rest)
 
     def create_atomic_rmw(
         self, builder: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any
     ) -> Any:
-        """tl.atomic_add and the like."""
-        self._touch("atomic", pointers, mask)
+        """tl.atomic_add and the other atomics."""
+        self._check_access("atomic", pointers, mask)
         return self._stock["create_atomic_rmw"](builder, op, pointers, value, mask, *rest)
 
     def set_grid_dim(self, builder: Any, x: int, y: int, z: int) -> Any:
-        """A launch begins: the grid is one that a GPU takes, and its programs get a random
-        order.
-        """
-        if any(size > most for size, most in zip((x, y, z), MAX_GRID)):
+        """Begin a launch: check its grid and draw a random order of its programs."""
+        if any(size > limit for size, limit in zip((x, y, z), MAX_GRID)):
             raise Violation(f"grid {(x, y, z)} exceeds {MAX_GRID}")
-        self._dim, self._order = (x, y, z), self._order_of.permutation(x * y * z)
+        self._grid_dim, self._order = (x, y, z), self._rng.permutation(x * y * z)
         self._owner.clear()
         return self._stock["set_grid_dim"](builder, x, y, z)
 
     def set_grid_idx(self, builder: Any, x: int, y: int, z: int) -> Any:
-        """The next program, by the random order."""
-        _, ny, nz = self._dim
-        place = int(self._order[(x * ny + y) * nz + z])
-        self._now = (place // (ny * nz), place // nz % ny, place % nz)
-        self.seen.programs += 1
-        return self._stock["set_grid_idx"](builder, *self._now)
+        """Go to the next program of the random order."""
+        _, ny, nz = self._grid_dim
+        index = int(self._order[(x * ny + y) * nz + z])
+        self._program = (index // (ny * nz), index // nz % ny, index % nz)
+        self.counts.programs += 1
+        return self._stock["set_grid_idx"](builder, *self._program)
 
     def arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
-        """The launch's arguments; the memory of their tensors is all that it may touch."""
-        given = self._stock_args(executor, args, kwargs)
-        self._spans.clear()
-        for value in [*given[0], *given[1].values()]:
+        """Convert a launch's arguments; it may only access the memory of their tensors."""
+        converted = self._stock_args(executor, args, kwargs)
+        self._argument_ranges.clear()
+        for value in [*converted[0], *converted[1].values()]:
             tensor = getattr(value, "base", value)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 last = sum(
                     (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())
                 )
-                self._spans.append(
+                self._argument_ranges.append(
                     (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
                 )
-        return given
+        return converted
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A launch, visible to the profiler."""
+        """Run a launch as an event of the profiler."""
         self._patched.clear()
         with torch.profiler.record_function(executor.fn.__name__):
             return self._stock_call(executor, *args, **kwargs)
