@@ -16,7 +16,7 @@ from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _PytestPlugin
 from nsa_core.dispatch.registry import discover
-from nsa_core.util.interruption import held
+from nsa_core.util.interruption import deferred_signals
 from nsa_verify import cases
 from nsa_verify.findings import Finding
 from nsa_verify.run import suite
@@ -143,10 +143,10 @@ def test_an_interrupted_workload_keeps_its_samples():
     ]
     clock = clocks.CpuClock()
     clock.sample = lambda call, calls: call() or 1.0
-    with held() as stop:
+    with deferred_signals() as stop:
         timings = timing.measure(workloads, clock, budget_s=1.0, stop=stop)
         assert [len(timings[key].performance.samples_ms) for key in "ab"] == [2, 1]
-    with held() as stop:
+    with deferred_signals() as stop:
         timings = timing.measure(
             [timing.Workload("c", compiler_fails)], clock, budget_s=1.0, stop=stop
         )

@@ -18,7 +18,7 @@ from nsa_cli.app import app
 from nsa_cli.verify import _default_processes
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.util.interruption import held
+from nsa_core.util.interruption import deferred_signals
 from nsa_verify import cases
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
@@ -150,7 +150,7 @@ def test_a_signal_ends_the_run_after_the_current_jobs(signals, max_jobs):
             signal.raise_signal(number)
 
     try:
-        with held() as stop:
+        with deferred_signals() as stop:
             (findings,) = run_jobs(
                 [Combination({})],
                 jobs_of(report_process, 8),

@@ -56,8 +56,8 @@ FAULTS = {
     "log2": ("win", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634"),
     "gradient-twice": (
         "win",
-        "pullback(do.to(exact_o.dtype))",
-        "pullback(2 * do.to(exact_o.dtype))",
+        "vjp(do.to(unrounded_o.dtype))",
+        "vjp(2 * do.to(unrounded_o.dtype))",
     ),
 }
 
@@ -73,16 +73,16 @@ def test_faulty_kernel_fails_accepted_requests(make_suite, fault: str) -> None:
 
 STEP_FAULTS = {
     "step-window-one-too-wide": (
-        "behind < call.geometry.window_size",
-        "behind <= call.geometry.window_size",
+        "distance < call.geometry.window_size",
+        "distance <= call.geometry.window_size",
     ),
-    "step-sees-later-rows": ("(behind >= 0) & ", ""),
+    "step-sees-later-rows": ("(distance >= 0) & ", ""),
     "step-reads-unused-memory": (
-        "(held < 0)[..., None, None]",
-        "(held < -9999)[..., None, None]",
+        "(key_token < 0)[..., None, None]",
+        "(key_token < -9999)[..., None, None]",
     ),
-    "step-padding": ("(token <= newest)", "(token <= newest + 1)"),
-    "step-ring": ("ring, device=q.device)) % ring", "ring, device=q.device)) % (ring + 1)"),
+    "step-padding": ("(query_token <= newest)", "(query_token <= newest + 1)"),
+    "step-ring": ("ring_size, device=q.device)) % ring_size", "ring_size, device=q.device)) % (ring_size + 1)"),
 }
 
 

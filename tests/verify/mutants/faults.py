@@ -32,14 +32,14 @@ MUTANTS = (
     Mutant(
         "cmp drops the queries of an incomplete run",
         "nsa_core.fold",
-        "        places[:, whole, :rest] = tokens[:, whole * stride :]",
-        "        places[:, whole, :rest] = 0",
+        "        entries[:, full_runs, :remainder] = tokens[:, full_runs * stride :]",
+        "        entries[:, full_runs, :remainder] = 0",
     ),
     Mutant(
         "cmp reads one token of the previous run",
         "nsa_core.fold",
-        "    places[:, :whole] = tokens[:, : whole * stride]",
-        "    places[:, :whole] = tokens.roll(1, 1)[:, : whole * stride]",
+        "    entries[:, :full_runs] = tokens[:, : full_runs * stride]",
+        "    entries[:, :full_runs] = tokens.roll(1, 1)[:, : full_runs * stride]",
     ),
     Mutant(
         "cmp reads a token of the previous document",

@@ -18,7 +18,7 @@ from nsa_cli.choices import (
     pick_device,
     split_commas,
 )
-from nsa_core.util.interruption import Interruption, exit_code, held
+from nsa_core.util.interruption import Interruption, exit_code, deferred_signals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,7 @@ def bench(
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     decode = split_commas(phase or "") == ["decode"]
-    with output.exit_codes(), held() as stop:
+    with output.exit_codes(), deferred_signals() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         _check_options(preset, decode, options_on_command_line(context))
         preset_limits = {

@@ -120,10 +120,10 @@ def pick_device(text: str, threads: int | None = None) -> str:
     silence_profiler()
     import torch
 
-    from nsa_core.dispatch.device import known_device
+    from nsa_core.dispatch.device import usable_device
 
     if threads is not None:
         torch.set_num_threads(threads)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if text == "auto" else text
-    known_device(device)
+    usable_device(device)
     return device

@@ -12,7 +12,7 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import silence_profiler
 from nsa_cli.verify import Device, Preset
-from nsa_core.util.interruption import Interruption, exit_code, held
+from nsa_core.util.interruption import Interruption, exit_code, deferred_signals
 
 if TYPE_CHECKING:
     import pytest
@@ -43,7 +43,7 @@ def conformance(
     on this machine or refuses all requests of the tests, or pytest is not installed; 4: pytest
     itself failed.
     """
-    with output.exit_codes(), held() as interruption:
+    with output.exit_codes(), deferred_signals() as interruption:
         code = _run_suite(name, device.value, preset.value, only, stop, verbose, interruption)
     raise typer.Exit(code)
 
@@ -58,19 +58,19 @@ def _run_suite(
     interruption: Interruption,
 ) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
-    from nsa_core.util.extras import needed
+    from nsa_core.util.extras import require_module
 
     entry = output.find_backends().get(name)
     if entry.status != "ready":
         raise BackendUnavailable(f"{entry.title} is {entry.status}: {entry.reason}")
-    pytest = needed("pytest", "nsa conformance needs", "nsa-verify[test]")
+    pytest = require_module("pytest", "nsa conformance needs", "nsa-verify[test]")
     silence_profiler()
     import torch
 
-    from nsa_core.dispatch.device import known_device
+    from nsa_core.dispatch.device import usable_device
 
     if device != "auto":
-        known_device(device)
+        usable_device(device)
     # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1)
     import nsa_verify.conformance

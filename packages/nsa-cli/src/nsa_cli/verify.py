@@ -14,7 +14,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
-from nsa_core.util.interruption import Interruption, held
+from nsa_core.util.interruption import Interruption, deferred_signals
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ def verify(
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
-    with output.exit_codes(), held() as stop:
+    with output.exit_codes(), deferred_signals() as stop:
         output.check_writable(json_file, force)
         names, torch_device = dtype_names(dtype), pick_device(device.value)
         dtypes, content = _dtypes(names), read_text(text)

@@ -24,7 +24,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def must_be_config(config: object) -> None:
+def check_config(config: object) -> None:
     """Check that ``config`` is an NSAConfig.
 
     Raises:

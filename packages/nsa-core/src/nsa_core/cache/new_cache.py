@@ -25,7 +25,7 @@ def make_cache(
     plan: Plan | None,
 ) -> NSACache:
     """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
-    from nsa_core.dispatch.device import known_device
+    from nsa_core.dispatch.device import usable_device
     from nsa_core.dispatch.options import PlanOptions
     from nsa_core.dispatch.plan import resolve
 
@@ -35,7 +35,7 @@ def make_cache(
             f"dtype must be a torch.dtype such as torch.float32, or None, got {dtype!r}"
         )
     requested = dtype_and_device_from(attn.out).device if device is None else device
-    cache_device = torch.empty(0, device=known_device(requested)).device
+    cache_device = torch.empty(0, device=usable_device(requested)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         options = PlanOptions(

@@ -12,7 +12,7 @@ from nsa_core.cache.block_table import BlockTable
 from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import Pages
 from nsa_core.contract import DecodeCall
-from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 
@@ -152,7 +152,7 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
     Raises:
         InvalidInput: it does not; the message names what the plan is for and what the cache needs.
     """
-    must_be_plan(plan)
+    check_is_plan(plan)
     request, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
     expected = {
         "phase": "decode",

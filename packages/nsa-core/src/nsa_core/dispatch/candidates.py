@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nsa_core.config import NSAConfig, must_be_config
+from nsa_core.config import NSAConfig, check_config
 from nsa_core.contract import SLOTS, Reason, Request
 from nsa_core.dispatch import tuned
-from nsa_core.dispatch.device import known_device
+from nsa_core.dispatch.device import usable_device
 from nsa_core.dispatch.options import Backends, PlanOptions
 from nsa_core.dispatch.probing import Candidate, rank_of, reasons_against
 from nsa_core.dispatch.registry import Registry
@@ -76,9 +76,9 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
         InvalidInput: An option is wrong for every backend, or names an unknown slot or backend.
         BackendUnavailable: PyTorch cannot use the device.
     """
-    must_be_config(config)
+    check_config(config)
     wanted = _wanted(options.backends, registry)
-    device = known_device(options.device)
+    device = usable_device(options.device)
     requests = _requests(config, options, device)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
     for entry in registry.entries:

@@ -32,7 +32,7 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 
-def must_be_plan(plan: object) -> None:
+def check_is_plan(plan: object) -> None:
     """Check that an argument ``plan`` is a Plan.
 
     Raises:

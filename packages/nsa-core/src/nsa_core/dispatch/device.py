@@ -8,7 +8,7 @@ from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.text import describe_error
 
 
-def known_device(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
     """Return ``device`` as a torch.device if PyTorch can use it.
 
     The function queries CUDA only for a CUDA device.

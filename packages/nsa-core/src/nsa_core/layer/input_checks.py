@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from nsa_core.config import NSAConfig, must_be_config
-from nsa_core.dispatch.default_plan import must_be_plan
+from nsa_core.config import NSAConfig, check_config
+from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.torch_ops.tensor_checks import (
@@ -61,7 +61,7 @@ def check_inputs(
         InvalidInput: an input is invalid; the message lists every problem and every tensor.
         Unsupported: forward-mode differentiation is active.
     """
-    must_be_config(config)
+    check_config(config)
     inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
     _check_types(inputs)
     packing = _boundary_problems(inputs["q"], cu_seqlens, max_seqlen)
@@ -164,7 +164,7 @@ def check_plan(
     Raises:
         InvalidInput: it does not; the message names what the plan is for and what the call needs.
     """
-    must_be_plan(plan)
+    check_is_plan(plan)
     request, problems = plan.requests["cmp"], []
     if request.phase != "prefill":
         problems.append(

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.config import NSAConfig, must_be_config
-from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, must_be_plan
+from nsa_core.config import NSAConfig, check_config
+from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, check_is_plan
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
@@ -93,7 +93,7 @@ class NSAProjections(nn.Module):
         check: bool = False,
     ) -> None:
         super().__init__()
-        must_be_config(config)
+        check_config(config)
         self.config, self.layer, self.check = config, layer, check
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
@@ -264,5 +264,5 @@ class NSAProjections(nn.Module):
             if not torch.compiler.is_compiling():
                 self._last = (q.device, q.dtype, varlen, long)
         else:
-            must_be_plan(plan)
+            check_is_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan

@@ -8,7 +8,7 @@ from typing import Any
 from nsa_core.errors import BackendUnavailable
 
 
-def needed(module: str, purpose: str, extra: str) -> Any:
+def require_module(module: str, purpose: str, extra: str) -> Any:
     """Import and return an optional module.
 
     Args:

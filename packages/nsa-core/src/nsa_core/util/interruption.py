@@ -53,7 +53,7 @@ def exit_code(name: str) -> int:
 
 
 @contextlib.contextmanager
-def held(*numbers: signal.Signals) -> Iterator[Interruption]:
+def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
     """Defer signals inside the block; the yielded Interruption records the first one.
 
     A second SIGINT has its previous effect, normally a KeyboardInterrupt. Further SIGTERMs are
@@ -86,7 +86,7 @@ def held(*numbers: signal.Signals) -> Iterator[Interruption]:
 
 
 @contextlib.contextmanager
-def kept_from_children() -> Iterator[None]:
+def signals_blocked_in_children() -> Iterator[None]:
     """Block SIGINT and SIGTERM in child processes started inside the block.
 
     A terminal and `timeout` signal the whole process group, but only the parent should decide when

@@ -12,7 +12,7 @@ import torch
 
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.atomic_files import write_bytes_atomic
-from nsa_core.util.extras import needed
+from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
 _FORMAT = "format"  # header entry that identifies the kind of file
@@ -121,4 +121,4 @@ def need_safetensors() -> None:
 
 
 def _library(name: str) -> Any:
-    return needed(name, "checkpoints need", "safetensors")
+    return require_module(name, "checkpoints need", "safetensors")

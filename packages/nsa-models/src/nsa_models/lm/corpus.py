@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.util.extras import needed
+from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
@@ -101,7 +101,7 @@ class HubCorpus:
 
     def __init__(self, name: str, field: str = "text") -> None:
         self.name, self.field = name, field
-        library = needed("datasets", "Hugging Face data sets need", "nsa-models[train]")
+        library = require_module("datasets", "Hugging Face data sets need", "nsa-models[train]")
         path, _, part = name.partition(":")
         try:
             self._stream: Any = library.load_dataset(
@@ -291,4 +291,4 @@ def _is_text(path: Path) -> bool:
 
 
 def _arrow(name: str) -> Any:
-    return needed(name, "parquet files need", "nsa-models[train]")
+    return require_module(name, "parquet files need", "nsa-models[train]")

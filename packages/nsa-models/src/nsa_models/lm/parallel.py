@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_core.dispatch.device import known_device
+from nsa_core.dispatch.device import usable_device
 from nsa_core.errors import InvalidInput
 from nsa_models.lm.model import LanguageModel
 
@@ -62,7 +62,7 @@ def join(device: str) -> World:
         return World(torch.device(device))
     own_device = torch.device(device)
     if own_device.type == "cuda":
-        own_device = known_device(torch.device("cuda", dist.get_node_local_rank()))
+        own_device = usable_device(torch.device("cuda", dist.get_node_local_rank()))
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if own_device.type == "cuda" else "gloo")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nsa_core.errors import InvalidInput
-from nsa_core.util.extras import needed
+from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
@@ -58,7 +58,7 @@ class FileTokenizer:
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
-        library = needed("tokenizers", "a tokenizer.json needs", "nsa-models[train]")
+        library = require_module("tokenizers", "a tokenizer.json needs", "nsa-models[train]")
         self._content = content
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content)

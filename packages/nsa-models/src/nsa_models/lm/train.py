@@ -17,7 +17,7 @@ import torch
 from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.util.interruption import exit_code, held
+from nsa_core.util.interruption import exit_code, deferred_signals
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
 from nsa_models.lm.trainer import StepResult, Trainer
@@ -105,7 +105,7 @@ class _Run:
         trainer, recipe = self.trainer, self.trainer.recipe
         pending: StepResult | None = None
         try:
-            with held() as interruption:
+            with deferred_signals() as interruption:
                 if trainer.step_number == 0:
                     self._evaluate_before_training()
                 while trainer.step_number < recipe.steps:

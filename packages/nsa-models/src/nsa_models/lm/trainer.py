@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nsa_core.dispatch.default_plan import default_plan, is_long
-from nsa_core.dispatch.device import known_device
+from nsa_core.dispatch.device import usable_device
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
@@ -92,7 +92,7 @@ class Trainer:
             raise InvalidInput(
                 f"graph=True needs one process on one GPU, got {actual}; leave it out"
             )
-        known_device(world.device)
+        usable_device(world.device)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
         self.model.recompute = recipe.recompute

@@ -20,7 +20,7 @@ import torch
 from nsa_core.dispatch.trial import fate
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.util.interruption import Interruption, kept_from_children
+from nsa_core.util.interruption import Interruption, signals_blocked_in_children
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run.schedule import Schedule
@@ -112,7 +112,7 @@ class _Pool:
         process = _spawn.Process(target=_work, args=(worker_end, *self._arguments), daemon=True)
         # Starting the first process would start the resource tracker and unblock the signals.
         resource_tracker.ensure_running()
-        with kept_from_children():
+        with signals_blocked_in_children():
             process.start()
         worker_end.close()
         self._processes.append(process)
