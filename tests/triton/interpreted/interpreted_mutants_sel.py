@@ -1,4 +1,4 @@
-"""Mutants of the kernels of sel, forward and backward."""
+"""Mutants of the sel kernels, forward and backward."""
 
 from __future__ import annotations
 
