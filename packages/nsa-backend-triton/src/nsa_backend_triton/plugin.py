@@ -42,7 +42,7 @@ def nsa_register_backends() -> BackendSpec:
         slots={
             "cmp": _slot("cmp", "span_forward", "decode_span"),
             "select": _slot("select", "select_forward", "decode_span", backward=False),
-            # Longer than any SHORT of the tables, so that warm-up also runs the bucket path.
+            # Longer than every SHARE_ALL_MAX_LEN, so that warm-up also runs the bucket path.
             "sel": _slot(
                 "sel",
                 "sel_forward_kernel",

@@ -168,7 +168,8 @@ def append(
     stores = (*raw, *sel, *win)
     if not all(x.is_contiguous() for x in (*stores, *(rope or ()))):
         raise ValueError(
-            "append needs contiguous stores and rope tables; pass them as x.contiguous()"
+            "append writes to contiguous stores and reads contiguous rope tables, got another"
+            " layout; allocate the stores with NSAttention.new_cache"
         )
     k_raw, v_raw, k_sel, v_sel, k_win, v_win = new_rows = [
         x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair
